@@ -12,6 +12,7 @@ from zstrat.ps import OptimizerEngine, Store
 from zstrat.wire import (
     CreateOptimizer,
     CreateTables,
+    PullTable,
     Push,
     TableEntry,
     Update,
@@ -112,7 +113,7 @@ def look_up(store: Store, ids, key: int = 1) -> np.ndarray:
 
 def items(store: Store, key: int = 1, first: int = 0, last: int = 4096):
     """The ids and rows of a table."""
-    return run(store, store.plan_items(key, first, last)).arrays
+    return run(store, store.plan_items(PullTable(7, key, first, last))).arrays
 
 
 UNIFORM = Uniform(-1.0, 1.0)

@@ -33,7 +33,7 @@ from zstrat.errors import (
 )
 from zstrat.ids import buckets_of, hashes_of
 from zstrat.ps.tables import GrowingCell
-from zstrat.wire import Read, UpdateOp, VariableEntry
+from zstrat.wire import PullTable, Read, UpdateOp, VariableEntry
 
 ROWS = UpdateOp.OPTIMIZE_ROWS
 REMOVE = UpdateOp.REMOVE_ROWS
@@ -222,15 +222,15 @@ def test_reads_that_a_table_or_a_variable_has_not_are_refused():
     for wrong in (
         lambda: store.read([Read(1, -1)]),
         lambda: store.plan_rows([], [1], (np.array([1.5]),)),
-        lambda: store.plan_items(9, 0, 1),
-        lambda: store.plan_items(1, 0, 4097),
+        lambda: store.plan_items(PullTable(7, 9, 0, 1)),
+        lambda: store.plan_items(PullTable(7, 1, 0, 4097)),
         lambda: store.table_sizes([9]),
         lambda: store.plan_push(push((9, REMOVE, np.array([1])))),
     ):
         with pytest.raises(InvalidArgumentError):
             wrong()
     with pytest.raises(NotFoundError):
-        store.plan_items(2, 0, 1)
+        store.plan_items(PullTable(7, 2, 0, 1))
 
 
 def test_creating_again_keeps_a_table_and_nothing_else():

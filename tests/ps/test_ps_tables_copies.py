@@ -45,7 +45,7 @@ def assert_same(store, other):
         np.testing.assert_array_equal(array, two[name], err_msg=name)
 
 
-RULES = {"gradients": 2, "chance": 0.9, "tracks": True}
+RULES = {"gradients": 2, "chance": 0.9, "tracks": True, "follows": True}
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_ids_that_wait_are_no_more_than_fit():
     push_to(store, eviction(0, EvictionRule.WAITING, 25))
     waiting = store.variables[1].table.waiting
     assert len(waiting) == 25
-    assert (waiting.counts.look() >= 4).all()
+    assert (waiting.numbers.look() >= 4).all()
     assert waiting.ids.look().min() >= 30
 
 

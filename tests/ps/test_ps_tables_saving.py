@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 from ps_callers import SESSION, caller
 from ps_copies import Copies
-from ps_tables import WIDTH, first_rows, in_order, items
-from test_ps_tables_copies import UNIFORM, beginning, training
+from ps_tables import (
+    UNIFORM,
+    WIDTH,
+    beginning,
+    eviction,
+    first_rows,
+    in_order,
+    items,
+    training,
+)
 
 from zstrat.checkpoint import TensorInfo, TensorReader, TensorWriter
 from zstrat.errors import (
@@ -20,11 +28,13 @@ from zstrat.errors import (
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.wire import (
     Done,
+    EvictionRule,
     LoadEntry,
     LoadTable,
     LoadTensors,
     PinSnapshot,
     PullRows,
+    PullTable,
     Push,
     ReleaseSnapshot,
     StoreTable,
@@ -38,7 +48,7 @@ from zstrat.wire import (
 ROWS = int(UpdateOp.OPTIMIZE_ROWS)
 
 
-IDS_OF = {".counts": "0.waiting"}
+IDS_OF = {".counts": "0.waiting", ".gone": "0.gone"}
 RULES = {"gradients": 2, "chance": 0.9, "tracks": True}
 
 
@@ -61,16 +71,17 @@ class Server:
         for asked in beginning(self.optimizer, **self.rules)[: 3 if binds else 2]:
             assert await self.ask(asked) == Done()
 
-    async def save(self, path, number=9):
+    async def save(self, path, number=9, since=-1):
         """Returns the names of what was written: by optimizer and leaf."""
-        pinned = await self.ask(PinSnapshot(SESSION, number, [1], [1]))
+        pin = PinSnapshot(SESSION, number, [1], [1], since=[since])
+        pinned = await self.ask(pin)
         names = [f"{e.optimizer}{e.leaf}" for e in pinned.tensors]
         places = list(range(len(names)))
         await self.ask(WriteSnapshot(SESSION, number, str(path), places, names))
         await self.ask(ReleaseSnapshot(SESSION, number))
         return pinned.tensors
 
-    async def load(self, first, last, files, replaces=True):
+    async def load(self, first, last, files, replaces=True, leaves=None):
         tensors = [
             TableTensor(
                 e.optimizer,
@@ -81,8 +92,11 @@ class Server:
             )
             for path, entries in files
             for e in entries
-            if e.leaf not in (".ids", ".waiting")
+            if e.leaf not in (".ids", ".waiting", ".cut")
+            if leaves is None or (not e.optimizer and e.leaf in leaves)
         ]
+        tensors.sort(key=lambda tensor: tensor.leaf != ".gone")
+        tensors.sort(key=lambda tensor: tensor.path)
         return await self.ask(LoadTable(SESSION, 1, first, last, replaces, tensors))
 
 
@@ -178,6 +192,100 @@ async def test_equal_tables_are_equal_bytes(tmp_path):
             ids = reader.read("0.ids", 0, len(held[0]))
         wanted = np.lexsort((ids, buckets_of(hashes_of(ids))))
         np.testing.assert_array_equal(wanted, np.arange(len(ids)))
+
+
+FOLLOWS = {"follows": True}
+
+
+async def test_a_base_and_differences_are_the_whole(tmp_path):
+    rng, sizes = np.random.default_rng(2), []
+    async with servers(2, **FOLLOWS, **RULES) as (one, other):
+        files, cut = [], -1
+        for turn in range(4):
+            for number in range(4 * turn, 4 * turn + 4):
+                await one.ask(training(rng, number, removes=number % 3 == 2))
+                await one.ask(eviction(number, EvictionRule.NORM, 1.2, 0, 500))
+            path = tmp_path / f"{turn}"
+            files.append((path, await one.save(path, since=cut)))
+            with TensorReader(str(path)) as reader:
+                cut = int(reader.read("0.cut", 0, 2)[0])
+                sizes.append(reader.info("0.ids").shape[0])
+        assert max(sizes[1:]) < one.store.variables[1].cell.shape[0]
+        last = one.store.variables[1].table.cut
+        assert last == cut
+        await other.ask(training(rng, 3))
+        await other.load(0, BUCKETS, files)
+        assert together([other]) == together([one])
+        assert noted([other])[0] == noted([one])[0]
+        async with servers(2, **FOLLOWS) as two:
+            for each, pair in zip(two, bounds(2), strict=True):
+                await each.load(*pair, files, leaves=("", ".gone"))
+            parts = [items(each.store) for each in two]
+            ids, rows = items(one.store)
+            np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), ids)
+            np.testing.assert_array_equal(np.concatenate([x for _, x in parts]), rows)
+        await one.save(tmp_path / "one")
+        await other.save(tmp_path / "other")
+        with (
+            TensorReader(str(tmp_path / "one")) as a,
+            TensorReader(str(tmp_path / "other")) as b,
+        ):
+            for name in set(a.names) - {"0.cut", "0.waiting", "0.counts"}:
+                assert a.read(name).tobytes() == b.read(name).tobytes(), name
+
+
+async def test_changes_since_a_cut_are_read():
+    async with servers(1, **FOLLOWS) as (one,):
+        ones = np.ones((1, WIDTH), "f4")
+
+        async def put(number, value):
+            update = [Update(1, int(UpdateOp.SCATTER_UPDATE), 0, 2)]
+            arrays = np.array([number]), ones * value
+            await one.ask(Push(SESSION, -1, 0, 0, update, arrays))
+
+        async def change(op, array):
+            await one.ask(Push(SESSION, -1, 0, 0, [Update(1, int(op), 0, 1)], (array,)))
+
+        async def since(cut, first=0, last=BUCKETS):
+            answer = await one.ask(PullTable(SESSION, 1, first, last, cut))
+            ids, rows, gone, (now,) = answer.arrays
+            pairs = sorted(zip(ids.tolist(), rows[:, 0].tolist(), strict=True))
+            return pairs, sorted(gone.tolist()), now
+
+        assert await since(0) == ([], [], 0)
+        for number in 1, 2, 3:
+            await put(number, number)
+        _, _, cut = await since(0)
+        await put(2, 7)
+        await put(4, 8)
+        await change(UpdateOp.REMOVE_ROWS, np.array([1, 4, 99]))
+        await put(4, 9)
+        assert await since(cut) == ([(2, 7), (4, 9)], [1, 4], cut + 4)
+        bucket = int(buckets_of(hashes_of(np.array([1])))[0])
+        assert (await since(cut, bucket, bucket + 1))[1] == [1]
+        await change(UpdateOp.FORGET_REMOVED, np.array([cut + 1]))
+        with pytest.raises(InvalidArgumentError, match="'t1'"):
+            await since(cut)
+        assert (await since(cut + 1))[1] == [1, 4]
+        await change(UpdateOp.FORGET_REMOVED, np.array([cut + 4]))
+        assert await since(cut + 4) == ([], [], cut + 4)
+        assert not len(one.store.variables[1].table.gone)
+        for wrong in cut + 5, 2**40:
+            with pytest.raises(InvalidArgumentError, match="'t1'"):
+                await since(wrong)
+        leaf = [TableLeaf(0, "", True)]
+        await one.ask(StoreTable(SESSION, 1, True, leaf, (np.array([5]), ones)))
+        with pytest.raises(InvalidArgumentError, match="'t1'"):
+            await since(cut + 4)
+        with pytest.raises(InvalidArgumentError):
+            await one.ask(PinSnapshot(SESSION, 1, [1], [], since=[0, 0]))
+    async with servers(1) as (one,):
+        for asked in (
+            PullTable(SESSION, 1, 0, 1, 0),
+            PinSnapshot(SESSION, 1, [1], [], since=[0]),
+        ):
+            with pytest.raises(InvalidArgumentError, match="'t1'"):
+                await one.ask(asked)
 
 
 async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
@@ -332,7 +440,7 @@ async def test_a_table_that_was_lost_comes_back_from_a_file(tmp_path):
         one.copies.primary = kept
 
 
-@pytest.mark.parametrize("rules", [{}, RULES])
+@pytest.mark.parametrize("rules", [{}, RULES, RULES | FOLLOWS])
 async def test_a_backup_has_what_was_loaded(tmp_path, rules):
     rng = np.random.default_rng(2)
     async with servers(2, **rules) as (one, other):
@@ -351,7 +459,13 @@ async def test_a_backup_has_what_was_loaded(tmp_path, rules):
         await other.copies.promote()
         kept, wanted = other.copies.primary, together([other])
         before = noted([other]) if rules else None
+        leaves = kept._store.variables[1].table.leaves()
         other.copies.primary = other.copies.backup
         assert together([other]) == wanted
         assert not rules or noted([other]) == before
+        for name, cell in other.store.variables[1].table.leaves().items():
+            # Of the load it has only the outcome, and so knows less of what was before.
+            some = slice(0, 1 if name == ".cut" else None)
+            pair = cell.look()[some], leaves[name].look()[some]
+            np.testing.assert_array_equal(*pair, name)
         other.copies.primary = kept

@@ -220,8 +220,8 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
             return _pulled(store, reads, (), ())
         case PullRows(reads=reads, rows=rows, arrays=arrays):
             return _pulled(store, reads, rows, arrays)
-        case PullTable(key=key, first=first, last=last):
-            return store.plan_items(key, first, last)
+        case PullTable():
+            return store.plan_items(message)
         case AskTables(keys=keys):
             return store.table_sizes(keys)
         case CreateTables(tables=tables, code=code):

@@ -5,6 +5,7 @@ A snapshot has the values and slots of one moment. It is pinned, then written to
 or read, and released. Loading reads values and slots from files or from messages.
 """
 
+from dataclasses import field
 from typing import ClassVar, NamedTuple
 
 from ._requests import COORDINATOR, Repeat, request
@@ -35,7 +36,11 @@ class PinSnapshot:
     `SnapshotPinned`.
 
     ``first`` above 0 asks for more tensors of an existing snapshot, from that index:
-    thousands do not fit into one answer."""
+    thousands do not fit into one answer.
+
+    ``since``, one number for each key, if there are any: of a table of any id that
+    ``follows`` (`TableEntry`), the rows that have changed since a cut, and which ids
+    were removed (".gone"); -1: all of it. The cut of the snapshot is ".cut"[0]."""
 
     kind: ClassVar = 40
     session: int
@@ -43,6 +48,7 @@ class PinSnapshot:
     keys: list[int]
     optimizers: list[int]
     first: int = 0
+    since: list[int] = field(default_factory=list)
 
 
 @message

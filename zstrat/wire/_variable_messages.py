@@ -29,6 +29,7 @@ class UpdateOp(enum.IntEnum):
     OPERANDS = 12  # what the optimizer makes of all gradients: it changes no variable
     REMOVE_ROWS = 13  # ids [n] of a table of any id, whose rows are dropped
     EVICT_ROWS = 14  # rule, limit, first bucket, end: float64 [4], `EvictionRule`
+    FORGET_REMOVED = 15  # cut: int64 [1], of a table; which ids were removed up to it
 
 
 class EvictionRule(enum.IntEnum):
@@ -110,7 +111,9 @@ class TableEntry(NamedTuple):
     ``gradients``: the number of the push with whose gradient an id is born; earlier
     ones are dropped. ``chance``: the share of all ids that are born at all. Updates but
     those of optimizers bear any id at once. ``tracks``: when rows had gradients, and
-    how many, is noted for rules of eviction."""
+    how many, is noted for rules of eviction. ``follows``: it is noted which rows have
+    changed since any *cut*, the number of changes of the part until some moment, and
+    which ids were removed."""
 
     key: int
     name: str
@@ -121,6 +124,7 @@ class TableEntry(NamedTuple):
     gradients: int = 1
     chance: float = 1.0
     tracks: bool = False
+    follows: bool = False
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
@@ -144,13 +148,18 @@ class PullTable:
     """Reads the rows of a table whose ids are in the buckets from ``first`` to before
     ``last`` (`zstrat.ids.buckets_of`). Answered by `Pulled`, with the table's version
     and two arrays: ids ``[n]``, sorted by bucket and then by id, and rows
-    ``[n, ...]``."""
+    ``[n, ...]``.
+
+    ``since`` from 0 on: a cut of the table, which is created so that it ``follows``.
+    The answer has the rows that have changed since, and two more arrays: ids that were
+    removed since, int64 ``[m]``, and the cut of now, int64 ``[1]``."""
 
     kind: ClassVar = 70
     session: int
     key: int
     first: int
     last: int
+    since: int = -1
 
 
 @request(by=READING, repeat=Repeat.SAFE)

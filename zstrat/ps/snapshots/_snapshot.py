@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,
@@ -18,7 +20,7 @@ from zstrat.errors import (
 )
 from zstrat.ps.engine._slots import Unbound
 from zstrat.ps.store._pins import Pin
-from zstrat.ps.tables._id_table import TALL
+from zstrat.ps.tables._id_table import CHANGED, GONE, GONE_AT, TALL
 from zstrat.ps.tables._waiting import WAITING
 from zstrat.wire import TensorEntry
 
@@ -57,7 +59,9 @@ class SnapshotTensor(NamedTuple):
     def sorted_by(self, order: RowOrder) -> SnapshotTensor:
         """Returns this tensor with its rows in this order."""
         assert isinstance(self.pin, Pin)
-        return self._replace(pin=SortedPin(self.pin, order), order=order)
+        shape = [order.count, *self.entry.shape[1:]]
+        entry = self.entry._replace(shape=shape)
+        return SnapshotTensor(entry, SortedPin(self.pin, order), order)
 
 
 class TensorPart(NamedTuple):
@@ -105,14 +109,22 @@ class Snapshots:
         )
 
     def pin(
-        self, number: int, variables: Sequence[HeldVariable], optimizers: Sequence[int]
+        self,
+        number: int,
+        variables: Sequence[HeldVariable],
+        optimizers: Sequence[int],
+        since: Sequence[int] = (),
     ) -> ServerSnapshot:
         """Pins values, and the slots that are there, or nothing.
+
+        Args:
+            since: Of each variable as in `PinSnapshot`; or nothing.
 
         Raises:
             AlreadyExistsError: There is a snapshot of this number.
             BusyError: There are too many.
             UnavailableError: A value was lost.
+            InvalidArgumentError: It is not known what has changed since a cut.
         """
         if number in self._held:
             raise AlreadyExistsError(f"{self._task}: snapshot {number} exists already")
@@ -123,8 +135,11 @@ class Snapshots:
             )
         snapshot = ServerSnapshot([])
         try:
+            cuts = since or [-1] * len(variables)
             snapshot.tensors = [
-                tensor for held in variables for tensor in _pinned(held, optimizers)
+                tensor
+                for held, cut in zip(variables, cuts, strict=True)
+                for tensor in _pinned(held, optimizers, cut)
             ]
         except BaseException:  # to the caller; nothing stays pinned
             snapshot.release()
@@ -193,23 +208,31 @@ def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
         yield piece
 
 
-def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotTensor]:
+def _pinned(
+    held: HeldVariable, optimizers: Sequence[int], since: int
+) -> Iterator[SnapshotTensor]:
     if held.table is None:
         yield SnapshotTensor.of(held.entry.key, 0, "", held.cell, bool(held.cell.shape))
         yield from _pinned_slots(held, optimizers)
         return
-    key, height = held.entry.key, held.cell.shape[0]
-    order = RowOrder(held.table.ids.pin())
+    table, key, height = held.table, held.entry.key, held.cell.shape[0]
+    chosen = removed = None
+    if since >= 0:
+        table.require_cut(since)
+    if since >= 0 and table.changed is not None and table.gone is not None:
+        chosen = np.flatnonzero(table.changed.look() > since)
+        removed = np.flatnonzero(table.gone.numbers.look() > since)
+    order = RowOrder(table.ids.pin(), chosen)
     yield SnapshotTensor.of(key, 0, "", held.cell, True).sorted_by(order)
-    waiting: RowOrder | None = None
-    for name, cell in held.table.leaves().items():
+    apart = order
+    for name, cell in table.leaves().items():
+        if name in (CHANGED, GONE_AT) or (name == GONE and removed is None):
+            continue  # a table that is loaded begins to follow changes
         tensor = SnapshotTensor.of(key, 0, name, cell, name in TALL)
-        if name == WAITING:
-            waiting = RowOrder(cell.pin())
-        if tensor.entry.rows:
-            tensor = tensor.sorted_by(order)
-        elif cell.grows and waiting is not None:
-            tensor = tensor.sorted_by(waiting)
+        if name in (WAITING, GONE):
+            apart = RowOrder(cell.pin(), removed if name == GONE else None)
+        if cell.grows:
+            tensor = tensor.sorted_by(order if name in TALL else apart)
         yield tensor
     for tensor in _pinned_slots(held, optimizers):
         if not tensor.entry.rows:

@@ -162,6 +162,11 @@ class SnapshotService:
         else:
             if len(set(message.keys)) != len(message.keys):
                 raise InvalidArgumentError(f"{self._task}: a key to pin repeats")
+            if len(message.since) not in (0, len(message.keys)):
+                raise InvalidArgumentError(
+                    f"{self._task}: {len(message.keys)} variables are pinned since "
+                    f"{len(message.since)} cuts"
+                )
             async with self._turn(message.keys):
                 self._check(message.session)
                 self._require(epoch)
@@ -169,6 +174,7 @@ class SnapshotService:
                     message.snapshot,
                     self._store.variables.find(message.keys),
                     message.optimizers,
+                    message.since,
                 )
         entries = [each.entry for each in snapshot.tensors]
         some = entries[message.first : message.first + ENTRIES]

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 @final
 class RowOrder:
     """The order of the rows of one table, which `sort` finds once ``ids`` were copied:
-    their pin, int64 ``[n]``."""
+    their pin, int64 ``[n]``. ``chosen``: these rows alone; None: all."""
 
-    def __init__(self, ids: Pin) -> None:
-        self.ids = ids
+    def __init__(self, ids: Pin, chosen: np.ndarray | None = None) -> None:
+        self.ids, self._chosen = ids, chosen
+        self.count = ids.shape[0] if chosen is None else len(chosen)
         self._rows: np.ndarray | None = None
 
     @property
@@ -32,7 +33,11 @@ class RowOrder:
 
     def sort(self, ids: np.ndarray) -> None:
         """Finds the order, from the ids that were pinned; on any thread."""
-        self._rows = np.lexsort((ids, buckets_of(hashes_of(ids))))
+        chosen = self._chosen
+        if chosen is not None:
+            ids = ids[chosen]
+        order = np.lexsort((ids, buckets_of(hashes_of(ids))))
+        self._rows = order if chosen is None else chosen[order]
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Returns the rows that are ``start`` to ``stop`` in this order."""
@@ -46,7 +51,8 @@ class SortedPin:
 
     def __init__(self, pin: Pin, order: RowOrder) -> None:
         self._pin, self._order = pin, order
-        self.nbytes, self.width = pin.nbytes, pin.width
+        self.width = pin.width
+        self.nbytes = order.count * pin.width
 
     @property
     def is_frozen(self) -> bool:

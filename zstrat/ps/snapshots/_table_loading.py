@@ -17,7 +17,7 @@ from zstrat.ps.engine._arithmetic import as_rows, is_floating
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.store._lookups import require_table
 from zstrat.ps.tables._growing_cell import growing
-from zstrat.ps.tables._id_table import CLOCK, USES
+from zstrat.ps.tables._id_table import CHANGED, CLOCK, CUT, GONE, USES
 from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.ps.tables._waiting import COUNTS
 from zstrat.wire import StoreTable, TableLeaf
@@ -37,7 +37,11 @@ VALUE: Final = TableLeaf(0, "", True)
 _USES, _CLOCK = TableLeaf(0, USES, True), TableLeaf(0, CLOCK, False)
 _COUNTS: Final = TableLeaf(0, COUNTS, True)
 """How often ids without rows were pushed: they come with ids of their own."""
-_OWN: Final = (VALUE, _USES, _CLOCK, _COUNTS)
+_CHANGED, _CUT = TableLeaf(0, CHANGED, True), TableLeaf(0, CUT, False)
+_GONE: Final = TableLeaf(0, GONE, True)
+"""Ids that go, if they are there: their rows are these ids again."""
+_OWN: Final = (VALUE, _USES, _CLOCK, _COUNTS, _CHANGED, _CUT, _GONE)
+_APART: Final = (_COUNTS, _GONE)
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that are read, and sent to a backup, at a time."""
@@ -115,6 +119,12 @@ class TableLoading:
             target.table.waiting.put(ids, rows[_COUNTS])
             return
         changes = RowChanges(target, target.table)
+        if _GONE in rows:
+            changes.remove(ids)
+            changes.finish()
+            return
+        rows = dict(rows)
+        changed = rows.pop(_CHANGED, None)
         try:
             begins = VALUE not in rows
             places = changes.rows_of(ids, self._engine, begins=begins)
@@ -131,11 +141,14 @@ class TableLoading:
             changes.undo()
             raise
         changes.finish()
+        if changed is not None and target.table.changed is not None:
+            target.table.changed.begin_rows(places)[places] = changed
+            target.table.changed.settle()
 
     def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
         """Writes a slot that has no rows."""
         cell = self._cell(leaf)
-        if leaf == _CLOCK:  # parts of a table may have had other pushes
+        if leaf in (_CLOCK, _CUT):  # parts of a table may have had other pushes
             value = np.maximum(cell.look(), value)
         cell.overwrite()[...] = value
         cell.settle()
@@ -145,6 +158,9 @@ class TableLoading:
         """Makes readers see what has changed; ``whole``: it did not fail."""
         held, target = self._held, self._target
         if self.replaces and whole:
+            assert target.table is not None
+            cut = target.table.cut
+            target.table.set_cut(cut, cut)  # what was before is not known
             held.cell, held.table, held.slots = target.cell, target.table, target.slots
         if whole or not self.replaces:
             held.version += 1
@@ -158,6 +174,8 @@ class TableLoading:
         if table.uses is not None:
             tall[_USES] = table.uses
             alone[_CLOCK] = table.leaves()[CLOCK].look().copy()
+        if table.changed is not None:
+            tall[_CHANGED] = table.changed
         for number, slots in held.slots.items():
             for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
                 place = TableLeaf(number, leaf.name, leaf.rows)
@@ -178,9 +196,12 @@ class TableLoading:
                 arrays += alone.values()
                 yield StoreTable(0, key, True, leaves, (ids, *arrays))
         if table.waiting is not None:
-            waiting = table.waiting.ids.look(), table.waiting.counts.look()
+            waiting = table.waiting.ids.look(), table.waiting.numbers.look()
             arrays = [array.copy() for array in waiting]
             yield StoreTable(0, key, False, [_COUNTS], tuple(arrays))
+        if table.changed is not None:
+            none, cut = np.empty(0, np.int64), table.leaves()[CUT].look().copy()
+            yield StoreTable(0, key, False, [_CUT], (none, cut))
 
     def _make_place(self, leaf: TableLeaf, kind: Kind) -> None:
         target = self._target
@@ -211,6 +232,8 @@ class TableLoading:
         if not leaf.optimizer:
             table = self._target.table
             cell = None if table is None else table.leaves().get(leaf.leaf)
+            if leaf == _GONE and table is not None:
+                return table.ids
             if cell is None:
                 raise NotFoundError(
                     f"{self._target.cell.who} keeps no {leaf.leaf!r}: it was created "
@@ -290,7 +313,7 @@ def sent_rows(message: StoreTable, task: str) -> SentRows:
         not leaf.rows or x.shape[:1] == ids.shape
         for leaf, x in zip(leaves, values, strict=True)
     )
-    fits = fits and (_COUNTS not in leaves or len(leaves) == 1)
+    fits = fits and (not {*_APART} & {*leaves} or len(leaves) == 1)
     if not fits or any(leaf not in _OWN for leaf in leaves if not leaf.optimizer):
         raise InvalidArgumentError(
             f"{task}: rows of a table are int64 ids [n], and an array [n, ...] for "
@@ -341,7 +364,7 @@ class TableFile:
         leaf = TableLeaf(tensor.optimizer, tensor.leaf, bool(self._ids))
         if not leaf.optimizer and leaf not in _OWN:
             raise InvalidArgumentError(f"{what} is not a value of a table, nor a slot")
-        if self._names and _COUNTS in {leaf, *self._names}:
+        if self._names and {*_APART} & {leaf, *self._names}:
             raise InvalidArgumentError(f"{what}: its ids are not those of rows")
         self._names[leaf] = tensor.name
         self.kinds[leaf] = Kind(info.numpy_dtype, shape, what)

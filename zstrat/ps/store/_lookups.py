@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.ps.tables._id_table import IdTable
-    from zstrat.wire import Exchange, PullRows
+    from zstrat.wire import Exchange, PullRows, PullTable
 
     from ._variables import HeldVariables
 
@@ -125,6 +125,9 @@ class TableItems:
     first: int
     last: int
     largest: int
+    since: int = -1
+    further: tuple[np.ndarray, ...] = ()
+    """With ``since``: ids that were removed, and the cut."""
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     rows: np.ndarray = field(default_factory=lambda: np.empty(0))
 
@@ -142,8 +145,14 @@ class TableItems:
             InvalidArgumentError: There are too many rows for one answer.
         """
         held, value = self.held, self.held.cell.look()
-        assert held.table is not None
-        self.ids, at = held.table.index.items(self.first, self.last)
+        table = held.table
+        assert table is not None
+        self.ids, at = table.index.items(self.first, self.last)
+        if table.changed is not None and self.since >= 0:
+            new = table.changed.look().take(at) > self.since
+            self.ids, at = self.ids[new], at[new]
+            removed = table.removed_since(self.since, self.first, self.last)
+            self.further = removed, np.array([table.cut])
         nbytes = len(at) * (held.cell.row_bytes + 8)
         if nbytes > self.largest:
             raise InvalidArgumentError(
@@ -154,22 +163,26 @@ class TableItems:
 
 
 def table_items(
-    variables: HeldVariables, key: int, first: int, last: int, largest: int
+    variables: HeldVariables, message: PullTable, largest: int
 ) -> TableItems:
     """Plans to read buckets of a table.
 
     Raises:
         NotFoundError: No variable has the key.
-        InvalidArgumentError: It is not a table, or has no such buckets.
+        InvalidArgumentError: It is not a table, or has no such buckets, or it is not
+            known what has changed since.
     """
+    key, first, last, since = message.key, message.first, message.last, message.since
     held = variables[key]
-    require_table(held)
+    table = require_table(held)
+    if since >= 0:
+        table.require_cut(since)
     if not 0 <= first <= last <= BUCKETS:
         raise InvalidArgumentError(
             f"{held.cell.who}: expected buckets from 0 to {BUCKETS}, got {first} to "
             f"{last}"
         )
-    return TableItems(variables.generation, held, first, last, largest)
+    return TableItems(variables.generation, held, first, last, largest, since)
 
 
 def require_table(held: HeldVariable) -> IdTable:

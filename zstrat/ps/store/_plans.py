@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
-_REMOVALS: Final = frozenset({UpdateOp.REMOVE_ROWS, UpdateOp.EVICT_ROWS})
+_REMOVALS: Final = frozenset(
+    {UpdateOp.REMOVE_ROWS, UpdateOp.EVICT_ROWS, UpdateOp.FORGET_REMOVED}
+)
 _OF_ROWS: Final = SCATTERS | _REMOVALS | {UpdateOp.OPTIMIZE_ROWS}
 
 
@@ -125,6 +127,8 @@ class UpdateRun:
             ids, *values = update.operands
             if update.op is UpdateOp.REMOVE_ROWS:
                 known.remove(ids)
+            elif update.op is UpdateOp.FORGET_REMOVED:
+                known.forget_removed(int(ids[0]))
             elif update.op is UpdateOp.EVICT_ROWS:
                 table, who = update.held.table, update.held.cell.who
                 assert table is not None
@@ -442,4 +446,9 @@ def _check_removal(
     if op is UpdateOp.EVICT_ROWS:
         Eviction.of(ids, table, f"variable {name!r}: {op.name}")
         return
+    if op is UpdateOp.FORGET_REMOVED and (table.gone is None or ids.shape != (1,)):
+        raise InvalidArgumentError(
+            f"variable {name!r}: {op.name} expects a cut of a table that follows "
+            f"changes, int64 of shape (1,), got shape {ids.shape}"
+        )
     check_ids(ids, ids.shape, (0,), f"variable {name!r}: {op.name}")

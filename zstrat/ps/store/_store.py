@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import AppliedParts, ArraySpec, TableEntry
+    from zstrat.wire import AppliedParts, ArraySpec, PullTable, TableEntry
 
 
 @dataclass(slots=True)
@@ -202,14 +202,15 @@ class Store:
         """
         return tables_plan(entries, code, self.engine.load_code, self.variables)
 
-    def plan_items(self, key: int, first: int, last: int) -> TableItems:
-        """Plans to read the buckets of a table from ``first`` to before ``last``.
+    def plan_items(self, message: PullTable) -> TableItems:
+        """Plans to read buckets of a table.
 
         Raises:
             NotFoundError: No variable has the key.
-            InvalidArgumentError: It is not a table, or has no such buckets.
+            InvalidArgumentError: It is not a table, or has no such buckets, or it is
+                not known what has changed since.
         """
-        return table_items(self.variables, key, first, last, self._largest)
+        return table_items(self.variables, message, self._largest)
 
     def table_sizes(self, keys: Sequence[int]) -> TableSizes:
         """Returns rows and bytes of tables, in order.
@@ -501,9 +502,10 @@ class Store:
             case RowsPlan(versions=versions, leases=leases, rows=rows):
                 self.counts.rows += sum(map(len, rows))
                 return Pulled(versions, (*leases, *rows), self.counts.pushes)
-            case TableItems(held=held, ids=ids, rows=values):
+            case TableItems(held=held, ids=ids, rows=values, further=further):
                 self.counts.rows += len(ids)
-                return Pulled([held.version], (ids, values), self.counts.pushes)
+                arrays = (ids, values, *further)
+                return Pulled([held.version], arrays, self.counts.pushes)
             case TablesPlan(made=tables):
                 self.variables.hold_tables(tables)
             case CreatePlan(entries=entries, cells=cells):

@@ -84,7 +84,7 @@ class Eviction(NamedTuple):
     def _waiting(self, table: IdTable) -> np.ndarray:
         if table.waiting is None:
             return np.empty(0, np.int64)
-        ids, counts = table.waiting.ids.look(), table.waiting.counts.look()
+        ids, counts = table.waiting.ids.look(), table.waiting.numbers.look()
         buckets = buckets_of(hashes_of(ids))
         here = np.flatnonzero((buckets >= self.first) & (buckets < self.last))
         gone = _least(counts.take(here), len(here) - int(self.limit))

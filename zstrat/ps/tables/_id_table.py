@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from zstrat.ids import IdGenerator, hashes_of, mixed
+from zstrat.errors import InvalidArgumentError
+from zstrat.ids import IdGenerator, buckets_of, hashes_of, mixed
 from zstrat.ps.engine._arithmetic import gather
 from zstrat.ps.store._cell import Cell
 
 from ._growing_cell import GrowingCell
+from ._id_numbers import IdNumbers
 from ._index import NO_ROW, IdIndex
 from ._waiting import COUNTS, WAITING, WaitingIds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from zstrat.initializers import Initializer
     from zstrat.wire import TableEntry
 
@@ -24,7 +28,11 @@ IDS: Final = ".ids"
 
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
-TALL: Final = (IDS, USES)
+CHANGED: Final = ".changed"
+CUT: Final = ".cut"
+GONE: Final = ".gone"
+GONE_AT: Final = ".gone_at"
+TALL: Final = (IDS, USES, CHANGED)
 """What has a row for each row of the value."""
 
 _COIN: Final = np.uint64(0x5DEECE66D)
@@ -59,6 +67,15 @@ class IdTable:
         """Ids without rows; None if all are born at once."""
         if entry.gradients > 1:
             self.waiting = WaitingIds(entry.gradients, who)
+        self.changed: GrowingCell | None = None
+        """The number of the last change of each row, int64 ``[height]``."""
+        self.gone: IdNumbers | None = None
+        """Ids that were removed, with the number of that change."""
+        self._cut = Cell(np.zeros(2, _ID))
+        """The number of changes, and that up to which ``gone`` was forgotten."""
+        if entry.follows:
+            self.changed = GrowingCell((), _ID)
+            self.gone = IdNumbers(np.int64, f"{who}, {GONE}")
         for name, cell in self.leaves().items():
             cell.who = f"{who}, {name}"
         self.births = self.removed = self.refused = 0
@@ -79,14 +96,15 @@ class IdTable:
     def nbytes(self) -> int:
         """Bytes of ids, indices, and all else that is kept of them."""
         size = self.ids.nbytes + (0 if self._index is None else self._index.nbytes)
-        size += 0 if self.uses is None else self.uses.nbytes
-        return size + (0 if self.waiting is None else self.waiting.nbytes)
+        beside = self.uses, self.changed, self.waiting, self.gone
+        return size + sum(each.nbytes for each in beside if each is not None)
 
     def empty(self) -> IdTable:
         """Returns the same table without rows, which may take its place."""
         other = IdTable(self.entry, self.code, self._initializer, self._who)
         other.births, other.removed = self.births, self.removed
         other.refused = self.refused
+        other.set_cut(self.cut, self.cut)
         return other
 
     def leaves(self) -> dict[str, Cell]:
@@ -95,7 +113,10 @@ class IdTable:
         if self.uses is not None:
             found |= {USES: self.uses, CLOCK: self._clock}
         if self.waiting is not None:
-            found |= {WAITING: self.waiting.ids, COUNTS: self.waiting.counts}
+            found |= {WAITING: self.waiting.ids, COUNTS: self.waiting.numbers}
+        if self.changed is not None and self.gone is not None:
+            found |= {CHANGED: self.changed, CUT: self._cut}
+            found |= {GONE: self.gone.ids, GONE_AT: self.gone.numbers}
         return found
 
     @property
@@ -114,6 +135,60 @@ class IdTable:
         uses[rows, 1] += 1
         self.uses.settle()
 
+    @property
+    def cut(self) -> int:
+        """Number of changes of any rows."""
+        return int(self._cut.look()[0])
+
+    def require_cut(self, since: int) -> None:
+        """Refuses a cut since which it is not known what has changed.
+
+        Raises:
+            InvalidArgumentError: It is too old, or changes are not noted.
+        """
+        forgotten = int(self._cut.look()[1])
+        if self.changed is None:
+            raise InvalidArgumentError(
+                f"{self._who}: the table does not note what changes: create it so "
+                "that it follows changes"
+            )
+        if not forgotten <= since <= self.cut:
+            raise InvalidArgumentError(
+                f"{self._who}: it is not known what has changed since cut {since}, but "
+                f"since {forgotten} to {self.cut}: read or save all of it"
+            )
+
+    def set_cut(self, cut: int, forgotten: int) -> None:
+        self._cut.overwrite()[...] = cut, forgotten
+        self._cut.settle()
+
+    def note_changes(self, rows: Iterable[np.ndarray], removed: np.ndarray) -> None:
+        """Notes that rows, maybe repeated, were written, and ids removed."""
+        assert self.changed is not None
+        assert self.gone is not None
+        number = self.cut + 1
+        for each in rows:
+            self.changed.begin_rows(each)[each] = number
+            self.changed.settle()
+        self.gone.put(np.unique(removed), number)
+        self.set_cut(number, int(self._cut.look()[1]))
+
+    def forget_removed(self, cut: int) -> None:
+        """Forgets which ids were removed up to a cut."""
+        if self.gone is not None:
+            gone = self.gone.ids.look()[self.gone.numbers.look() <= cut]
+            self.gone.drop(gone)
+            before = int(self._cut.look()[1])
+            self.set_cut(self.cut, max(before, min(cut, self.cut)))
+
+    def removed_since(self, cut: int, first: int, last: int) -> np.ndarray:
+        """Returns the ids of some buckets that were removed since a cut."""
+        assert self.gone is not None
+        ids = self.gone.ids.look()[self.gone.numbers.look() > cut]
+        buckets = buckets_of(hashes_of(ids))
+        found: np.ndarray = ids[(buckets >= first) & (buckets < last)]
+        return found
+
     def are_lucky(self, ids: np.ndarray) -> np.ndarray:
         """Returns which ids may be born: for each the same at any time, by a coin of
         its own."""
@@ -125,14 +200,16 @@ class IdTable:
     def forget_index(self) -> None:
         """Notes that ids were written by others."""
         self._index = None
-        if self.waiting is not None:
-            self.waiting.forget_index()
+        for each in self.waiting, self.gone:
+            if each is not None:
+                each.forget_index()
 
     def make_indices(self) -> None:
         """Makes what `forget_index` has dropped."""
         _ = self.index
-        if self.waiting is not None:
-            _ = self.waiting.index
+        for each in self.waiting, self.gone:
+            if each is not None:
+                _ = each.index
 
     def first_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Writes the rows with which these ids begin to ``out``, ``[n, *row]``."""

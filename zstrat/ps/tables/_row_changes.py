@@ -10,7 +10,7 @@ rows are dense again. If the push fails before, `undo` takes back what it has ch
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ._waiting import Counted
 
 
+_NONE: Final = np.empty(0, np.int64)
+
+
 class _IdChange(NamedTuple):
     """Ids with their rows, which an update has added to the index, or removed."""
 
@@ -49,7 +52,10 @@ class RowChanges:
         self._height = held.cell.shape[0]
         self._changes: list[_IdChange] = []
         self._counted: list[Counted] = []
+        self._refused = 0
         self._trained: list[np.ndarray] = []
+        self._written: list[np.ndarray] = []
+        self._forgotten = -1
         self._dropped: list[np.ndarray] = []
 
     def rows_of(
@@ -66,6 +72,8 @@ class RowChanges:
             InvalidArgumentError: An optimizer cannot be applied to the table.
         """
         rows = self._table.index.rows(ids)
+        if len(rows):
+            self._written.append(rows)
         unknown = np.flatnonzero(rows == NO_ROW)
         if not unknown.size:
             return rows
@@ -108,6 +116,8 @@ class RowChanges:
                 rows = rows[kept]
         if table.uses is not None:
             self._trained.append(rows)
+        if len(rows):
+            self._written.append(rows)
         return rows, kept
 
     def _admitted(self, ids: np.ndarray) -> np.ndarray:
@@ -118,9 +128,12 @@ class RowChanges:
             counted = table.waiting.count(ids[admitted])
             self._counted.append(counted)
             admitted[admitted] = counted.admitted
-            return admitted
-        table.refused += len(ids) - int(admitted.sum())
+        self._refused += len(ids) - int(admitted.sum())
         return admitted
+
+    def forget_removed(self, cut: int) -> None:
+        """Forgets which ids were removed up to a cut."""
+        self._forgotten = max(self._forgotten, cut)
 
     def evict(self, eviction: Eviction) -> np.ndarray:
         """Removes the ids that a rule chooses, and returns them. Raises as `remove`."""
@@ -167,16 +180,19 @@ class RowChanges:
     def finish(self) -> None:
         """Makes rows dense again, as all updates were applied."""
         table = self._table
-        gone = [change.rows for change in self._changes if not change.is_birth]
+        removed = [x for x in self._changes if not x.is_birth and len(x.ids)]
         table.births += sum(len(x.ids) for x in self._changes if x.is_birth)
-        self._changes.clear()
-        for counted in self._counted:
-            table.refused += len(counted.admitted) - int(counted.admitted.sum())
+        table.refused += self._refused
+        if table.changed is not None and (removed or self._written):
+            ids = [change.ids for change in removed]
+            table.note_changes(self._written, np.concatenate([_NONE, *ids]))
+        if self._forgotten >= 0:
+            table.forget_removed(self._forgotten)
         for rows in self._trained:
             table.note_use(rows)
         if self._dropped and table.waiting is not None:
             table.waiting.drop(np.concatenate(self._dropped))
-        holes = np.concatenate(gone) if gone else np.empty(0, np.int64)
+        holes = np.concatenate([_NONE, *(change.rows for change in removed)])
         table.removed += len(holes)
         drop_rows(table.index, table.ids, self._cells(), holes)
 
@@ -194,6 +210,8 @@ class RowChanges:
         table.ids.extend(len(ids))[...] = ids
         if table.uses is not None:
             table.uses.extend(len(ids))[...] = table.now, 0
+        if table.changed is not None:
+            table.changed.extend(len(ids))[...] = 0
         values = growing(held.cell).extend(len(ids))
         if begins:
             table.first_rows(ids, values)
@@ -205,7 +223,8 @@ class RowChanges:
         yet may have fewer."""
         yield growing(self._held.cell)
         yield self._table.ids
-        if self._table.uses is not None:
-            yield self._table.uses
+        for cell in self._table.uses, self._table.changed:
+            if cell is not None:
+                yield cell
         for slots in self._held.slots.values():
             yield from map(growing, slots.with_rows)

@@ -1,0 +1,85 @@
+"""A number for each of some ids of a table, which come and go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._growing_cell import GrowingCell, drop_rows
+from ._index import NO_ROW, IdIndex
+
+
+class IdNumbers:
+    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n]``. Both are copied
+    and pinned as slots; an index of them is made again when they were written so.
+
+    Args:
+        who: Names the table in errors.
+    """
+
+    def __init__(self, dtype: type, who: str) -> None:
+        self.ids = GrowingCell((), np.dtype(np.int64))
+        self.numbers = GrowingCell((), np.dtype(dtype))
+        self.ids.who = self.numbers.who = who
+        self._index: IdIndex | None = IdIndex()
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        indexed = 0 if self._index is None else self._index.nbytes
+        return self.ids.nbytes + self.numbers.nbytes + indexed
+
+    @property
+    def index(self) -> IdIndex:
+        """The places of ids. Cost: after `forget_index`, that of all ids."""
+        if self._index is None:
+            index, ids = IdIndex(), self.ids.look()
+            index.insert(ids, np.arange(len(ids)))
+            self._index = index
+        return self._index
+
+    def forget_index(self) -> None:
+        """Notes that ``ids`` was written by others."""
+        self._index = None
+
+    def append(self, ids: np.ndarray, numbers: np.ndarray | int) -> None:
+        """Adds distinct ids that are absent.
+
+        Raises:
+            ResourceExhaustedError: There is no memory for them; nothing has changed.
+        """
+        if not len(ids):
+            return
+        height = len(self)
+        new = self.ids.extend(len(ids))
+        try:
+            self.numbers.extend(len(ids))[...] = numbers
+            self.index.insert(ids, np.arange(height, height + len(ids)))
+        except BaseException:  # to the caller
+            self.shrink(height)
+            raise
+        new[...] = ids
+
+    def add(self, places: np.ndarray, number: int) -> None:
+        """Adds to the numbers at distinct places."""
+        if len(places):
+            self.numbers.begin_rows(places)[places] += number
+            self.numbers.settle()
+
+    def drop(self, ids: np.ndarray) -> None:
+        """Forgets ids, of which some may be absent."""
+        places = self.index.remove(np.unique(ids))
+        holes = places[places != NO_ROW]
+        drop_rows(self.index, self.ids, [self.ids, self.numbers], holes)
+
+    def put(self, ids: np.ndarray, numbers: np.ndarray | int) -> None:
+        """Sets the numbers of distinct ids."""
+        self.drop(ids)
+        self.append(ids, numbers)
+
+    def shrink(self, height: int) -> None:
+        """Drops the last ones, which are not in the index."""
+        for cell in self.ids, self.numbers:
+            if cell.shape[0] > height:
+                cell.shrink(height)
