@@ -172,6 +172,25 @@ WAYS = {
     "split": lambda ids: jnp.split(ids, 2)[1],
     "in jit": jax.jit(lambda ids: jnp.maximum(ids, 5).T),
     "the least": lambda ids: jnp.min(ids, 0),
+    "unique": lambda ids: jnp.unique(ids, size=20),
+    "the most": lambda ids: jax.lax.top_k(ids, 2)[0],
+    "added to a part": lambda ids: ids.at[1].add(5).at[0].max(ids[1]),
+    "a part that is outside": lambda ids: ids.at[9].get(mode="fill"),
+    "products": lambda ids: jnp.cumprod(ids % 2**20, 1) + jnp.prod(ids, 1)[:, None],
+    "a product of matrices": lambda ids: ids @ jnp.array([1, 31, 961]),
+    "by position": lambda ids: (jnp.arange(1000) << 40)[ids % 1000],
+    "sums of segments": lambda ids: jax.ops.segment_sum(ids, ids[:, 0] % 4, 4),
+    "fields": lambda ids: (ids & (2**20 - 1)) | (jnp.arange(3) << 40)[None],
+    "fields in jit": lambda ids: (
+        ids ^ jax.jit(lambda: jnp.ones((4, 3), int) * 2**30 * 2**9)()
+    ),
+    "a mask of fields": lambda ids: jnp.where(
+        ids > 0, ids, (ids > 5).astype(int) << 35
+    ),
+    "bits that are set": lambda ids: jax.lax.population_count(ids) << 40,
+    "a hash of 32 bits": lambda ids: (
+        (ids.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 3
+    ),
 }
 
 
@@ -180,9 +199,24 @@ def test_ids_that_a_step_computes_are_those_of_64_bits(rows, way):
     """The expectation is what jax computes with 64 bits."""
     with jax.enable_x64(True):
         ids = np.asarray(WAYS[way](jnp.asarray(IDS)))
-    assert ids.dtype == np.int64
+    ids = ids.astype(np.int64)
     got = zs.function(lambda ids: zs.embedding_lookup(rows.table, WAYS[way](ids)))(IDS)
     np.testing.assert_array_equal(got, rows.get(ids))
+
+
+def test_unsigned_ids_become_signed_ones_whole(rows):
+    """jax has traced int64 as int32, too."""
+    ids = IDS.view(np.uint64)
+    ways = {
+        "a cast": lambda ids: ids.astype(jnp.int32),
+        "a sum": lambda ids: ids.astype(jnp.int32) + jnp.arange(12).reshape(4, 3),
+    }
+    for way in ways.values():
+        got = zs.function(lambda ids, way=way: rows.table.lookup(way(ids)))(ids)
+        wanted = np.asarray(
+            IDS if way is ways["a cast"] else IDS + np.arange(12).reshape(4, 3)
+        )
+        np.testing.assert_array_equal(got, rows.get(wanted))
 
 
 def test_what_else_a_step_computes_with_ids_sees_64_bits(rows):

@@ -3,9 +3,11 @@
 Ids of a table of any id have 64 bits, and jax without ``jax_enable_x64`` traces a step
 with 32. So what a step computes with such ids (a reshape, a slice, `where`, arithmetic,
 a comparison) is evaluated from the same trace once more: wide inputs stay wide, and so
-is what is computed from them, as jax would have it with 64 bits. All other values keep
-the dtypes of the trace. An operation that is not known here gets 32 bits, and the
-inputs that it depends on are `Widened.narrowed`: they have to fit.
+is what is computed from them, as jax would have it with 64 bits. Where they meet what
+the step computes from its own numbers alone (``jnp.arange(3) << 40``), that has 64 bits
+there, too. All other values keep the dtypes of the trace. An operation that is not
+known here gets 32 bits, and the inputs that it depends on are `Widened.narrowed`: they
+have to fit.
 
 The evaluation itself runs where 64 bits are switched on, as `jax.enable_x64` does.
 """
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 
 _TOGETHER: Final = frozenset(
     {
-        "abs", "add", "and", "clamp", "concatenate", "div", "eq", "ge", "gt",
-        "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
-        "pad", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-        "sign", "square", "stack", "sub", "xor",
+        "abs", "add", "and", "clamp", "clz", "concatenate", "div", "dot_general", "eq",
+        "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not",
+        "or", "pad", "population_count", "rem", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "square", "stack", "sub", "xor",
     }
 )  # fmt: skip
 """Operations whose integers have one dtype."""
@@ -38,19 +40,54 @@ _TOGETHER: Final = frozenset(
 _FIRST: Final = frozenset(
     {
         "argmax", "argmin", "broadcast_in_dim", "convert_element_type", "copy",
-        "copy_p", "cummax", "cummin", "cumsum", "dynamic_slice", "expand_dims",
-        "gather", "name", "reduce_max", "reduce_min", "reduce_sum", "reshape", "rev",
-        "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "unstack",
+        "copy_p", "cummax", "cummin", "cumprod", "cumsum", "dynamic_slice",
+        "expand_dims", "gather", "name", "reduce_and", "reduce_max", "reduce_min",
+        "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor", "reshape", "rev",
+        "slice", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose",
+        "unstack",
     }
 )  # fmt: skip
 """Operations whose first operand may be wide; the others are positions."""
+
+_SCATTERS: Final = {
+    f"scatter{mark}{name}": write
+    for name, write in (
+        ("add", jax.lax.scatter_add),
+        ("max", jax.lax.scatter_max),
+        ("min", jax.lax.scatter_min),
+        ("mul", jax.lax.scatter_mul),
+    )
+    for mark in "-_"  # as releases of jax call them
+}
+"""Operations that combine elements of an array with what is written there."""
+
+_WRITES: Final = {
+    "dynamic_update_slice": (0, 1),
+    **dict.fromkeys(["scatter", *_SCATTERS], (0, 2)),
+}
+"""Operations that write to an array: which operands are that, and what is written."""
+
+_POSITIONS: Final = frozenset({"gather", "dynamic_slice", *_WRITES})
+"""Operations whose other operands are positions, of any integer dtype."""
+
+_SMALL: Final = ("bool", "int8", "int16", "uint8", "uint16")
 
 _WIDE: Final = {"int32": np.dtype(np.int64), "uint32": np.dtype(np.uint64)}
 
 Evaluate = Callable[[ClosedJaxpr, list[int]], Callable[..., Any]]
 
-_Masked = tuple[Any, int]
-"""A value, and the wide inputs that a wide one depends on, as bits; 0 if it is not."""
+
+class _Value(NamedTuple):
+    """A value of the program.
+
+    ``mask`` has the wide inputs that a wide one depends on, as bits; 0 if it is not
+    wide. ``own`` is the same with 64 bits, if it is computed from the step's own
+    numbers alone.
+    """
+
+    value: Any
+    mask: int = 0
+    own: Any = None
 
 
 @final
@@ -68,100 +105,169 @@ class Widened:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         given = [
-            (value, 1 << number if number in self._wide else 0)
+            _Value(value, 1 << number if number in self._wide else 0)
             for number, value in enumerate(inputs)
         ]
         outputs = self._run(self._closed.jaxpr, self._closed.consts, given)
-        for _, mask in outputs:
-            self.returned |= mask
-        return [value for value, _ in outputs]
+        for each in outputs:
+            self.returned |= each.mask
+        return [each.value for each in outputs]
 
     def _run(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Masked]
-    ) -> list[_Masked]:
-        known: dict[Any, _Masked] = dict(zip(jaxpr.invars, inputs, strict=True))
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value]
+    ) -> list[_Value]:
+        known: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         known.update(
-            (var, (c, 0)) for var, c in zip(jaxpr.constvars, consts, strict=True)
+            (var, _number(c)) for var, c in zip(jaxpr.constvars, consts, strict=True)
         )
 
-        def of(var: Any) -> _Masked:
-            return (var.val, 0) if isinstance(var, Literal) else known[var]
+        def of(var: Any) -> _Value:
+            return _number(var.val) if isinstance(var, Literal) else known[var]
 
         for eqn in jaxpr.eqns:
             made = self._made(jaxpr, eqn, [of(var) for var in eqn.invars])
             known.update(zip(eqn.outvars, made, strict=True))
         return [of(var) for var in jaxpr.outvars]
 
-    def _made(self, jaxpr: Any, eqn: Any, given: list[_Masked]) -> list[_Masked]:
-        if not any(mask for _, mask in given):
-            return [(value, 0) for value in _alone(jaxpr, eqn, given)]
-        inner = inside(eqn)
-        if inner is not None:
+    def _made(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
+        is_wide = any(each.mask for each in given)
+        name, inner = eqn.primitive.name, inside(eqn)
+        if name == "shard_map" or not (is_wide or name in ("jit", "pjit")):
+            inner = None
+        if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
             program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             consts = program.consts if isinstance(program, ClosedJaxpr) else ()
             return self._run(inner, consts, given)
-        given = self._fitted(eqn, given)
+        if is_wide:
+            given = self._fitted(eqn, given)
         mask = 0
-        for _, own in given:
-            mask |= own
-        if not mask:
-            return [(value, 0) for value in _alone(jaxpr, eqn, given)]
-        values = [value for value, _ in given]
-        params = dict(eqn.params)
-        if eqn.primitive.name == "convert_element_type":
-            dtype = np.dtype(params["new_dtype"])
-            params["new_dtype"] = _WIDE.get(dtype.name, dtype)
-            if dtype != eqn.invars[0].aval.dtype:  # on purpose
-                params["new_dtype"] = dtype
-        made = eqn.primitive.bind(*values, **params)
-        made = made if eqn.primitive.multiple_results else [made]
+        for each in given:
+            mask |= each.mask
+        if mask:
+            made = _bound(eqn, [each.value for each in given])
+            return [
+                _Value(value, mask if value.dtype != var.aval.dtype else 0)
+                for value, var in zip(made, eqn.outvars, strict=True)
+            ]
+        made = _alone(jaxpr, eqn, given)
+        own = made if is_wide else _own(eqn, given) or made
         return [
-            (value, mask if value.dtype != var.aval.dtype else 0)
-            for value, var in zip(made, eqn.outvars, strict=True)
+            _Value(value, 0, with_64 if with_64.dtype != value.dtype else None)
+            for value, with_64 in zip(made, own, strict=True)
         ]
 
-    def _fitted(self, eqn: Any, given: list[_Masked]) -> list[_Masked]:
+    def _fitted(self, eqn: Any, given: list[_Value]) -> list[_Value]:
         """Gives the operands that belong to a wide one its dtype, and 32 bits to wide
         ones of an operation that is not known."""
-        name = eqn.primitive.name
-        if name in _TOGETHER:
-            return [self._widened(*each) for each in given]
-        if name == "select_n":
-            which, *cases = given
-            return [self._narrowed(*which), *[self._widened(*each) for each in cases]]
-        if name == "sort":
+        if eqn.primitive.name == "sort":
             return given
-        if name in ("dynamic_update_slice", "scatter"):
-            # The array, and what is written to it: neighbours, or at both ends.
-            at = (0, 1) if name == "dynamic_update_slice" else (0, 2)
-            return [
-                self._widened(*each) if place in at else self._narrowed(*each)
-                for place, each in enumerate(given)
-            ]
-        if name in _FIRST:
-            first, *others = given
-            return [first, *[self._narrowed(*each) for each in others]]
-        return [self._narrowed(*each) for each in given]
+        together = _together(eqn)
+        others = [n for n in range(len(given)) if n not in together]
+        fitted = list(given)
+        by_ids = eqn.primitive.name in _POSITIONS
+        by_ids = by_ids and any(given[n].mask for n in others)
+        has_own = by_ids and all(given[n].own is not None for n in together)
+        if has_own or any(given[n].mask for n in together):
+            for n in together:
+                fitted[n] = self._widened(given[n])
+        if by_ids:
+            for n in others:
+                fitted[n] = self._widened(given[n])
+            return fitted
+        for n in others:
+            fitted[n] = self._narrowed(given[n])
+        return fitted
 
-    def _widened(self, value: Any, mask: int) -> _Masked:
+    def _widened(self, given: _Value) -> _Value:
+        value, mask, own = given
+        if own is not None:
+            return _Value(own, mask)
         dtype = _WIDE.get(np.dtype(jnp.asarray(value).dtype).name)
-        return (value if dtype is None else jnp.asarray(value, dtype)), mask
+        return _Value(value if dtype is None else jnp.asarray(value, dtype), mask)
 
-    def _narrowed(self, value: Any, mask: int) -> _Masked:
+    def _narrowed(self, given: _Value) -> _Value:
+        value, mask, _ = given
         if not mask:
-            return value, 0
+            return given
         self.narrowed |= mask
         narrow = np.int32 if value.dtype == np.int64 else np.uint32
-        return value.astype(narrow), 0
+        return _Value(value.astype(narrow))
 
 
-def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Masked]) -> list[Any]:
+def _number(value: Any) -> _Value:
+    """Returns a constant of the program."""
+    dtype = getattr(value, "dtype", None)
+    is_int32 = dtype is not None and dtype == np.int32
+    return _Value(value, 0, jnp.asarray(value, np.int64) if is_int32 else None)
+
+
+def _is_int32(var: Any) -> bool:
+    return bool(getattr(var.aval, "dtype", None) == np.int32)
+
+
+def _together(eqn: Any) -> Collection[int]:
+    """Returns the operands of a known operation that have one dtype, which may be
+    wide."""
+    name = eqn.primitive.name
+    if name in _TOGETHER:
+        return range(len(eqn.invars))
+    if name == "select_n":
+        return range(1, len(eqn.invars))
+    if name in _FIRST:
+        return (0,)
+    return _WRITES.get(name, ())
+
+
+def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a known operation whose operands are wide."""
+    params = dict(eqn.params)
+    if eqn.primitive.name == "convert_element_type":
+        before, after = eqn.invars[0].aval.dtype, np.dtype(params["new_dtype"])
+        # To unsigned ones of 32 bits on purpose, as hashes do. To signed ones of 64, as
+        # the trace has no other int64.
+        if after == before or after == np.int32:
+            params["new_dtype"] = _WIDE.get(after.name, after)
+    elif eqn.primitive.name == "dot_general":
+        wanted = params["preferred_element_type"]
+        if wanted is not None:
+            wanted = _WIDE.get(np.dtype(wanted).name, wanted)
+        params["preferred_element_type"] = wanted
+    elif eqn.primitive.name == "gather" and values[0].dtype == np.int64:
+        if params["fill_value"] == np.iinfo(np.int32).min:  # of what is outside
+            params["fill_value"] = np.iinfo(np.int64).min
+    elif eqn.primitive.name in _SCATTERS:
+        for name in ("update_jaxpr", "update_consts"):  # for 32 bits
+            params.pop(name, None)
+        return [_SCATTERS[eqn.primitive.name](*values, **params)]
+    made = eqn.primitive.bind(*values, **params)
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
+    """Evaluates with 64 bits an operation on the step's own numbers; None if it is not
+    one that is known."""
+    if not any(map(_is_int32, eqn.outvars)):
+        return None
+    name, values = eqn.primitive.name, [each.value for each in given]
+    if name == "iota":
+        return [eqn.primitive.bind(*values, **{**eqn.params, "dtype": np.dtype("i8")})]
+    together = _together(eqn)
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype.name in _SMALL:
+        return _bound(eqn, values)
+    if not together or any(given[place].own is None for place in together):
+        return None
+    for place in together:
+        values[place] = given[place].own
+    return _bound(eqn, values)
+
+
+def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
     """Evaluates one equation with the dtypes of the trace."""
     invars, values = [], []
-    for var, (value, _) in zip(eqn.invars, given, strict=True):
+    for var, each in zip(eqn.invars, given, strict=True):
         if not isinstance(var, Literal) and var not in invars:
             invars.append(var)
-            values.append(value)
+            values.append(each.value)
     effects = set(no_effects).union(eqn.effects)
     program = jaxpr.replace(
         constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn], effects=effects
