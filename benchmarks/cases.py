@@ -177,7 +177,12 @@ def mlp_rounds(workers: int) -> Reading:
     return Reading(_mlp_training(workers, zs.Rounds()), _mlp_training(workers))
 
 
-def _mlp_training(workers: int, in_rounds: Any = None) -> float:
+def mlp_windows() -> Reading:
+    return Reading(_mlp_training(2, every=20), _local_gradients())
+
+
+def _mlp_training(workers: int, in_rounds: Any = None, every: int = 0) -> float:
+    """Returns the steps per second; with ``every`` those of windows of so many."""
     import optax
 
     import zstrat as zs
@@ -185,7 +190,11 @@ def _mlp_training(workers: int, in_rounds: Any = None) -> float:
     with cluster(1, workers) as (strategy, coordinator):
         with strategy.scope():
             weights = [zs.Variable(array) for array in _mlp_parameters()]
-            optimizer = zs.Optimizer(optax.adam(1e-3), rounds=in_rounds)
+            if every:
+                outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+                optimizer: Any = zs.LocalOptimizer(optax.adam(1e-3), outer, every=every)
+            else:
+                optimizer = zs.Optimizer(optax.adam(1e-3), rounds=in_rounds)
 
         def dataset() -> Iterator[Any]:
             batch = _batch()
@@ -200,6 +209,9 @@ def _mlp_training(workers: int, in_rounds: Any = None) -> float:
             return loss
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        if every:
+            window = optimizer.window(step)
+            return every * per_second(coordinator, window, 1000 // every, (iterator,))
         return per_second(coordinator, step, 1000, (iterator,))
 
 
@@ -383,6 +395,14 @@ CASES = [
         280,
         "the gradient alone, one process, all cores",
         mlp_training,
+    ),
+    Case(
+        "MLP training, batch 256, windows of 20 steps, 2 workers",
+        "steps/s",
+        0.9,
+        "the gradient alone, one process, all cores",
+        mlp_windows,
+        of_limit=True,
     ),
     *[
         Case(

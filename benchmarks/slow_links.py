@@ -112,9 +112,11 @@ class Run:
         # An argument, as what depends on nothing runs once.
         return self._timed(function, steps, each, (np.float32(0),))["seconds"]
 
-    def train(self, steps: int, seconds: float = 0.0, **options: Any) -> dict[str, Any]:
-        """Makes ``steps`` on each worker, each of which sleeps; without ``every`` they
-        are asynchronous.
+    def train(
+        self, steps: int, seconds: float = 0.0, slowness: float = 1.0, **options: Any
+    ) -> dict[str, Any]:
+        """Makes ``steps`` on each worker, each of which sleeps, on the first worker for
+        ``slowness`` times as long; without ``every`` they are asynchronous.
 
         Returns:
             Per step of a worker: bytes, seconds, and the coordinator's seconds of CPU.
@@ -126,6 +128,7 @@ class Run:
         rng = np.random.default_rng(0)
         shapes = [rng.normal(size=(SIZE, SIZE)).astype("f") for _ in range(LEAVES)]
         every = options.get("every", 0)
+        place = zs.coordinator.experimental_get_current_worker_index
         with self.strategy.scope():
             params = zs.create_variables(shapes)
             if every:
@@ -141,7 +144,8 @@ class Run:
             values = [x.value() for x in params]
             total = sum(x[0, 0] for x in values)
             if seconds:
-                total = _slept(total, seconds)
+                is_slow = place() == 0
+                total = _slept(total, seconds * slowness if is_slow else seconds)
             optimizer.apply_gradients([x + 0.0 * total for x in values], params)
             return total
 
@@ -187,6 +191,14 @@ def main() -> None:
             print(
                 f"{1e3 * ROUND_TRIP:.0f} ms, 4 fragments, overlap {overlap}: "
                 f"{alone / made['seconds']:.3f} of the steps without exchange"
+            )
+    with Run() as run:
+        plain = run.train(200, step, every=every)["seconds"]
+        for adapt in (False, True):
+            made = run.train(200, step, 5.0, every=every, adapt=adapt)
+            print(
+                f"a worker 5 times slower, adapt={adapt}: rounds take "
+                f"{made['seconds'] / plain:.2f} of their time without it"
             )
 
 

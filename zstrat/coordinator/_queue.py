@@ -47,7 +47,7 @@ from zstrat.errors import (
 
 from ._pending_errors import ClosureSource, PendingError, PendingErrors
 from ._steps import Steps
-from .leases import ClosureLeases, EndOf, SessionLeases
+from .leases import SessionLeases
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -193,8 +193,7 @@ class Queue:
         self._returned: list[_Waiting] = []
         """Closures that came back before they had started."""
         self._doubtful: list[Closure] = []
-        self.leases = SessionLeases()
-        self._leased: Final = ClosureLeases[Closure](self.leases)
+        self.leases: Final = SessionLeases[Closure]()
         self.exhausted: list[Ended] = []
         """Closures that ended as there are no data for them, to be settled."""
         self.held = False
@@ -216,7 +215,7 @@ class Queue:
     @property
     def parked(self) -> int:
         """Closures that wait until it is known how leases of others end."""
-        return self._leased.parked
+        return self.leases.parked
 
     @property
     def runs_again(self) -> bool:
@@ -236,7 +235,7 @@ class Queue:
     @property
     def is_full(self) -> bool:
         """Whether too many closures, or bytes, wait for their first worker."""
-        waiting = len(self._fresh) + self._leased.parked
+        waiting = len(self._fresh) + self.leases.parked
         return waiting >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
     @property
@@ -307,9 +306,9 @@ class Queue:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
             if effect is None:
-                self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
+                self.leases.cancelled(closure)
             elif closure.leases:
-                self.leases.applied(closure.step, closure.draws)
+                self.leases.applied(closure)
             self.cancelled += effect is None
             never = cancellation(self._cause)
             error = never if effect is None else _lost(closure, effect)
@@ -404,11 +403,12 @@ class Queue:
         self._stopped(closure)
         self.steps.end(closure.step)
         skipped = False
-        if closure.leases and error is None and not self._leased.parked:
-            self.leases.applied(closure.step, closure.draws)  # as most, at little cost
-        elif closure.leases:
-            skipped = self._leased.ended(closure, error)
-            if self._leased.parked:
+        if closure.leases:
+            if error is None:
+                self.leases.applied(closure)
+            else:
+                skipped = self.leases.failed(closure, error)
+            if self.leases.parked:
                 for draw in closure.draws:
                     self.leases_changed(draw.resource)
         if error is not None:
@@ -483,17 +483,17 @@ class Queue:
 
     def leases_changed(self, resource: int) -> None:
         """Lets closures try again that wait for leases of the dataset."""
-        self._fresh.extendleft(reversed(self._leased.unpark(resource)))
+        self._fresh.extendleft(reversed(self.leases.unpark(resource)))
 
     def give_leases_back(self, resource: int) -> None:
         """Takes the leases of the dataset back from closures that have not started, for
         a pass that is moved while nothing runs."""
-        self._leased.give_back(resource, [item[2] for item in self._returned])
+        self.leases.give_back(resource, [item[2] for item in self._returned])
 
     def _lease(self, taken: list[Closure]) -> list[Closure]:
         """Leases what these closures draw; returns those that have it. The others wait,
         or end."""
-        leased = self._leased.lease(taken)
+        leased = self.leases.lease(taken)
         if leased is None:
             return taken
         for closure in leased.parked:
@@ -512,7 +512,7 @@ class Queue:
     def _cancel_queued(self, cause: str | None) -> list[Ended]:
         heaps = (*self._retries, *self._suspects, *self._returned)
         waiting = [*(item[2] for item in heaps), *self._fresh, *self._doubtful]
-        waiting += self._leased.unpark_all()
+        waiting += self.leases.unpark_all()
         self._fresh.clear()
         self._nbytes = 0
         self._retries.clear()
@@ -530,7 +530,7 @@ class Queue:
             return []
         for closure in closures:
             self.steps.end(closure.step)
-            self.leases.ended(closure.step, closure.draws, EndOf.CANCELLED)
+            self.leases.cancelled(closure)
         self.cancelled += len(closures)
         never, perhaps = cancellation(cause), cancellation(cause, begun=True)
         return [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from zstrat.wire import LEASE
+
 from ._replacing import around
 
 if TYPE_CHECKING:
@@ -15,10 +17,10 @@ def _kept(self: Any, step: int, **how: bool) -> None:
     self._open.pop(step)
 
 
-def _again(lease: Callable[..., Any], self: Any, steps: Any) -> Any:
+def _again(lease: Callable[..., Any], self: Any, steps: Any, number: int) -> Any:
     """The last range is leased to the next step, too."""
-    leases = lease(self, steps)
-    if leases and leases[-1][1] % 3 == 0:
+    leases = lease(self, steps, number)
+    if leases and LEASE.unpack(leases[-1])[2] % 3 == 0:
         self._next -= self._batch
     return leases
 

@@ -1,23 +1,26 @@
-"""`SessionLeases`: the leases of all leased datasets of a coordinator. The engine's
-lock is held by all callers.
+"""`SessionLeases`: the leases of all leased datasets of a coordinator, and the closures
+that wait for some. The engine's lock is held by all callers.
 
-The queue asks it when a closure is handed out, and reports how each closure has ended.
+The queue asks it when closures are handed out, and reports how each of them has ended.
 A closure that draws from several datasets gets all its leases or none.
 """
 
 from __future__ import annotations
 
-import enum
 import json
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar, final
 
-from zstrat.errors import OutOfRangeError
+from zstrat.errors import (
+    OutOfRangeError,
+    WorkerLostError,
+    ZstratError,
+)
 from zstrat.wire import LEASE
 
 from ._book import done_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from zstrat.coordinator.rounds._optimizer_rounds import OptimizerRounds
     from zstrat.data import Lease
@@ -36,19 +39,29 @@ class Draw(NamedTuple):
     batches: int
 
 
-class EndOf(enum.Enum):
-    """How a closure with leases has ended that was not applied."""
+class Drawing(Protocol):
+    """What leases know of a closure."""
 
-    FAILED = enum.auto()
-    """It had no effect."""
-    CANCELLED = enum.auto()
-    """It had no effect, through no fault of its own."""
-    UNKNOWN = enum.auto()
-    """It may have been applied, and cannot run again."""
+    step: int
+    draws: Sequence[Draw]
+    leases: bytes
+
+
+C = TypeVar("C", bound=Drawing)
+
+
+class LeasedClosures(NamedTuple, Generic[C]):
+    """What has become of closures that are handed out."""
+
+    ready: list[C]
+    parked: list[C]
+    """They wait until it is known how leases of others end."""
+    over: list[tuple[C, Exception]]
+    """There are no data for them."""
 
 
 @final
-class SessionLeases:
+class SessionLeases(Generic[C]):
     """The leased datasets of one coordinator, by number of their iterators."""
 
     def __init__(self) -> None:
@@ -56,80 +69,129 @@ class SessionLeases:
         self.rounds: Iterable[OptimizerRounds] = ()
         """The optimizers to whose rounds steps contribute."""
         self._may_wait: dict[int, Sequence[tuple[LeaseBook, Sequence[Lease]]]] = {}
+        self._parked: Final[dict[int, list[C]]] = {}
+        """By number of the dataset."""
+        self.parked = 0
+        """The number of closures that wait."""
 
-    def lease_whole(self, steps: Sequence[int], draws: Sequence[Draw]) -> list[bytes]:
-        """Leases to the first of these steps, which all draw the same, as far as that
-        is simple; `lease` does the rest."""
-        if len(draws) != 1 or draws[0].batches != 1:
-            return []
-        resource = draws[0].resource
-        return self.books[resource].lease_whole(steps, resource)
+    def lease(self, taken: list[C]) -> LeasedClosures[C] | None:
+        """Leases what these closures draw, but for those that have it; None: all of
+        them are ready."""
+        if not taken:
+            return None
+        draws = taken[-1].draws  # one object for all closures of a call
+        same = [each for each in taken if each.draws is draws and not each.leases]
+        if len(draws) == 1 and draws[0].batches == 1 and len(same) == len(taken):
+            number, steps = draws[0].resource, [each.step for each in same]
+            leases = self.books[number].lease_whole(steps, number)
+            for closure, lease in zip(same, leases, strict=False):
+                closure.leases = lease
+            if len(leases) == len(taken):
+                return None
+        found: LeasedClosures[C] = LeasedClosures([], [], [])
+        for closure in taken:
+            if not closure.draws or closure.leases or self._lease(closure, found):
+                found.ready.append(closure)
+        return found
 
-    def lease(self, step: int, draws: Sequence[Draw]) -> bytes | int:
-        """Leases what a step draws, and returns it packed for its worker; or the
-        dataset for which it has to wait, as open leases may come back.
-
-        Raises:
-            OutOfRangeError: All leases are done, but for fewer than the step draws.
-            ClosureInputError: No worker could build a dataset.
-        """
+    def _lease(self, closure: C, found: LeasedClosures[C]) -> bool:
+        """Leases what a closure draws; else notes that it waits, as open leases may
+        come back, or is over."""
         taken: list[LeaseBook] = []
         packed: list[bytes] = []
-        for resource, count in draws:
+        for resource, count in closure.draws:
             book = self.books[resource]
-            leases = book.lease(step, count)
-            if not leases:
-                for other in taken:
-                    other.give_back(step)
-                if book.waits or book.open:
-                    return resource
+            leases = book.lease(closure.step, count)
+            if leases:
+                taken.append(book)
+                packed += [LEASE.pack(resource, *lease) for lease in leases]
+                continue
+            for other in taken:
+                other.give_back(closure.step)
+            if book.waits or book.open:
+                found.parked.append(closure)
+                self._parked.setdefault(resource, []).append(closure)
+                self.parked += 1
+            else:
                 failure = None if book.size else book.failure()
-                raise failure or _ended(book, count)
-            taken.append(book)
-            packed += [LEASE.pack(resource, *lease) for lease in leases]
-        return b"".join(packed)
+                found.over.append((closure, failure or _ended(book, count)))
+            return False
+        closure.leases = b"".join(packed)
+        return True
 
-    def applied(self, step: int, draws: Sequence[Draw]) -> None:
+    def applied(self, closure: C) -> None:
         """Notes that the updates of a closure with leases are applied."""
-        for resource, _ in draws:
+        step = closure.step
+        for resource, _ in closure.draws:
             if (book := self.books.get(resource)) is not None:
                 if self.rounds:
                     self._note(step, book)
                 book.applied(step)
 
-    def ended(
-        self, step: int, draws: Sequence[Draw], how: EndOf, *, skipped: bool = False
-    ) -> None:
-        """Notes how a closure has ended that was not applied; ``skipped``: its failure
-        skips examples."""
-        for resource, _ in draws:
-            book = self.books.get(resource)
-            if book is None or not book.held_by(step):
-                continue  # the program has dropped the iterator
-            match how:
-                case EndOf.UNKNOWN:
-                    book.skip(step)
-                case EndOf.FAILED if skipped:
-                    book.skip(step)
-                case EndOf.FAILED:
-                    book.give_back(step, failed=True)
-                case EndOf.CANCELLED:
-                    book.give_back(step)
+    def cancelled(self, closure: C) -> None:
+        """Leases again what a closure had, which has had no effect, through no fault of
+        its own."""
+        for book in self._books_of(closure):
+            book.give_back(closure.step)
 
-    def skips(self, draws: Sequence[Draw]) -> bool:
-        """Returns whether a failure of the step itself skips its examples, and so is
-        not raised by `join`."""
-        books = [self.books.get(resource) for resource, _ in draws]
-        return all(book is not None and book.on_error == "skip" for book in books)
-
-    def held_by(self, step: int, draws: Sequence[Draw]) -> str:
-        """Describes the leases of a step, for its error."""
+    def failed(self, closure: C, error: Exception) -> bool:
+        """Notes that a closure with leases has failed. Returns True if its examples are
+        skipped, so that the error is raised by a fetch alone."""
+        books = list(self._books_of(closure))
+        # An error of the cluster says nothing against the examples.
+        skipped = not isinstance(error, ZstratError) and all(
+            (book := self.books.get(number)) is not None and book.on_error == "skip"
+            for number, _ in closure.draws
+        )
+        if lost := isinstance(error, WorkerLostError):
+            then = "left out, as its updates may have been applied"
+        elif skipped:
+            then = 'skipped (on_error="skip")'
+        else:
+            then = (
+                'read again by a later step of their epoch; on_error="skip" would '
+                "skip them"
+            )
         parts = []
-        for resource, _ in draws:
-            if (book := self.books.get(resource)) is not None:
-                found = ", ".join(map(str, book.held_by(step)))
-                parts.append(f"{found} of {book.name}")
-        return "; ".join(parts)
+        for book in books:
+            held = ", ".join(map(str, book.held_by(closure.step)))
+            parts.append(f"{held} of {book.name}")
+            if lost or skipped:
+                book.skip(closure.step)
+            else:
+                book.give_back(closure.step, failed=True)
+        if parts:
+            error.add_note(f"The step had leased {'; '.join(parts)}, which are {then}.")
+        return skipped
+
+    def unpark(self, resource: int) -> Sequence[C]:
+        """Returns closures that waited for leases of the dataset and may try again."""
+        if resource in self._parked and not self.books[resource].waits:
+            again = self._parked.pop(resource)
+            self.parked -= len(again)
+            return again
+        return ()
+
+    def unpark_all(self) -> list[C]:
+        """Returns all closures that wait, which are cancelled."""
+        waiting = [closure for parked in self._parked.values() for closure in parked]
+        self._parked.clear()
+        self.parked = 0
+        return waiting
+
+    def give_back(self, resource: int, closures: Iterable[C]) -> None:
+        """Takes the leases of the dataset back from closures that have not started, for
+        a pass that is moved while nothing runs. What waits for rounds is forgotten: its
+        leases are those of the state from now on."""
+        for closure in closures:
+            if any(draw.resource == resource for draw in closure.draws):
+                self.cancelled(closure)
+                closure.leases = b""
+        book = self.books[resource]
+        self._may_wait = {
+            step: [pair for pair in pairs if pair[0] is not book]
+            for step, pairs in self._may_wait.items()
+        }
 
     def metrics(self, steps: Mapping[str, Sequence[int]]) -> dict[str, PlainTree]:
         """Returns counts of each pass, by name of its dataset; that of a second one has
@@ -174,14 +236,13 @@ class SessionLeases:
         if len(self._may_wait) > REMEMBERED:
             self._forget_applied()
 
-    def moved(self, resource: int) -> None:
-        """Forgets what waits for rounds of a pass that continues elsewhere: its leases
-        are those of the state from now on."""
-        book = self.books[resource]
-        self._may_wait = {
-            step: [pair for pair in pairs if pair[0] is not book]
-            for step, pairs in self._may_wait.items()
-        }
+    def _books_of(self, closure: C) -> Iterator[LeaseBook]:
+        """Yields the books of which a closure has leases, and whose iterators the
+        program has not dropped."""
+        for resource, _ in closure.draws:
+            book = self.books.get(resource)
+            if book is not None and book.held_by(closure.step):
+                yield book
 
     def _note(self, step: int, book: LeaseBook) -> None:
         held = book, book.held_by(step)

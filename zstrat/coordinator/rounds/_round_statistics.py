@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 from zstrat.telemetry import Throughput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from zstrat.wire import PlainTree
 
@@ -23,29 +23,16 @@ RECENT_ROUNDS: Final = 64
 """Rounds from which it is derived who holds rounds up now."""
 
 
-@dataclass(slots=True)
-class RoundWait:
+class _Wait(NamedTuple):
     """How many rounds a worker was the last to contribute to, and the seconds that they
     waited for it alone."""
 
     rounds: int = 0
     seconds: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Adds a round."""
-        self.rounds += 1
-        self.seconds += seconds
 
-
-class _Wait(NamedTuple):
-    worker: int
-    seconds: float
-
-
-class _ClosedRound(NamedTuple):
-    at: float
-    wait: _Wait | None
-    """None if only one contribution is a member."""
+_Waits = dict[int, _Wait]
+"""By worker."""
 
 
 @final
@@ -59,13 +46,14 @@ class RoundStatistics:
     """By worker: contributions to a round that was closed already."""
     dropped: Counter[int] = field(default_factory=Counter)
     """By worker: those of them without effect."""
-    _waits: dict[int, RoundWait] = field(default_factory=dict)
+    _waits: _Waits = field(default_factory=dict)
     _rate: Throughput = field(default_factory=Throughput)
-    _recent: deque[_ClosedRound] = field(
+    _recent: deque[tuple[float, _Waits]] = field(
         default_factory=lambda: deque(maxlen=RECENT_ROUNDS + 1)
     )
-    _closing: _Wait | None = None
-    """Of the round that is being closed."""
+    """When rounds were applied, and for whom each of them waited."""
+    _closing: _Waits = field(default_factory=dict)
+    """Of the round that is being closed; {} if only one contribution is a member."""
 
     def contributed_late(self, worker: int, *, is_dropped: bool) -> None:
         """Counts a contribution to a round that was closed already."""
@@ -77,30 +65,26 @@ class RoundStatistics:
         """Notes the members of the round that is being closed: when they contributed,
         and which worker did."""
         in_order = sorted(contributed)
-        self._closing = None
+        self._closing = {}
         if len(in_order) > 1:
             (before, _), (at, worker) = in_order[-2:]
-            self._closing = _Wait(worker, at - before)
+            self._closing = {worker: _Wait(1, at - before)}
 
     def applied(self, now: float) -> None:
         """Notes that all servers have applied the round."""
         self.closed += 1
         if now >= self._rate.next_mark:
             self._rate.mark(now, self.closed - 1, self.closed)
-        if self._closing is not None:
-            worker, seconds = self._closing
-            self._waits.setdefault(worker, RoundWait()).add(seconds)
-        self._recent.append(_ClosedRound(now, self._closing))
+        _add(self._waits, self._closing)
+        self._recent.append((now, self._closing))
 
     def metrics(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
         """Returns the numbers as plain data, workers by name: at most ``most``, those
         with the largest ones."""
-        first, *others = tuple(self._recent) or (_ClosedRound(now, None),)
-        waits: dict[int, RoundWait] = {}
-        for each in others:
-            if each.wait is not None:
-                worker, seconds = each.wait
-                waits.setdefault(worker, RoundWait()).add(seconds)
+        (first, _), *others = tuple(self._recent) or ((now, {}),)
+        waits: _Waits = {}
+        for _, each in others:
+            _add(waits, each)
         return {
             "closed": self.closed,
             "per_s": self._rate.rate(now, self.closed),
@@ -109,10 +93,16 @@ class RoundStatistics:
             "waited_for": _plain(self._waits, most),
             "recent": {
                 "rounds": len(others),
-                "seconds": others[-1].at - first.at if others else 0.0,
+                "seconds": others[-1][0] - first if others else 0.0,
                 "waited_for": _plain(waits, most),
             },
         }
+
+
+def _add(waits: _Waits, more: _Waits) -> None:
+    for worker, (rounds, seconds) in more.items():
+        before = waits.get(worker, _Wait())
+        waits[worker] = _Wait(before.rounds + rounds, before.seconds + seconds)
 
 
 def _counts(of_workers: Counter[int], most: int | None) -> dict[str, PlainTree]:
@@ -121,9 +111,6 @@ def _counts(of_workers: Counter[int], most: int | None) -> dict[str, PlainTree]:
     return {f"worker:{worker}": count for worker, count in largest}
 
 
-def _plain(waits: Mapping[int, RoundWait], most: int | None) -> dict[str, PlainTree]:
+def _plain(waits: _Waits, most: int | None) -> dict[str, PlainTree]:
     largest = sorted(dict(waits).items(), key=lambda item: -item[1].seconds)[:most]
-    return {
-        f"worker:{worker}": {"rounds": each.rounds, "seconds": each.seconds}
-        for worker, each in largest
-    }
+    return {f"worker:{worker}": each._asdict() for worker, each in largest}
