@@ -169,7 +169,7 @@ def test_callbacks_see_what_keras_shows_them(tmp_path):
 
 
 def test_batches_are_delivered_in_order_when_their_steps_have_ended():
-    from zstrat.integrations.keras._callbacks import InOrder
+    from zstrat.integrations.keras.callbacks import InOrder
 
     class Scheduling:
         def scheduled(self, begin, end):
@@ -344,7 +344,7 @@ SHAPES = [(4, 3), (3,)]
 
 def shipped(optimizer):
     """An optimizer of Keras, built for two variables, and what is sent of it."""
-    from zstrat.integrations.keras._optimizers import OptimizerState
+    from zstrat.integrations.keras.optimizers import OptimizerState
 
     rng = np.random.default_rng(0)
     variables = [keras.Variable(rng.normal(size=shape)) for shape in SHAPES]
@@ -499,7 +499,7 @@ def test_what_is_sent_needs_no_keras():
     import subprocess
     import sys
 
-    from zstrat.integrations.keras._shipped import ShippedStep
+    from zstrat.integrations.keras.shipped import ShippedStep
 
     *_, update = shipped(keras.optimizers.Adam(0.1))
     step = ShippedStep.of(lambda x, y: [x @ y, x.sum()], [X, X.T])

@@ -21,7 +21,7 @@ from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.program import function
 from zstrat.variables import create_variables, values
 
-from ._shipped import ShippedStep
+from .shipped import ShippedStep
 from ._sources import Draw, LeaseSource
 from ._training import Training
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ._shipped import Kind, pruned, traced
+from .shipped import Kind, pruned, traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,8 +27,8 @@ import numpy as np
 from zstrat.data import Dataset
 from zstrat.variables import Optimizer, values
 
-from ._callbacks import InOrder
-from ._optimizers import OptimizerState
+from .callbacks import InOrder
+from .optimizers import OptimizerState
 from ._private import build
 from ._sources import DatasetSource, Draw, Tokens, require_no_weights
 from ._steps import Batch, trace_step
