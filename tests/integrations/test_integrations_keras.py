@@ -4,6 +4,7 @@ The oracle is Keras: the same model, the same data and seeds, without a strategy
 tests take a strategy of one process, which runs the same code and needs no daemons.
 """
 
+import contextlib
 import json
 
 import jax
@@ -82,9 +83,19 @@ def compared(make, strategy=None, **arguments):
     return model, plain, after, before
 
 
+@contextlib.contextmanager
+def cluster_without_keras(**size):
+    """Its tasks cannot import Keras."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "none of them")
+        cluster = zs.LocalCluster(num_ps=1, **size)
+    with cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="module")
 def servers():
-    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+    with cluster_without_keras(num_workers=1) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         yield strategy
         strategy.close()
@@ -413,7 +424,7 @@ def test_a_worker_is_killed_and_each_example_counts_once():
 
     size = 10 * len(X)
     data = np.tile(X, (10, 1)), np.tile(Y, 10)
-    with zs.LocalCluster(num_ps=1, num_workers=2) as cluster:
+    with cluster_without_keras(num_workers=2) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():

@@ -6,7 +6,7 @@ is imported, and says which Keras to install if one of these is gone:
 | name | what it is here |
 |---|---|
 | `_get_jax_state` | called before the first step, and after each synchronization |
-| ``model._jax_state``, and ``_synced`` | whether there is state that variables lack |
+| ``_jax_state*`` of a model | whether there is state that its variables lack |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
 `make_train_function`, `make_test_function`, `make_predict_function` and
