@@ -4,6 +4,7 @@ The oracle is Keras: the same model, the same data and seeds, without a strategy
 tests take a strategy of one process, which runs the same code and needs no daemons.
 """
 
+import contextlib
 import json
 
 import jax
@@ -82,9 +83,19 @@ def compared(make, strategy=None, **arguments):
     return model, plain, after, before
 
 
+@contextlib.contextmanager
+def cluster_without_keras(**size):
+    """Its tasks cannot import Keras."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "none of them")
+        cluster = zs.LocalCluster(num_ps=1, **size)
+    with cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="module")
 def servers():
-    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+    with cluster_without_keras(num_workers=1) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         yield strategy
         strategy.close()
@@ -169,7 +180,7 @@ def test_callbacks_see_what_keras_shows_them(tmp_path):
 
 
 def test_batches_are_delivered_in_order_when_their_steps_have_ended():
-    from zstrat.integrations.keras._callbacks import InOrder
+    from zstrat.integrations.keras.callbacks import InOrder
 
     class Scheduling:
         def scheduled(self, begin, end):
@@ -344,7 +355,7 @@ SHAPES = [(4, 3), (3,)]
 
 def shipped(optimizer):
     """An optimizer of Keras, built for two variables, and what is sent of it."""
-    from zstrat.integrations.keras._optimizers import OptimizerState
+    from zstrat.integrations.keras.optimizers import OptimizerState
 
     rng = np.random.default_rng(0)
     variables = [keras.Variable(rng.normal(size=shape)) for shape in SHAPES]
@@ -413,7 +424,7 @@ def test_a_worker_is_killed_and_each_example_counts_once():
 
     size = 10 * len(X)
     data = np.tile(X, (10, 1)), np.tile(Y, 10)
-    with zs.LocalCluster(num_ps=1, num_workers=2) as cluster:
+    with cluster_without_keras(num_workers=2) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
@@ -499,7 +510,7 @@ def test_what_is_sent_needs_no_keras():
     import subprocess
     import sys
 
-    from zstrat.integrations.keras._shipped import ShippedStep
+    from zstrat.integrations.keras.shipped import ShippedStep
 
     *_, update = shipped(keras.optimizers.Adam(0.1))
     step = ShippedStep.of(lambda x, y: [x @ y, x.sum()], [X, X.T])

@@ -7,5 +7,5 @@
 
 Imported by itself when a scope is entered in a program that has imported keras. What
 travels to workers and parameter servers is what jax has traced, so they need no Keras;
-`_shipped` has the classes of it, and so this file imports nothing.
+`shipped` has the classes of it, and so this file imports nothing.
 """

@@ -6,7 +6,8 @@ is imported, and says which Keras to install if one of these is gone:
 | name | what it is here |
 |---|---|
 | `_get_jax_state` | called before the first step, and after each synchronization |
-| `_jax_state`, `_jax_state_synced` | whether there is state that variables lack |
+| ``_jax_state*`` of a model | whether there is state that its variables lack |
+| `_enforce_jax_state_sharding` | of older versions: lays out what a step returns |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
 `make_train_function`, `make_test_function`, `make_predict_function` and
@@ -15,9 +16,13 @@ is imported, and says which Keras to install if one of these is gone:
 
 from __future__ import annotations
 
-from typing import Any, Final
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
 
 import keras
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VERSIONS: Final = "3.10 to 3.15"
 """The versions that have these names, first and last that were tried."""
@@ -83,6 +88,31 @@ def take_over(model: Any, training: Any) -> None:
     model.make_train_function = maker("train", 4)
     model.make_test_function = maker("test", 3)
     model.make_predict_function = maker("predict", 2)
+
+
+@contextlib.contextmanager
+def without_layouts(model: Any) -> Iterator[None]:
+    """Has the steps of a model return their state as it is, in the block. Older
+    versions lay it out as the variables of this process are."""
+    if getattr(model, "_enforce_jax_state_sharding", None) is None:
+        yield
+        return
+
+    def as_given(
+        trainable_variables: Any = None,
+        non_trainable_variables: Any = None,
+        optimizer_variables: Any = None,
+        metrics_variables: Any = None,
+    ) -> tuple[list[Any], ...]:
+        model_state = trainable_variables, non_trainable_variables
+        state = *model_state, optimizer_variables, metrics_variables
+        return tuple([part or [] for part in state])
+
+    model._enforce_jax_state_sharding = as_given
+    try:
+        yield
+    finally:
+        del model._enforce_jax_state_sharding
 
 
 def build(model: Any, batch: Any) -> None:

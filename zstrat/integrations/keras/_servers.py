@@ -14,16 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
-from zstrat.program import function
-from zstrat.variables import create_variables, values
+from zstrat.variables import create_variables
 
-from ._shipped import ShippedStep
 from ._sources import Draw, LeaseSource
 from ._training import Training
+from .shipped import ShippedStep, step_function
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,25 +85,12 @@ class ServerTraining(Training):
     def _step_function(
         self, step: TracedStep, programs: Mapping[Any, ShippedStep], *, draws: bool
     ) -> Any:
-        """Makes the step function; it draws its batch, or is called with it."""
-        optimizer, count = self.optimizer, len(self.model.trainable_variables)
-        params, state = self.variables[:count], self.variables[count:]
-        gradients, changed = step.gradients, step.changed
-
-        def keras_step(rate: Any, *arrays: Any) -> list[Any]:
-            if draws:
-                arrays = tuple(map(jnp.asarray, jax.tree.leaves(next(arrays[0]))))
-            shipped = programs[tuple([(x.shape, x.dtype) for x in arrays])]
-            before = values(state)
-            results = shipped(*values(params), *before, *arrays)
-            if gradients and optimizer is not None:
-                grads = results[:gradients]
-                optimizer.apply_gradients(grads, params, learning_rate=rate)
-            for at, after in zip(changed, results[gradients:], strict=False):
-                if state[at].dtype.kind in "iu":
-                    state[at].assign_add(after - before[at])
-                else:
-                    state[at].assign(after)
-            return results[gradients + len(changed) :]
-
-        return function(keras_step)
+        count = len(self.model.trainable_variables)
+        return step_function(
+            programs,
+            self.variables[:count],
+            self.variables[count:],
+            self.optimizer if step.gradients else None,
+            step.changed,
+            draws=draws,
+        )

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ._shipped import Kind, pruned, traced
+from ._private import without_layouts
+from .shipped import Kind, pruned, traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +130,8 @@ def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
         return [*grads, *state, *sums, *map(jnp.asarray, rest)]
 
     kinds = [*map(Kind.of, [*trained, *others, *metrics]), *map(Kind.of, batch.arrays)]
-    closed = traced(step, kinds)
+    with without_layouts(model):
+        closed = traced(step, kinds)
     _require_sums(model, closed, form["gradients"] + groups[1], groups)
     number, inputs = form["gradients"], closed.jaxpr.invars
     states = closed.jaxpr.outvars[number : number + groups[1]]

@@ -27,11 +27,11 @@ import numpy as np
 from zstrat.data import Dataset
 from zstrat.variables import Optimizer, values
 
-from ._callbacks import InOrder
-from ._optimizers import OptimizerState
 from ._private import build
 from ._sources import DatasetSource, Draw, Tokens, require_no_weights
 from ._steps import Batch, trace_step
+from .callbacks import InOrder
+from .optimizers import OptimizerState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,8 +235,7 @@ class Training(abc.ABC):
         finally:
             self._callbacks = None
             self._sources = {}
-            self._queue.clear()
-            self._undelivered.clear()
+            self._forget_steps()
 
     def learning_rate(self) -> np.float32:
         """The learning rate of the step that starts now."""
@@ -350,7 +349,12 @@ class Training(abc.ABC):
         pending, began = self._queue[0], time.monotonic()
         returned: Any = None
         for step, result in pending.steps:
-            sums, returned = step.seen(result.fetch())
+            try:
+                results = result.fetch()
+            except BaseException:  # to the caller; Keras calls `leave_state` again
+                self._forget_steps()
+                raise
+            sums, returned = step.seen(results)
             if pending.mode == "predict":
                 pending.outputs.append(returned)
             else:
@@ -362,6 +366,11 @@ class Training(abc.ABC):
         elif not self._queue or not (self._callbacks and self._callbacks.is_empty):
             pending.logs = _logs_of(returned, self._metrics.results())
             self._logs.update(pending.logs)
+
+    def _forget_steps(self) -> None:
+        self._queue.clear()
+        self._undelivered.clear()
+        self._is_moved = self._is_counted = False
 
     def _deliver(self) -> None:
         """Calls callbacks for the batches whose steps have ended. A callback may ask

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class KerasWarning(UserWarning):
-    """A Keras model trains without the strategy that is current, or a step computes
-    with the values that it had first."""
+    """A step computes with the values that a Keras model had first, or a model trains
+    without the strategy that is current."""
 
 
 _WORDS: Final = (
     "the Keras model {name!r} is called in a step, which keeps the values that the "
     "model has now: they are constants of the step, whatever is trained later. Call "
     "model.stateless_call(params, state, x) with variables of zs.create_variables: "
-    "docs/libraries.md and examples/keras_ps.py of zstrat show it"
+    "docs/libraries.md of zstrat shows it"
 )
 
 _watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import keras
 import numpy as np
 
-from ._shipped import Kind, Operations, ShippedUpdate, traced
+from .shipped import Kind, Operations, ShippedUpdate, traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,9 +82,9 @@ class OptimizerState:
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"optimizer {self._optimizer.name!r} of Keras computes "
-                f"{error.args[0]!r}, which parameter servers cannot run for one variable alone; write "
-                "the update without loops and callbacks, or take an optimizer of "
-                "keras.optimizers"
+                f"{error.args[0]!r}, which parameter servers cannot run for one "
+                "variable alone; write the update without loops and callbacks, or take "
+                "an optimizer of keras.optimizers"
             ) from None
         first = [_uniform(np.asarray(variable.value)) for variable in self.variables]
         return ShippedUpdate(program, tuple(zip(state, first, strict=True)))

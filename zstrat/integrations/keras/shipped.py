@@ -1,8 +1,8 @@
-"""What Keras has computed a program of, in a form that travels without Keras.
+"""Steps and optimizers of Keras, in a form that travels without Keras.
 
 Workers and parameter servers need not have Keras, or the classes of the model: the
 program traces a step of the model and an update of its optimizer, and sends what was
-traced. Nothing here imports Keras.
+traced. So nothing here imports Keras.
 
 A step is one StableHLO program, `ShippedStep`. An optimizer is a list of operations,
 `ShippedUpdate`: a parameter server has to see what depends on what, because it updates
@@ -21,8 +21,13 @@ import numpy as np
 from jax import export
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 
+from zstrat.program import function
+from zstrat.variables import values
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.variables import Optimizer
 
 _PLATFORMS: Final = ("cpu", "cuda", "tpu")
 """Workers may compute on another kind of device than the program does."""
@@ -98,6 +103,44 @@ class ShippedStep:
         )
         results: list[Any] = made.call(*arrays)
         return results
+
+
+def step_function(
+    programs: Mapping[Any, ShippedStep],
+    params: Sequence[Any],
+    state: Sequence[Any],
+    optimizer: Optimizer | None,
+    changed: Sequence[int],
+    *,
+    draws: bool,
+) -> Any:
+    """Makes the step function that workers run.
+
+    Args:
+        programs: By the shapes and dtypes of a batch. They take the values of
+            ``params`` and ``state``, and the batch; they return gradients, the next
+            values of the ``changed`` of ``state``, and the results of the step.
+        optimizer: Gets the gradients; None: there are none.
+        draws: The step draws its batch from an iterator that it is called with.
+    """
+
+    def keras_step(rate: Any, *arrays: Any) -> list[Any]:
+        if draws:
+            arrays = tuple(map(jnp.asarray, jax.tree.leaves(next(arrays[0]))))
+        program = programs[tuple([(x.shape, x.dtype) for x in arrays])]
+        before = values(state)
+        results = program(*values(params), *before, *arrays)
+        if optimizer is not None:
+            grads, results = results[: len(params)], results[len(params) :]
+            optimizer.apply_gradients(grads, params, learning_rate=rate)
+        for at, after in zip(changed, results, strict=False):
+            if state[at].dtype.kind in "iu":
+                state[at].assign_add(after - before[at])
+            else:
+                state[at].assign(after)
+        return results[len(changed) :]
+
+    return function(keras_step)
 
 
 class Operation(NamedTuple):
