@@ -2,6 +2,7 @@
 
 import itertools
 
+import hypothesis
 import pytest
 
 
@@ -14,3 +15,10 @@ def combined(*values, step=0):
         marks = [pytest.mark.thorough] if sum(places) % step else []
         rows.append(pytest.param(*row, marks=marks))
     return rows
+
+
+def examples(most, **options):
+    """The settings of a property that `make test-thorough` tries with so many examples,
+    instead of 100. `make test` tries the first ones of them."""
+    share = hypothesis.settings().max_examples / 100
+    return hypothesis.settings(max_examples=max(1, round(most * share)), **options)

@@ -8,8 +8,9 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.checkpoint import BLOCK
 from zstrat.checkpoint._writer import DIRECT_FROM_BYTES, AppendedFile
@@ -51,7 +52,7 @@ def is_direct(path) -> bool:
     raise AssertionError(f"{path} is not open")
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(portions, st.sampled_from([0, DIRECT_FROM_BYTES]))
 def test_the_file_is_what_was_appended(tmp_path_factory, portions, size):
     path = tmp_path_factory.mktemp("append") / "file"

@@ -71,7 +71,8 @@ def test_objects_with_the_same_bytes_are_the_same_on_a_worker(world):
     assert len({n for w in world.workers for n in w.arguments}) == 3
 
 
-def test_arguments_that_closures_share_fill_no_queue(world):
+def test_arguments_that_closures_share_fill_no_queue(world, monkeypatch):
+    monkeypatch.setattr("zstrat.coordinator._queue.MAX_QUEUED_BYTES", 2**20)
     coordinator = world.coordinator()
     world.on_loop(world.hold)
 
@@ -80,7 +81,7 @@ def test_arguments_that_closures_share_fill_no_queue(world):
         return x * layer.units
 
     layer = Layer(2)
-    layer.notes = bytes(2**26)  # of which there is one copy: 20 would be over 1 GiB
+    layer.notes = bytes(2**16)  # of which there is one copy: 20 would be over 1 MiB
     values = [coordinator.schedule(scale, args=(layer, 1.5)) for _ in range(20)]
     world.on_loop(world.release)
     assert [float(v.fetch()) for v in values] == [3.0] * 20

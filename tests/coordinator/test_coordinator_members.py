@@ -5,12 +5,12 @@ import math
 from collections import deque
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiers import examples
 
 from zstrat.coordinator._members import MAX_DEPTH, MIN_DEPTH, Members, MemberState
-from zstrat.coordinator._queue import Closure
+from zstrat.coordinator.parts import Closure
 
 NAMES = [f"/job:worker/task:{index}" for index in range(3)]
 
@@ -132,7 +132,7 @@ class MembersMachine(RuleBasedStateMachine):
 
 
 TestMembers = MembersMachine.TestCase
-TestMembers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMembers.settings = examples(60, stateful_step_count=40)
 
 
 def opened(count=2, **options):

@@ -1,9 +1,10 @@
 """Who is a worker of the cluster, as a state machine; and who reads which share."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tiers import examples
 
 from zstrat.coordinator.membership import (
     AdmitWorker,
@@ -120,9 +121,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
 
 TestMembership = MembershipMachine.TestCase
-TestMembership.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None
-)
+TestMembership.settings = examples(30, stateful_step_count=25)
 
 
 def test_a_list_that_shifts_moves_nobody_who_lives():

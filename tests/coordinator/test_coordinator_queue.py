@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -12,8 +11,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tiers import examples
 
-from zstrat.coordinator._queue import Closure, Effect, Queue, QueuePhase
+from zstrat.coordinator.parts import Closure, Effect, Queue, QueuePhase
 from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
 BOUND, ATTEMPTS, AHEAD = 6, 3, 5
@@ -195,7 +195,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue.settings = examples(60, stateful_step_count=40)
 
 
 def filled(count, **options):

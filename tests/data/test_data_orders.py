@@ -7,8 +7,9 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.data import Dataset, Worker, allotted
 
@@ -34,7 +35,7 @@ PIPELINES = {
 
 @pytest.mark.shows("tf.data.Dataset.shuffle")
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
-@settings(max_examples=20)
+@examples(20)
 @given(before=st.lists(st.integers(0, 100), min_size=1, max_size=3))
 def test_the_order_of_a_pass_is_the_same_however_far_others_went(pipeline, before):
     hasty, idle = (pipeline(shuffled()).repeat() for _ in range(2))

@@ -6,8 +6,9 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.data import AutoShardPolicy, Dataset, Options, TensorSpec, Worker, allotted
 
@@ -98,7 +99,7 @@ def test_batches_of_text_and_of_ragged_lists(all_kinds):
     assert [b["list"].tolist() for b in ragged.take(1).batch(1)] == [[[1]]]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     group=st.integers(1, 5),

@@ -12,8 +12,9 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.data import Dataset, Options
 from zstrat.errors import ClosedError, InvalidArgumentError
@@ -111,7 +112,7 @@ def is_by_chance(chain):
     return False
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     source=st.sampled_from(sorted(SOURCES)),
     size=st.integers(1, 12),

@@ -8,8 +8,9 @@ import warnings
 import cloudpickle
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.data import (
     SHARD_HINT,
@@ -187,7 +188,7 @@ def test_batch_sizes_are_known(make, size):
     assert allotted(made, Worker()).batch_size == size
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 5), st.booleans())
 def test_together_workers_draw_every_row_once(first, second, size, mix):
     dataset = Dataset.range(first).concatenate(Dataset.range(100, 100 + second))

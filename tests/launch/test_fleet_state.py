@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tiers import examples
 
 from zstrat.errors import (
     DeadlineExceededError,
@@ -271,4 +271,4 @@ class Fleets(RuleBasedStateMachine):
 
 
 TestFleets = Fleets.TestCase
-TestFleets.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestFleets.settings = examples(40, stateful_step_count=25)

@@ -10,8 +10,9 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
+from tiers import examples
 
 import zstrat.program as zs
 from zstrat.program.lookup import PlannedLookup
@@ -77,11 +78,7 @@ MOVES = {
 }
 
 
-@settings(
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(list(MOVES)), max_size=3),
     st.lists(st.sampled_from(list(MOVES)), max_size=3),
@@ -159,7 +156,7 @@ def levels(draw):
     return tables, sizes, padding, draw(st.integers(0, 2**32 - 1))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(levels())
 def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
     tables, sizes, padding, seed = case

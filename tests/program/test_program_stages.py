@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import zstrat.program as zs
 from zstrat.program.stages import Channel, gather_from, stages, sum_over
@@ -90,7 +91,7 @@ def program(steps, reduce):
     return fn
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(STEPS)
 def test_a_cut_program_computes_what_the_whole_one_does(steps):
     args = jnp.linspace(-1, 1, 4), jnp.linspace(0.5, 2, 4)
@@ -101,7 +102,7 @@ def test_a_cut_program_computes_what_the_whole_one_does(steps):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(STEPS)
 def test_nothing_is_computed_twice(steps):
     args = jnp.linspace(-1, 1, 4), jnp.linspace(0.5, 2, 4)

@@ -3,9 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tiers import examples
 
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps.engine import SCATTERS, check, compute
@@ -75,7 +76,7 @@ def scatters(draw):
 
 
 @given(scatters(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_scatters_do_what_one_row_after_the_other_does(case, in_place):
     op, value, indices, rows = case
     if op in (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX) and value.dtype.kind == "c":

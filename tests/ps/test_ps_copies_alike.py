@@ -11,6 +11,7 @@ from ps_callers import SESSION
 from ps_copies import OPTIMIZERS, Copies
 from ps_rounds import close, contribute, members
 from ps_trees import message, of_values
+from tiers import examples
 
 from zstrat.errors import InvalidArgumentError, ZstratError
 from zstrat.wire import (
@@ -248,7 +249,7 @@ async def alike(rig, optimizers):
     during=st.lists(asked),
     after=st.lists(asked | interruptions, max_size=25),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_a_backup_becomes_what_its_primary_is(before, during, after):
     run_story(before, during, after)
 
@@ -257,7 +258,7 @@ def test_a_backup_becomes_what_its_primary_is(before, during, after):
     before=st.lists(remembered, max_size=10),
     after=st.lists(remembered, min_size=3, max_size=25),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_a_backup_remembers_the_same(before, after):
     run_story(before, [], after)
 
@@ -419,7 +420,7 @@ rounds = st.lists(
 
 
 @given(before=rounds, during=rounds, after=rounds)
-@settings(max_examples=40)
+@examples(40)
 def test_rounds_are_alike(before, during, after):
     """What waits, too: the next round is the same on both."""
 

@@ -5,10 +5,11 @@ import asyncio
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ps_callers import SESSION, Gated, caller
 from ps_trees import binding, message
+from tiers import examples
 
 from zstrat.errors import (
     InvalidArgumentError,
@@ -361,7 +362,7 @@ async def compare(sequence, one_at_a_time, deleted_before, inline, patch):
         assert await rig.service.drain()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sequence=st.lists(steps(), min_size=1, max_size=6),
     one_at_a_time=st.booleans(),

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ps_callers import SESSION, Gated, caller
 from ps_trees import binding, message
+from tiers import examples
 
 from zstrat.config import Limits, Timeouts
 from zstrat.errors import InvalidArgumentError, NotFoundError, StaleSessionError
@@ -460,4 +460,4 @@ class Folding(RuleBasedStateMachine):
 
 
 TestFolding = Folding.TestCase
-TestFolding.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFolding.settings = examples(60, stateful_step_count=40)

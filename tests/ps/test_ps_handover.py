@@ -6,11 +6,12 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ps_callers import SESSION, caller
 from ps_successors import CODES, TASK, successors
 from ps_trees import message, of_values
+from tiers import examples
 
 from zstrat.checkpoint import digest_of
 from zstrat.errors import (
@@ -107,7 +108,7 @@ async def outcome(side, asked):
     return answer
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.lists(st.one_of(CHANGES, CHANGES, st.none()), max_size=30))
 def test_nobody_can_tell_that_another_process_answers(tmp_path_factory, asked):
     """None: the one side is handed over. Values, versions, and what was applied."""

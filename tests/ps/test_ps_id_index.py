@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tiers import examples
 
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.memory import Reserve
@@ -88,7 +88,7 @@ class Indexing(RuleBasedStateMachine):
 
 
 TestIndexing = Indexing.TestCase
-TestIndexing.settings = settings(max_examples=40, stateful_step_count=30)
+TestIndexing.settings = examples(40, stateful_step_count=30)
 
 
 def test_many_ids_grow_it_bucket_by_bucket():

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiers import examples
 
 from zstrat.errors import BusyError, HeldError, StaleSessionError
 from zstrat.transport import new_incarnation
@@ -196,6 +196,4 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 TestOwnership = OwnershipMachine.TestCase
-TestOwnership.settings = settings(
-    max_examples=50, stateful_step_count=20, deadline=None
-)
+TestOwnership.settings = examples(50, stateful_step_count=20)

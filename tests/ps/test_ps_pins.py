@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -13,6 +12,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tiers import examples
 
 from zstrat.errors import NotFoundError, ResourceExhaustedError
 from zstrat.ps.store import Cell, Pin, Write, _pins
@@ -141,7 +141,7 @@ class Pins(RuleBasedStateMachine):
             assert bytes_of(lease) == was
 
 
-Pins.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
+Pins.TestCase.settings = examples(60, stateful_step_count=20)
 TestPins = Pins.TestCase
 
 

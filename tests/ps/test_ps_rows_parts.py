@@ -3,8 +3,9 @@
 import jax
 import ml_dtypes
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.ps.engine import as_rows
 from zstrat.ps.engine._arithmetic import are_increasing, bucket, distinct, pack, sizes
@@ -45,7 +46,7 @@ def test_updates_that_vary_by_a_few_rows_share_their_programs():
     }
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 20))
 def test_packing_covers_every_row_once_and_fills_calls(counts, most):
     calls = pack(counts, most)

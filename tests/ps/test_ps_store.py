@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from ps_stores import create_in, push_to
+from tiers import examples
 
 from zstrat.errors import (
     AlreadyExistsError,
@@ -171,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStore.settings = examples(60, stateful_step_count=30)
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import zstrat as zs
 
@@ -20,7 +21,7 @@ HERE = "/device:CPU:0"
 
 @pytest.mark.shows("CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce")
 @pytest.mark.shows("ReductionToOneDevice")
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(
     st.sampled_from(OPS),
     st.sampled_from(["sum", "mean"]),

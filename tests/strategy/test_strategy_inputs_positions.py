@@ -10,10 +10,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from process_inputs import inputs, values
 from ranks import ranks
+from tiers import examples
 
 import zstrat as zs
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, Options
@@ -59,7 +60,7 @@ def files(tmp_path_factory):
     return sorted(folder.iterdir())
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     how=st.sampled_from(HOW),
     policy=st.sampled_from(sorted(AutoShardPolicy, key=lambda each: each.name)),

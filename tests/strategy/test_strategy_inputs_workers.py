@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ranks
+from tiers import examples
 
 import zstrat as zs
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, InputContext, Options
@@ -71,7 +72,7 @@ def test_workers_that_read_the_same_keep_their_share():
     assert found == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.integers(0, 30), st.integers(1, 9), st.integers(2, 3), st.integers(1, 3))
 def test_together_they_draw_every_row_once(total, size, workers, replicas):
     dataset = Dataset.range(total).batch(size)
@@ -98,7 +99,7 @@ def test_each_worker_reads_files_of_its_own(tmp_path):
     ]
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=5),
     st.integers(1, 9),

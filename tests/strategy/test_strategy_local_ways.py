@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import KINDS, A, Copies, S
 from ranks import ranks
+from tiers import examples
 
 import zstrat as zs
 
@@ -209,7 +210,7 @@ def test_any_function_of_two_processes(dtype, local, in_turns, steps):
 
 
 @pytest.mark.thorough
-@settings(max_examples=40)
+@examples(40)
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=8),
     name=st.sampled_from(sorted(STRATEGIES)),

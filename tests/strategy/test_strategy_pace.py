@@ -6,9 +6,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ranks
+from tiers import examples
 
 from zstrat.data import Dataset, Elements
 from zstrat.strategy.input import PassLength, SynchronizedPass
@@ -75,7 +76,7 @@ def passes(lengths, *, is_partial, common=False, draws=DRAWN):
 sizes = st.tuples(st.one_of(st.just(FOREVER), st.integers(0, DRAWN - 1)), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(sizes, min_size=2, max_size=3), st.booleans())
 def test_all_draw_as_often_and_ask_the_same(lengths, is_partial):
     found, asked = passes(lengths, is_partial=is_partial)

@@ -4,9 +4,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ranks
+from tiers import examples
 
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, Elements, Options
 from zstrat.strategy.input import PassLength, SynchronizedPass
@@ -29,7 +30,7 @@ class Barrier:
         return [max(column) for column in zip(*self.given, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.sampled_from(["", "1.1", "1.2", "2.1, 1.1"]), min_size=1, max_size=3)
 )

@@ -6,9 +6,10 @@ import tracemalloc
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tiers import examples
 from transport_pair import SMALL, Pair, big, hello, kinds, new_peer
 
 from zstrat.errors import BusyError
@@ -158,7 +159,7 @@ class Network(RuleBasedStateMachine):
 TestNetwork = Network.TestCase
 
 
-TestNetwork.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNetwork.settings = examples(60, stateful_step_count=40)
 
 
 def test_memory_is_offered_once(pair):

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import zstrat.variables as zv
 from zstrat.variables import UnboundStorage
@@ -87,7 +88,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_indexing_is_that_of_numpy(case):
     shape, cuts, index = case
     value = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
@@ -103,7 +104,7 @@ def test_indexing_is_that_of_numpy(case):
 
 
 @given(cases())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_indexing_in_a_step_is_that_of_numpy(case):
     shape, cuts, index = case
     value = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import zstrat.variables as zv
 from zstrat.wire import UpdateOp
@@ -187,7 +188,7 @@ SCATTERS = {
     cuts=st.lists(st.integers(0, 10), max_size=3).map(sorted),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_scattering_is_that_of_numpy(name, indices, cuts, seed):
     # Powers of two: no operation rounds, so the order of sums is not seen; the order of
     # duplicates in an update is.

@@ -9,8 +9,9 @@ from typing import Any, get_args
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.config import Limits
 from zstrat.errors import ProtocolError, to_wire
@@ -82,7 +83,7 @@ def raws(index: int) -> list[bytes]:
     return [bytes(frame) for frame in FRAMES[index][1]]
 
 
-@settings(deadline=None, max_examples=250)
+@examples(250)
 @given(st.binary(max_size=300), st.lists(st.binary(max_size=20), max_size=3))
 def test_garbage(header: bytes, frames: list[bytes]) -> None:
     survives(header, frames)
@@ -134,7 +135,7 @@ MSGPACK = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=250)
+@examples(250)
 @given(st.sampled_from(KINDS), MSGPACK, st.lists(MSGPACK, max_size=8), st.data())
 def test_fields_of_any_type(
     kind: int, request: Any, fields: list[Any], data: st.DataObject
@@ -146,7 +147,7 @@ def test_fields_of_any_type(
     survives(msgpack.packb(values), [])
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.lists(
         st.tuples(

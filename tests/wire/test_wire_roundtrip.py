@@ -14,8 +14,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 import zstrat.wire
 from zstrat.config import Limits
@@ -135,7 +136,7 @@ def same_array(one: np.ndarray, other: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("cls", get_args(Message), ids=lambda cls: cls.__name__)
 def test_every_message_arrives_as_it_was(cls: type) -> None:
-    @settings(deadline=None, max_examples=25)
+    @examples(25)
     @given(messages_of(cls), st.integers(0, 2**64 - 1))
     def there_and_back(message: Message, request: int) -> None:
         header, frames = encode(message, request)
@@ -146,7 +147,7 @@ def test_every_message_arrives_as_it_was(cls: type) -> None:
     there_and_back()
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(arrays())
 def test_every_array_arrives_bit_for_bit(array: np.ndarray) -> None:
     header, frames = encode(Fetched((array,)))

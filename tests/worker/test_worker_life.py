@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tiers import examples
 
 from zstrat.worker import Costs, Do, Pipeline
 
@@ -249,5 +249,5 @@ class LifeFarAhead(Life):
 TestLife, TestLifeAhead = Life.TestCase, LifeAhead.TestCase
 TestLifeFarAhead = LifeFarAhead.TestCase
 for case in (TestLife, TestLifeAhead, TestLifeFarAhead):
-    case.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
+    case.settings = examples(70, stateful_step_count=30)
 del case  # or pytest takes it for one more
