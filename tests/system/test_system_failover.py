@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.testing import DaemonCluster, leak_check
+from zstrat.variables import update_all
 
 pytestmark = pytest.mark.processes
 
@@ -111,6 +113,28 @@ def shows_both_copies(profile, steps):
     assert arrows["ps:0 backup"] >= len(steps)
     missing = {key for key in profile.about if key.endswith(": missing")}
     assert missing == {"ps:0: missing", "ps:1 backup: missing"}  # of one process
+
+
+def test_an_eviction_goes_on_with_the_copy(cluster, monkeypatch):
+    """A server is killed in the middle; the others of what it drops are dropped."""
+    monkeypatch.setattr("zstrat.variables._hash_table._SLICE", 4)
+    with zs.ParameterServerStrategy(cluster.resolver, replicas=1) as strategy:
+        work = Training(strategy)
+        with strategy.scope():
+            table = zs.HashTable(1, eviction=zs.eviction.norm(0.5))
+        small = NUMBERS[:80]
+        table.assign(NUMBERS, np.ones((SLOTS, 1), "f4"))
+        table.assign(small, np.full((80, 1), 0.1, "f4"))
+        work.paired()
+        slices = table._evicted()
+        for updates in itertools.islice(slices, 8):
+            update_all(updates)
+        cluster.local.kill("ps:0")
+        for updates in slices:
+            update_all(updates)
+        assert len(table) == SLOTS - len(small)
+        kept = np.sort(np.concatenate([ids for ids, _ in table.items()]))
+        np.testing.assert_array_equal(kept, np.sort(NUMBERS[80:]))
 
 
 def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
