@@ -17,6 +17,7 @@ import zstrat as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.testing import DaemonCluster, leak_check
 from zstrat.variables import update_all
+from zstrat.wire import EvictionRule, UpdateOp
 
 pytestmark = pytest.mark.processes
 
@@ -115,9 +116,8 @@ def shows_both_copies(profile, steps):
     assert missing == {"ps:0: missing", "ps:1 backup: missing"}  # of one process
 
 
-def test_an_eviction_goes_on_with_the_copy(cluster, monkeypatch):
+def test_an_eviction_goes_on_with_the_copy(cluster):
     """A server is killed in the middle; the others of what it drops are dropped."""
-    monkeypatch.setattr("zstrat.variables._hash_table._SLICE", 4)
     with zs.ParameterServerStrategy(cluster.resolver, replicas=1) as strategy:
         work = Training(strategy)
         with strategy.scope():
@@ -126,12 +126,21 @@ def test_an_eviction_goes_on_with_the_copy(cluster, monkeypatch):
         table.assign(NUMBERS, np.ones((SLOTS, 1), "f4"))
         table.assign(small, np.full((80, 1), 0.1, "f4"))
         work.paired()
-        slices = table._evicted()
-        for updates in itertools.islice(slices, 8):
-            update_all(updates)
-        cluster.local.kill("ps:0")
-        for updates in slices:
-            update_all(updates)
+        slices = [
+            (
+                part,
+                UpdateOp.EVICT_ROWS,
+                (np.array([EvictionRule.NORM, 0.5, *each]),),
+                None,
+            )
+            for part in table.components
+            for each in itertools.pairwise(range(*part.spec.buckets, 128))
+        ]
+        for number, each in enumerate(slices):
+            if number == len(slices) // 4:
+                cluster.local.kill("ps:0")
+            update_all([each])
+        table.evict()  # and what is in no slice
         assert len(table) == SLOTS - len(small)
         kept = np.sort(np.concatenate([ids for ids, _ in table.items()]))
         np.testing.assert_array_equal(kept, np.sort(NUMBERS[80:]))
