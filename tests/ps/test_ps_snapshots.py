@@ -20,6 +20,7 @@ from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
+    PSUnavailableError,
     ResourceExhaustedError,
     StaleSessionError,
     UnavailableError,
@@ -148,6 +149,24 @@ async def test_pins_that_cannot_be_made_leave_nothing(rig, monkeypatch):
         await rig.client.read_snapshot(0, 1, 0, 8, 9)
     await rig.client.release(1)
     await rig.client.release(1)
+
+
+async def test_what_a_server_that_was_away_has_is_released_with_the_next(
+    rig, monkeypatch
+):
+    ref = await rig.create(0, 1, np.ones(4, "f4"))
+    await rig.client.pin(1, [ref], [])
+
+    async def is_away(messages, want):
+        raise PSUnavailableError(TASK, "it is frozen")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.client, "each", is_away)
+        with pytest.raises(PSUnavailableError):
+            await rig.client.release(1)
+    await rig.client.pin(2, [ref], [])
+    await rig.client.release(2)
+    assert rig.statistics()["snapshots"] == 0
 
 
 async def test_a_coordinator_that_was_lost_gets_no_pin_any_more(rig):

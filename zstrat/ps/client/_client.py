@@ -77,6 +77,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         request_timeout: float = REQUEST_TIMEOUT,
     ) -> None:
         super().__init__(links, session, request_timeout)
+        self.unreleased = set()
         self._own = OwnUpdates(writer)
         self._memory = memory
         self.counts: Counter[str] | None = None
@@ -89,6 +90,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         """Switches to another session, which is open on all servers. Results of reads
         of the former session that are still under way are not cached."""
         self.session = session
+        self.unreleased = set()
         self._known = Known(self._memory)
 
     def shares_memory(self, ps: int) -> bool:

@@ -65,6 +65,9 @@ class SnapshotCalls(AskedServers):
         StaleSessionError: It serves another coordinator.
     """
 
+    unreleased: set[int]
+    """Snapshots that may still be on a server."""
+
     async def pin(
         self,
         snapshot: int,
@@ -158,15 +161,18 @@ class SnapshotCalls(AskedServers):
         return part.arrays[0]
 
     async def release(self, snapshot: int) -> None:
-        """Releases a snapshot on all servers. A file that is being written is
-        removed. It may be gone already.
+        """Releases a snapshot on all servers, and those whose release has failed. A
+        file that is being written is removed. It may be gone already.
 
         Cancellation: it may be released.
         """
-        await self.each(
-            [(ps, ReleaseSnapshot(self.session, snapshot)) for ps in range(self.count)],
-            Done,
-        )
+        # A server that was frozen may have it from a request of before.
+        self.unreleased.add(snapshot)
+        numbers = sorted(self.unreleased)
+        messages = [ReleaseSnapshot(self.session, number) for number in numbers]
+        pairs = [(ps, each) for ps in range(self.count) for each in messages]
+        await self.each(pairs, Done)
+        self.unreleased.difference_update(numbers)
 
     async def load(
         self, ps: int, entries: Sequence[LoadEntry], *, deadline: float | None = None
