@@ -176,6 +176,37 @@ def test_servers_that_do_not_see_the_folder(local, tmp_path, monkeypatch):
             assert world.rows(*ids) == [0] * 1000 + wanted[1000:]
 
 
+def test_a_copy_that_serves_follows_by_changes(local):
+    draw = np.random.default_rng(0)
+    ids = draw.integers(-(2**63), 2**63 - 1, 400)
+    with World(local, 3, follow_changes=True) as world:
+        table, copy, cut = world.table, {}, None
+        for _ in range(4):
+            world.push(*draw.choice(ids, 50))
+            table.remove(draw.choice(ids, 30))
+            table.assign(draw.choice(ids, 5), np.full((5, 2), 9, np.float32))
+            found = table.changes(cut)
+            assert cut is None or len(found.ids) <= 55
+            for number in found.removed.tolist():
+                copy.pop(number, None)
+            for number, row in zip(found.ids.tolist(), found.rows, strict=True):
+                copy[number] = row.tolist()
+            first, cut = cut, found.cut
+            whole = {
+                i: r.tolist()
+                for a, b in table.items()
+                for i, r in zip(a.tolist(), b, strict=True)
+            }
+            assert copy == whole
+        assert len(table.changes(cut).ids) == 0
+        with pytest.raises(zs.errors.InvalidArgumentError, match="cut"):
+            table.changes(first)
+        with pytest.raises(ValueError, match="parts"):
+            table.changes(cut[:2])
+    with World(local, 1) as world, pytest.raises(ValueError, match="follow_changes"):
+        world.table.changes()
+
+
 def test_rules_that_are_not_are_refused():
     for wrong in (
         lambda: zs.admission.count(0),

@@ -172,20 +172,20 @@ class ParameterServers:
             self._inventory.created_tables(entries, code)
 
     @repeated
-    async def table_sizes(self, specs: Sequence[VariableSpec]) -> tuple[int, int]:
-        """Returns rows and bytes of a table with these parts."""
-        refs = [Ref(spec.ps, spec.key) for spec in specs]
-        answers = await self.client.table_sizes(refs)
-        rows = sum(sum(answer.rows) for answer in answers)
-        return rows, sum(sum(answer.nbytes) for answer in answers)
+    async def table_sizes(
+        self, specs: Sequence[VariableSpec]
+    ) -> list[tuple[int, int, int]]:
+        """Returns rows, bytes and cut of each part of a table."""
+        return await self.client.table_sizes([Ref(s.ps, s.key) for s in specs])
 
     @repeated
     async def table_rows(
-        self, spec: VariableSpec, first: int, last: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, spec: VariableSpec, first: int, last: int, since: int
+    ) -> Sequence[np.ndarray]:
         """Returns ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part of a
-        table."""
-        return await self.client.pull_table(Ref(spec.ps, spec.key), first, last)
+        table; with ``since`` as `PullTable` says."""
+        ref = Ref(spec.ps, spec.key)
+        return await self.client.pull_table(ref, first, last, since)
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """Keeps the initial values of new variables that cannot be saved: a restore

@@ -132,6 +132,7 @@ class TableRequest:
     trainable: bool
     admission: Admission | None
     eviction: Eviction | None
+    follows: bool
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 import numpy as np
 
@@ -49,6 +49,19 @@ _BATCH: Final = 4 * 2**20
 """Bytes of rows that `HashTable.items` reads at a time, about."""
 
 
+class TableChanges(NamedTuple):
+    """What has changed in a table (`HashTable.changes`).
+
+    ``ids`` ``[n]`` have the ``rows`` ``[n, ...]`` now, and those of ``removed`` ``[m]``
+    have none. ``cut`` is for the next call.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    removed: np.ndarray
+    cut: tuple[int, ...]
+
+
 class HashTable(AbstractVariable):
     """A table with a row for any 64-bit id, on the parameter servers.
 
@@ -69,6 +82,7 @@ class HashTable(AbstractVariable):
         seed: The same program has the same first values each time it runs.
         admission: Which ids get a row (`zs.admission`). Default: all.
         eviction: Which rows `evict` drops (`zs.eviction`).
+        follow_changes: Note what changes, for `changes`, in 8 bytes a row.
         trainable: Whether it is among the ``trainable_variables`` of a module.
 
     Raises:
@@ -77,10 +91,13 @@ class HashTable(AbstractVariable):
         TypeError: ``initializer`` is not one of `zs.initializers`.
     """
 
-    __slots__ = ("__weakref__", "_admission", "_components", "_eviction", "_table")
+    __slots__ = (
+        "__weakref__", "_admission", "_components", "_eviction", "_follows", "_table"
+    )  # fmt: skip
     _admission: Admission
     _components: tuple[Variable, ...]
     _eviction: Eviction | None
+    _follows: bool
     _table: Table
 
     def __new__(
@@ -92,6 +109,7 @@ class HashTable(AbstractVariable):
         *,
         admission: Admission | None = None,
         eviction: Eviction | None = None,
+        follow_changes: bool = False,
         trainable: bool = True,
         name: str | None = None,
     ) -> HashTable:
@@ -109,8 +127,9 @@ class HashTable(AbstractVariable):
         _require_rows(rows, row, kind, name)
         _require_rules(admission, eviction, name)
         seed = _mixed(seed, name)
+        rules = admission, eviction, follow_changes
         made: HashTable = create_table(
-            TableRequest(row, kind, rows, seed, name, trainable, admission, eviction)
+            TableRequest(row, kind, rows, seed, name, trainable, *rules)
         )
         return made
 
@@ -225,7 +244,7 @@ class HashTable(AbstractVariable):
                 f"{self._table} has no rule of eviction: create it with eviction=, one "
                 "of zs.eviction, or with admission=zs.admission.count(n, waiting=rows)"
             )
-        rows, _ = self._kept().table_sizes(self._components)
+        rows = len(self)
         slices = max(1, -(-rows // (_SLICE * len(self._components))))
         for number in range(slices):
             updates: list[StorageUpdate] = []
@@ -251,7 +270,8 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        return self._kept().table_sizes(self._components)[0]
+        sizes = self._kept().table_sizes(self._components)
+        return sum(rows for rows, _, _ in sizes)
 
     def __bool__(self) -> bool:
         return True  # also without rows, and in steps
@@ -260,7 +280,8 @@ class HashTable(AbstractVariable):
     def nbytes(self) -> int:
         """Bytes on the servers: rows, what optimizers keep beside them, ids, index.
         Raises as `__len__`."""
-        return self._kept().table_sizes(self._components)[1]
+        sizes = self._kept().table_sizes(self._components)
+        return sum(nbytes for _, nbytes, _ in sizes)
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Reads all rows, in batches of some megabytes: ids ``[n]``, int64, and rows
@@ -271,18 +292,62 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        storage = self._kept()
-        rows, _ = storage.table_sizes(self._components)
+        for _, (ids, rows) in self._batches([-1] * len(self._components)):
+            if len(ids):
+                yield ids, rows
+
+    def changes(self, since: tuple[int, ...] | None = None) -> TableChanges:
+        """Reads the rows that have changed since a cut, the ``cut`` of an earlier call,
+        for a copy of the table that serves. Without one all rows. Rows that change
+        meanwhile come in this call or in the next. The table notes which ids were
+        removed until the next call: let one reader call it.
+
+        Raises:
+            InvalidArgumentError: It is not known any more what has changed since, as
+                the table was restored: call it without a cut.
+            ValueError: The table was created without ``follow_changes=True``, or for
+                another number of servers.
+            RuntimeError: In a step.
+            PSUnavailableError: A parameter server is gone.
+        """
+        if not self._follows:
+            raise ValueError(
+                f"{self._table} does not note what changes: create it with "
+                "follow_changes=True"
+            )
+        count = len(self._components)
+        if since is not None and len(since) != count:
+            raise ValueError(
+                f"{self._table} has {count} parts, and the cut is of {len(since)}: "
+                "call changes() without a cut"
+            )
+        # Before anything is read: what changes meanwhile comes again.
+        sizes = self._kept().table_sizes(self._components)
+        found = [self._nothing()]
+        for _, (ids, rows, *removed) in self._batches(since or [-1] * count):
+            found.append((ids, rows, removed[0] if removed else ids[:0]))
+        ids, rows, gone = [np.concatenate(each) for each in zip(*found, strict=True)]
+        if since is not None:
+            op = UpdateOp.FORGET_REMOVED
+            pairs = zip(self._components, since, strict=True)
+            update_all([(x, op, (np.array([cut]),), None) for x, cut in pairs])
+        return TableChanges(ids, rows, gone, tuple([cut for _, _, cut in sizes]))
+
+    def _batches(self, since: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Reads buckets; yields the number of the part with what its server answers."""
+        storage, rows = self._kept(), len(self)
         nbytes = max(1, rows) * (self.dim * self.dtype.itemsize + 8)
         step = max(1, BUCKETS * _BATCH // nbytes)
-        for part in self._components:
+        for number, (part, cut) in enumerate(zip(self._components, since, strict=True)):
             assert part.spec.buckets is not None
             start, stop = part.spec.buckets
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                ids, values = storage.table_rows(part, first, last)
-                if len(ids):
-                    yield ids, values
+                yield number, storage.table_rows(part, first, last, cut)
+
+    def _nothing(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = np.empty(0, np.int64)
+        return ids, np.empty((0, *self.shape[1:]), self.dtype), ids
 
     def _kept(self) -> KeepsTables:
         self._require_outside("items or len")
@@ -361,7 +426,7 @@ class HashTable(AbstractVariable):
         )
 
     def __reduce__(self) -> Any:
-        rules = self._admission, self._eviction
+        rules = self._admission, self._eviction, self._follows
         return hashed, (self._components, self.name, *rules)
 
     def __repr__(self) -> str:
@@ -377,6 +442,7 @@ def hashed(
     name: str,
     admission: Admission | None = None,
     eviction: Eviction | None = None,
+    follows: bool = False,
 ) -> HashTable:
     """Makes the handle of an existing table from its components, in the order of their
     buckets."""
@@ -384,7 +450,7 @@ def hashed(
     parts, first = tuple(components), components[0].spec
     table._components, table._table = parts, Table(name, parts, TableLayout.HASH)
     table._admission = Admission() if admission is None else admission
-    table._eviction = eviction
+    table._eviction, table._follows = eviction, follows
     table._spec = VariableSpec(
         first.key,
         name,

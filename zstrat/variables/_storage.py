@@ -160,15 +160,19 @@ class KeepsSlots(Protocol):
 class KeepsTables(Protocol):
     """A storage of tables of any id."""
 
-    def table_sizes(self, parts: Sequence[VariableHandle]) -> tuple[int, int]:
-        """Returns rows and bytes of a table with these parts."""
+    def table_sizes(
+        self, parts: Sequence[VariableHandle]
+    ) -> list[tuple[int, int, int]]:
+        """Returns rows, bytes, and the cut of now, of each part of a table."""
         ...
 
     def table_rows(
-        self, part: VariableHandle, first: int, last: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, part: VariableHandle, first: int, last: int, since: int = -1
+    ) -> Sequence[np.ndarray]:
         """Reads ids ``[n]`` and rows ``[n, ...]`` of a part, in the buckets from
-        ``first`` to before ``last``, sorted by bucket and then by id."""
+        ``first`` to before ``last``, sorted by bucket and then by id; with ``since``
+        those that have changed since that cut, ids ``[m]`` that were removed, and the
+        cut of now, ``[1]``."""
         ...
 
 

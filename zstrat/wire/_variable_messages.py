@@ -176,7 +176,8 @@ class TableSizes:
     """Answers `AskTables`, one number per table each: rows; bytes of rows, ids, index
     and slots; rows that were born, and removed or evicted, since the server has the
     table; ids that wait for admission; gradients of rows that were dropped, as their
-    ids were not admitted."""
+    ids were not admitted; changes
+    of rows, 0 if these are not noted."""
 
     kind: ClassVar = 131
     rows: list[int]
@@ -185,6 +186,7 @@ class TableSizes:
     removed: list[int]
     waiting: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)

@@ -119,8 +119,8 @@ class VariableCalls(AskedServers, abc.ABC):
         ]
         await self.each(messages, object)
 
-    async def table_sizes(self, refs: Sequence[Ref]) -> list[TableSizes]:
-        """Returns how large parts of tables are: an answer of each server, by server.
+    async def table_sizes(self, refs: Sequence[Ref]) -> list[tuple[int, int, int]]:
+        """Returns rows, bytes and cut of each of some parts of tables.
 
         Raises:
             NotFoundError, InvalidArgumentError: One is not a table.
@@ -129,20 +129,27 @@ class VariableCalls(AskedServers, abc.ABC):
         """
         keys_of = by_server(ref[:2] for ref in refs)
         asked = [(ps, AskTables(self.session, keys)) for ps, keys in keys_of.items()]
-        return await self.each(asked, TableSizes)
+        answers = await self.each(asked, TableSizes)
+        found = {
+            key: sizes
+            for keys, answer in zip(keys_of.values(), answers, strict=True)
+            for key, *sizes in zip(
+                keys, answer.rows, answer.nbytes, answer.cuts, strict=True
+            )
+        }
+        return [(rows, size, cut) for rows, size, cut in (found[r.key] for r in refs)]
 
     async def pull_table(
-        self, ref: Ref, first: int, last: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, ref: Ref, first: int, last: int, since: int = -1
+    ) -> Sequence[np.ndarray]:
         """Reads ids ``[n]`` and rows ``[n, ...]`` of a part of a table, in the buckets
-        from ``first`` to before ``last``.
+        from ``first`` to before ``last``; with ``since`` what has changed since that
+        cut, ids ``[m]`` that were removed, and the cut of now, ``[1]``.
 
         Cancellation: nothing is lost.
         """
-        message = PullTable(self.session, ref.key, first, last)
-        answer = (await self.each([(ref.ps, message)], Pulled))[0]
-        ids, rows = answer.arrays
-        return ids, rows
+        message = PullTable(self.session, ref.key, first, last, since)
+        return (await self.each([(ref.ps, message)], Pulled))[0].arrays
 
     async def delete(self, refs: Sequence[Ref]) -> None:
         """Deletes variables with their optimizer slots.

@@ -233,6 +233,7 @@ class Store:
             [table.removed for table in tables],
             [0 if x.waiting is None else len(x.waiting) for x in tables],
             [table.refused for table in tables],
+            [table.cut for table in tables],
         )
 
     def delete(self, keys: Sequence[int], *, again: bool = False) -> None:

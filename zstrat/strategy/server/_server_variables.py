@@ -217,18 +217,22 @@ class ServerVariables(StrategyCreator):
                 work = self._servers.create_tables(entries, code)
                 self._session.run(work, "creating a table")
         parts = [handle(spec, self) for spec in specs]
-        return hashed(parts, request.name, request.admission, request.eviction)
+        rules = request.admission, request.eviction, request.follows
+        return hashed(parts, request.name, *rules)
 
-    def table_sizes(self, parts: Sequence[VariableHandle]) -> tuple[int, int]:
-        """Returns rows and bytes of a table with these parts."""
+    def table_sizes(
+        self, parts: Sequence[VariableHandle]
+    ) -> list[tuple[int, int, int]]:
+        """Returns rows, bytes and cut of each part of a table."""
         work = self._servers.table_sizes(_specs(parts))
         return self._session.run(work, "asking how large a table is")
 
     def table_rows(
-        self, part: VariableHandle, first: int, last: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Reads ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part."""
-        work = self._servers.table_rows(part.spec, first, last)
+        self, part: VariableHandle, first: int, last: int, since: int = -1
+    ) -> Sequence[np.ndarray]:
+        """Reads ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part; with
+        ``since`` as `PullTable` says."""
+        work = self._servers.table_rows(part.spec, first, last, since)
         return self._session.run(work, "reading rows of a table")
 
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
@@ -456,6 +460,7 @@ def _table_entry(spec: VariableSpec, request: TableRequest) -> TableEntry:
         rule.gradients,
         rule.chance,
         request.eviction is not None and request.eviction.tracks,
+        request.follows,
     )
 
 
