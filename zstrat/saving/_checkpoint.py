@@ -20,6 +20,8 @@ from ._state import update_state, writer_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ._differences import Base
+
 _OWN: Final = frozenset({"_tracked", "_restore", SAVE_COUNTER})
 
 
@@ -174,14 +176,15 @@ class Checkpoint(Tracked):
         path: str,
         number: int,
         metadata: Callable[[], Mapping[str, Any]] = dict,
+        base: Base | None = None,
     ) -> None:
         """Saves as number ``number``, in its turn; the counter moves only if that
-        succeeds."""
+        succeeds. ``base``: as a difference to that checkpoint."""
         before = self.save_counter.numpy()
         # The checkpoint holds its own number, so that the next one gets the next.
         self.save_counter.assign(np.int64(number))
         try:
-            await save(graph_of(self), path, metadata)
+            await save(graph_of(self), path, metadata, base)
         except BaseException:  # to the caller of save
             self.save_counter.assign(before)
             raise

@@ -25,7 +25,7 @@ from zstrat.checkpoint import (
     local_path,
     sync_folder,
 )
-from zstrat.errors import AlreadyExistsError
+from zstrat.errors import AlreadyExistsError, InvalidArgumentError
 from zstrat.variables import HashTable
 
 from ._graph import SAVE_COUNTER, graph_of
@@ -33,7 +33,7 @@ from ._operation import FileThread, ProgressBar, run_blocking
 from ._save import saved_components
 from ._servers import at_rest, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
-from ._tensors import IDS, beside_name, logical_tensors, stored_graph
+from ._tensors import GONE, IDS, beside_name, logical_tensors, stored_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -160,6 +160,13 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
     variables = [node for node in nodes if node.kind == "variable"]
+    for node in variables:
+        if GONE in node.beside:
+            raise InvalidArgumentError(
+                f"checkpoint {folder} has rows of {node.path!r} twice, of its base and "
+                "since: restore it, and export the program's objects, or export a "
+                "checkpoint with all rows (full_every=)"
+            )
     names = [
         name
         for node in variables

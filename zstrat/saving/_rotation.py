@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.checkpoint import absolute, make_folder, remove
-from zstrat.errors import DataLossError
+from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
 from zstrat.variables import user_line
 
+from ._differences import Base, cuts_of
+from ._graph import graph_of
 from ._operation import FileThread, in_turn, run_blocking
 from ._state import (
     SavedList,
@@ -76,6 +78,9 @@ class CheckpointManager:
         step_counter: A variable, or a callable, with the number of the current step.
         checkpoint_interval: Steps between two checkpoints; `save` does nothing before.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+        full_every: Of so many checkpoints one has all rows of tables that were created
+            with ``follow_changes=True``; the others have those that have changed since,
+            and its files besides, by hard links. All are whole by themselves.
         checkpoint_interval_s: Seconds between two checkpoints; `save` does nothing
             before, so that it may be called in each round of a loop. With
             ``checkpoint_interval``, too, it saves when either has passed.
@@ -100,6 +105,7 @@ class CheckpointManager:
         init_fn: Callable[[], object] | None = None,
         *,
         checkpoint_interval_s: float | None = None,
+        full_every: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
         for argument, number in (
@@ -120,6 +126,8 @@ class CheckpointManager:
                 f"checkpoint_interval_s={checkpoint_interval_s}: expected seconds "
                 "above 0, or None"
             )
+        if (every := _integer("full_every", full_every)) <= 0:
+            raise ValueError(f"full_every={full_every}: expected 1 or more")
         name = name_given(checkpoint_name)
         if not name or "/" in name:
             raise ValueError(
@@ -135,6 +143,9 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._last_step: int | None = None
         self._last_at: float | None = None
+        self._full_every, self._differences = every, 0
+        self._base: Base | None = None
+        """The last checkpoint with all rows, if it was saved by this object."""
         self._lock: FolderLock | None = None
         self._damaged: set[str] = set()
         self._began = clock()
@@ -230,11 +241,32 @@ class CheckpointManager:
                     step = self._step()
                 return {} if step is None else {"step": step}
 
-            await self._checkpoint._write(path, count, note)
+            await self._written(path, count, note)
             self._last_step, self._last_at = step, self._clock()
             self._damaged.discard(name)
             await disk(self._rotate, name)
         return path
+
+    async def _written(
+        self, path: str, count: int, note: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Writes a checkpoint, whole or as a difference."""
+        base = self._base
+        if base is not None and self._differences + 1 < self._full_every:
+            try:
+                await self._checkpoint._write(path, count, note, base)
+            except (InvalidArgumentError, NotFoundError, DataLossError, OSError) as why:
+                # A server knows no more what has changed, or the base is gone.
+                log.warning("checkpoint %s is written whole: %s", path, why)
+            else:
+                self._differences += 1
+                return
+        cuts: Mapping[int, int] = {}
+        if self._full_every > 1:
+            cuts = await cuts_of(graph_of(self._checkpoint))
+        await self._checkpoint._write(path, count, note)
+        self._base = Base(path, cuts) if cuts else None
+        self._differences = 0
 
     def _step(self) -> int | None:
         if self._counter is None:

@@ -19,6 +19,7 @@ from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
 from zstrat.variables import HashTable
 
+from ._differences import with_base
 from ._load import remember_saved
 from ._operation import FileThread, ProgressBar
 from ._servers import clusters_of, steadily
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator import SessionCut
     from zstrat.variables import Variable
 
+    from ._differences import Base
     from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SnapshotSource, SourceTensor, Written
     from ._tensors import Logical
@@ -56,7 +58,10 @@ _NO_CUT: Final = (
 
 
 async def save(
-    graph: Graph, path: str, metadata: Callable[[], Mapping[str, Any]] = dict
+    graph: Graph,
+    path: str,
+    metadata: Callable[[], Mapping[str, Any]] = dict,
+    base: Base | None = None,
 ) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
 
@@ -65,6 +70,7 @@ async def save(
 
     Args:
         metadata: Called at that moment.
+        base: Of tables that follow changes, the rows that have changed since this one.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -80,7 +86,9 @@ async def save(
     variables = saved_components(graph)
     while True:
         try:
-            await steadily(variables, lambda: _save(graph, variables, path, metadata))
+            await steadily(
+                variables, lambda: _save(graph, variables, path, metadata, base)
+            )
             return
         except WorkerLostError as error:  # whose windows are not in the next one
             log.warning("checkpoint %s is written again: %s", path, error)
@@ -91,6 +99,7 @@ async def _save(
     components: Sequence[Variable],
     path: str,
     metadata: Callable[[], Mapping[str, Any]],
+    base: Base | None,
 ) -> None:
     async with FileThread() as disk:
         folder = await disk.make(CheckpointFolder.close, CheckpointFolder, path)
@@ -116,14 +125,15 @@ async def _save(
                 for node in graph.iterators
                 if isinstance(node.value, PerWorkerIterator)
             ]
-            snapshot = PinnedSnapshot(components, optimizers, note, clusters)
+            since = None if base is None else base.cuts
+            snapshot = PinnedSnapshot(components, optimizers, note, clusters, since)
             async with snapshot as pinned:
                 cuts = [moment.cut for moment in snapshot.moments]
                 about["steps"] = [_plain_cut(cut) for cut in cuts]
                 if None in cuts:
                     log.warning(_NO_CUT, path)
                 found = [*pinned, *kept.pinned]
-                manifest = await _write(graph, found, states, folder, disk, about)
+                manifest = await _write(graph, found, states, folder, disk, about, base)
             for moment in snapshot.moments:
                 moment.cluster.require_unrestored(moment.restores)
             await disk(folder.commit, manifest)
@@ -181,6 +191,7 @@ async def _write(
     folder: CheckpointFolder,
     disk: FileThread,
     metadata: Mapping[str, Any],
+    base: Base | None,
 ) -> Manifest:
     logicals = logical_tensors(graph, pinned)
     parts = _parts(logicals)
@@ -205,7 +216,8 @@ async def _write(
             where[id(each)] = file, name, digest
     about = {"zstrat": __version__, "saved_at": time.time(), **metadata}
     tensors = {logical.name: logical.stored(where) for logical in logicals}
-    return Manifest(tensors, files, plain_graph(graph, logicals, states), about)
+    made = Manifest(tensors, files, plain_graph(graph, logicals, states), about)
+    return made if base is None else await disk(with_base, made, base, folder, logicals)
 
 
 def _parts(

@@ -24,7 +24,7 @@ from zstrat.wire import TensorEntry, raw
 from ._servers import at_rest, cluster_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     import numpy as np
 
@@ -168,6 +168,7 @@ class PinnedSnapshot:
     Args:
         note: Called while training stands still.
         clusters: Where it stands still, besides those of the variables.
+        since: Of parts of tables, by key, the cut since which rows are wanted.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -180,7 +181,9 @@ class PinnedSnapshot:
         optimizers: Sequence[Optimizer],
         note: Callable[[], Awaitable[None]] | None = None,
         clusters: Sequence[ClusterSession] = (),
+        since: Mapping[int, int] | None = None,
     ) -> None:
+        self._since = since
         self._variables, self._optimizers, self._note = variables, optimizers, note
         self._number = secrets.randbits(62)
         self._besides = clusters
@@ -226,7 +229,7 @@ class PinnedSnapshot:
     ) -> list[SourceTensor]:
         optimizers = [each.id for each in self._optimizers if not each.is_local]
         self._clusters.append(cluster)
-        pin = cluster.client.pin(self._number, refs, optimizers)
+        pin = cluster.client.pin(self._number, refs, optimizers, self._since)
         found = await cluster.run_async(pin, "pinning a snapshot")
         sources = {
             ps: ServerSnapshotSource(cluster, self._number, ps) for ps, _, _ in found

@@ -16,7 +16,7 @@ from zstrat.ids import buckets_of, hashes_of
 from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
 
-from ._tensors import COUNTS, IDS, WAITING
+from ._tensors import CLOCK, COUNTS, GONE, IDS, USES, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from ._match import Load
     from ._operation import FileThread
     from ._servers import AskedCluster
-
-USES: Final = ".uses"
-"""What a server calls the last uses of rows, and `CLOCK` the time of a part."""
-
-CLOCK: Final = ".clock"
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that one message sends, about."""
@@ -56,14 +51,17 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
             continue
         number = 0 if load.optimizer is None else load.optimizer.id
         found += _tensors_of(folder, number, load.leaf, load.tensor, beside[IDS])
-    return found
+    # Of a difference: the rows of the base, what was removed since, and the rows since.
+    since = beside[GONE].pieces if GONE in beside else ()
+    later = {os.path.join(folder, piece.file) for piece in since}
+    return sorted(found, key=lambda x: (x.path in later) * (1 + (x.leaf != GONE)))
 
 
 def _kept(table: AbstractVariable) -> dict[str, str]:
     """Returns what else a table keeps of its ids, each with what has their ids."""
     assert isinstance(table, HashTable)
     uses = {USES: IDS, CLOCK: ""} if table.tracks else {}
-    return uses | ({COUNTS: WAITING} if table.counts else {})
+    return uses | ({COUNTS: WAITING} if table.counts else {}) | {GONE: GONE}
 
 
 def _tensors_of(

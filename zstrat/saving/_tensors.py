@@ -33,6 +33,12 @@ WAITING: Final = ".waiting"
 """Likewise the ids that have no row yet; `COUNTS` has as many."""
 
 COUNTS: Final = ".counts"
+USES: Final = ".uses"
+CLOCK: Final = ".clock"
+"""When rows had gradients, and the number of pushes up to now."""
+
+GONE: Final = ".gone"
+"""Ids that were removed since another checkpoint, of which this one is a difference."""
 
 
 class LogicalPiece(NamedTuple):
@@ -138,7 +144,7 @@ def _logical(
     for index, component in enumerate(components):
         shape: Sequence[int] = component.shape
         if component.spec.buckets is not None:
-            counts = WAITING if leaf in (WAITING, COUNTS) else IDS
+            counts = {WAITING: WAITING, COUNTS: WAITING, GONE: GONE}.get(leaf, IDS)
             shape = at[component.spec.key][0][counts].entry.shape
         stop = start + (shape[0] if shape else 0)
         pinned = at[component.spec.key].get(number, {}).get(leaf)
@@ -148,7 +154,8 @@ def _logical(
         start = stop
     first = pieces[0].pinned.entry
     # All components of a variable are cut alike, so the first one says it for all.
-    by_rows = first.rows or (optimizer is None and leaf in ("", WAITING, COUNTS))
+    apart = ("", WAITING, COUNTS, GONE)
+    by_rows = first.rows or (optimizer is None and leaf in apart)
     whole = tuple(first.shape)
     if by_rows and whole:
         whole = (start, *whole[1:])

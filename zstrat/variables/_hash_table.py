@@ -147,6 +147,11 @@ class HashTable(AbstractVariable):
         return self._eviction is not None and self._eviction.tracks
 
     @property
+    def follows(self) -> bool:
+        """Whether servers note what changes, for `changes` and differences."""
+        return self._follows
+
+    @property
     def counts(self) -> bool:
         """Whether servers count gradients of ids that have no row yet."""
         return self._admission.gradients > 1

@@ -35,7 +35,7 @@ from zstrat.wire import (
 from ._asking import AskedServers, by_server
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
@@ -66,10 +66,18 @@ class SnapshotCalls(AskedServers):
     """
 
     async def pin(
-        self, snapshot: int, refs: Sequence[Ref], optimizers: Sequence[int]
+        self,
+        snapshot: int,
+        refs: Sequence[Ref],
+        optimizers: Sequence[int],
+        since: Mapping[int, int] | None = None,
     ) -> list[PinnedTensor]:
         """Keeps values, and slots of these optimizers, as they are when the message
         arrives: on each server at one moment.
+
+        Args:
+            since: Of parts of tables, by key, a cut: of these the rows that have
+                changed since.
 
         Returns:
             By server, in the order of ``refs``: each value, and after it the slots
@@ -84,8 +92,9 @@ class SnapshotCalls(AskedServers):
         """
         keys_of, wanted = by_server(ref[:2] for ref in refs), list(optimizers)
         messages = [
-            (ps, PinSnapshot(self.session, snapshot, keys, wanted))
+            (ps, PinSnapshot(self.session, snapshot, keys, wanted, since=cuts))
             for ps, keys in keys_of.items()
+            for cuts in ([since.get(key, -1) for key in keys] if since else [],)
         ]
         answers = await self.each(messages, SnapshotPinned)
         found = []
