@@ -149,3 +149,21 @@ def eviction(number, rule, limit, first=0, last=4096):
     operand = np.array([rule, limit, first, last], "f8")
     update = Update(1, int(UpdateOp.EVICT_ROWS), 0, 1)
     return Push(SESSION, 1000 + number, 0, 0, [update], (operand,))
+
+
+def content(store):
+    """All that a store has of the table, by name."""
+    held = store.variables[1]
+    found = {"value": held.cell.look()}
+    found |= {name: cell.look() for name, cell in held.table.leaves().items()}
+    for slots in held.slots.values():
+        pairs = zip(slots.leaves, slots.cells, strict=True)
+        found |= {leaf.name: cell.look() for leaf, cell in pairs}
+    for ids, index in [
+        (held.table.ids, held.table.index),
+        *[(x.ids, x.index) for x in (held.table.waiting, held.table.gone) if x],
+    ]:
+        rows = index.rows(ids.look())
+        np.testing.assert_array_equal(rows, np.arange(len(rows)))
+        assert len(index) == len(rows)
+    return found

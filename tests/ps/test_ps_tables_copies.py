@@ -8,7 +8,7 @@ import pytest
 from ps_callers import SESSION
 from ps_copies import Copies
 from ps_successors import CODES, successors
-from ps_tables import UNIFORM, beginning, eviction, training
+from ps_tables import UNIFORM, beginning, content, eviction, training
 
 from zstrat.wire import (
     AttachBackup,
@@ -21,21 +21,6 @@ from zstrat.wire import (
 )
 
 ROWS, REMOVE = int(UpdateOp.OPTIMIZE_ROWS), int(UpdateOp.REMOVE_ROWS)
-
-
-def content(store):
-    """All that a store has of the table."""
-    held = store.variables[1]
-    slots = held.slots[1]
-    leaves = {
-        leaf.name: cell.look()
-        for cell, leaf in zip(slots.cells, slots.leaves, strict=True)
-    }
-    found = held.table.index.rows(held.table.ids.look())
-    np.testing.assert_array_equal(found, np.arange(len(found)))
-    assert len(held.table.index) == len(found)
-    beside = {name: cell.look() for name, cell in held.table.leaves().items()}
-    return {"value": held.cell.look(), **beside, **leaves}
 
 
 def assert_same(store, other):

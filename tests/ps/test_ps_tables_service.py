@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from ps_callers import SESSION, Gated, caller
+from ps_rounds import close, contribute, members
 from ps_tables import (
     TALL,
     WIDTH,
@@ -87,6 +88,32 @@ async def test_rows_are_counted_listed_and_removed(ps):
     assert sorted(found.arrays[0].tolist()) == list(range(4000, 5000))
     wanted = first_rows(found.arrays[0]) - np.float32(0.1)
     np.testing.assert_array_equal(found.arrays[1], wanted)
+
+
+async def test_a_round_merges_gradients_by_id(ps):
+    rng, total, weights = np.random.default_rng(0), {}, (1.0, 3.0, 2.0)
+    some = in_order([5, -5, 9]), in_order([9, 2**62, 5]), in_order([])
+    worker = caller(Job.WORKER, 11)
+    for step, (ids, weight) in enumerate(zip(some, weights, strict=True)):
+        rows = rng.normal(size=(len(ids), WIDTH)).astype("f4")
+        asked = contribute(step, {1: (ids, rows)})
+        assert await ps.answer(asked, worker) == Done()
+        for number, row in zip(ids.tolist(), rows, strict=True):
+            total[number] = total.get(number, 0.0) + weight * row
+    ids = in_order(list(total))
+    named = members(*enumerate(weights))
+    assert await ps.answer(close(0, named)) == Done()
+    found = await ps.answer(PullRows(SESSION, [], [1], (ids,)))
+    mean = np.array([total[number] / 6 for number in ids.tolist()])
+    wanted = first_rows(ids) - 0.1 * mean
+    np.testing.assert_allclose(found.arrays[0], wanted, rtol=1e-5, atol=1e-6)
+    (sizes,) = (await ps.answer(AskTables(SESSION, [1]))).rows
+    assert sizes == 4
+    whole = contribute(7, {1: np.ones((4, WIDTH), "f4")})
+    wrong = contribute(8, {1: (ids[::-1], np.ones((4, WIDTH), "f4"))})
+    for asked in whole, wrong:
+        with pytest.raises(InvalidArgumentError, match="'t1'"):
+            await ps.answer(asked, worker)
 
 
 async def test_what_is_refused(ps):
