@@ -380,3 +380,32 @@ def test_a_table_of_any_id_has_no_whole_value(rows):
     ):
         with pytest.raises(TypeError, match="embedding_lookup"):
             use()
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS.view(np.uint64), IDS.view(np.uint64) >> 32])
+@pytest.mark.parametrize("default_id", [None, -5])
+@pytest.mark.parametrize("look_up", ["embedding", "safe_embedding"])
+def test_ragged_ids_of_any_sign(rows, ids, default_id, look_up):
+    """In steps and outside; negative ids are ids, also of `safe_...`."""
+    mask = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
+    call = getattr(zs, f"{look_up}_lookup_sparse")
+    more = {"default_id": default_id} if look_up == "safe_embedding" else {}
+
+    def found(ids, mask):
+        return call(rows.table, (ids, mask), combiner="sum", **more)
+
+    wanted = (rows.get(ids.astype(np.int64)) * mask[..., None]).sum(1)
+    if more.get("default_id") is not None:
+        wanted[1] = first(np.int64(default_id))
+    np.testing.assert_allclose(zs.function(found)(ids, mask), wanted)
+    np.testing.assert_allclose(found(ids, mask), wanted)
+
+
+def test_a_default_id_that_does_not_fit_is_refused(rows):
+    step = zs.function(
+        lambda ids: zs.safe_embedding_lookup_sparse(
+            rows.table, (ids, ids > 0), default_id=2**40
+        )
+    )
+    with pytest.raises(ValueError, match="default_id"):
+        step(IDS)
