@@ -17,6 +17,7 @@ from zstrat.variables import (
     BUCKET_ROWS,
     DowncastWarning,
     IndexedSlices,
+    Module,
     VariableSpec,
     handle,
     hashed,
@@ -409,3 +410,27 @@ def test_a_default_id_that_does_not_fit_is_refused(rows):
     )
     with pytest.raises(ValueError, match="default_id"):
         step(IDS)
+
+
+def test_a_number_of_the_step_that_is_too_large_is_named_with_the_remedy(rows):
+    with pytest.raises(OverflowError, match=r"numpy\.int64"):
+        zs.function(lambda ids: rows.table.lookup(ids + 2**40))(IDS)
+    step = zs.function(lambda ids, more: rows.table.lookup(ids + more))
+    np.testing.assert_array_equal(step(IDS, np.int64(2**40)), rows.get(IDS + 2**40))
+
+
+def test_rows_that_do_not_fit_are_not_assigned(rows):
+    for values in (np.ones(2), np.ones((2, 3)), np.ones((1, 2)), 0.0):
+        with pytest.raises(ValueError, match=r"\[2, 2\]"):
+            rows.table.assign([1, 2], values)
+    assert rows.rows == [{}, {}, {}]
+
+
+def test_a_module_has_its_tables(rows):
+    class Model(Module):
+        def __init__(self, table):
+            super().__init__()
+            self.parts = [{"table": table}]
+
+    model = Model(rows.table)
+    assert model.trainable_variables == model.variables == (rows.table,)
