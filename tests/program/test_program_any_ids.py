@@ -434,3 +434,21 @@ def test_a_module_has_its_tables(rows):
 
     model = Model(rows.table)
     assert model.trainable_variables == model.variables == (rows.table,)
+
+
+FIELDS = np.arange(1, 4) << 40
+
+
+def test_numbers_of_the_step_that_jax_downcasts_are_named(rows):
+    fields, own = FIELDS, FIELDS.astype(np.int32) * 5
+
+    def combined(ids):
+        return ids | fields[None]
+
+    with pytest.warns(DowncastWarning, match="fields"):
+        zs.function(lambda ids: rows.table.lookup(combined(ids)))(IDS)
+    with pytest.warns(DowncastWarning, match="FIELDS"):
+        zs.function(lambda ids: rows.table.lookup(ids | FIELDS[None]))(IDS)
+    step = zs.function(lambda ids, more: rows.table.lookup((ids + own[None]) | more))
+    wanted = rows.get((IDS + own) | fields)
+    np.testing.assert_array_equal(step(IDS, fields[None]), wanted)
