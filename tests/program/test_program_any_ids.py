@@ -17,6 +17,7 @@ from zstrat.variables import (
     BUCKET_ROWS,
     DowncastWarning,
     IndexedSlices,
+    Module,
     VariableSpec,
     handle,
     hashed,
@@ -380,3 +381,74 @@ def test_a_table_of_any_id_has_no_whole_value(rows):
     ):
         with pytest.raises(TypeError, match="embedding_lookup"):
             use()
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS.view(np.uint64), IDS.view(np.uint64) >> 32])
+@pytest.mark.parametrize("default_id", [None, -5])
+@pytest.mark.parametrize("look_up", ["embedding", "safe_embedding"])
+def test_ragged_ids_of_any_sign(rows, ids, default_id, look_up):
+    """In steps and outside; negative ids are ids, also of `safe_...`."""
+    mask = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
+    call = getattr(zs, f"{look_up}_lookup_sparse")
+    more = {"default_id": default_id} if look_up == "safe_embedding" else {}
+
+    def found(ids, mask):
+        return call(rows.table, (ids, mask), combiner="sum", **more)
+
+    wanted = (rows.get(ids.astype(np.int64)) * mask[..., None]).sum(1)
+    if more.get("default_id") is not None:
+        wanted[1] = first(np.int64(default_id))
+    np.testing.assert_allclose(zs.function(found)(ids, mask), wanted)
+    np.testing.assert_allclose(found(ids, mask), wanted)
+
+
+def test_a_default_id_that_does_not_fit_is_refused(rows):
+    step = zs.function(
+        lambda ids: zs.safe_embedding_lookup_sparse(
+            rows.table, (ids, ids > 0), default_id=2**40
+        )
+    )
+    with pytest.raises(ValueError, match="default_id"):
+        step(IDS)
+
+
+def test_a_number_of_the_step_that_is_too_large_is_named_with_the_remedy(rows):
+    with pytest.raises(OverflowError, match=r"numpy\.int64"):
+        zs.function(lambda ids: rows.table.lookup(ids + 2**40))(IDS)
+    step = zs.function(lambda ids, more: rows.table.lookup(ids + more))
+    np.testing.assert_array_equal(step(IDS, np.int64(2**40)), rows.get(IDS + 2**40))
+
+
+def test_rows_that_do_not_fit_are_not_assigned(rows):
+    for values in (np.ones(2), np.ones((2, 3)), np.ones((1, 2)), 0.0):
+        with pytest.raises(ValueError, match=r"\[2, 2\]"):
+            rows.table.assign([1, 2], values)
+    assert rows.rows == [{}, {}, {}]
+
+
+def test_a_module_has_its_tables(rows):
+    class Model(Module):
+        def __init__(self, table):
+            super().__init__()
+            self.parts = [{"table": table}]
+
+    model = Model(rows.table)
+    assert model.trainable_variables == model.variables == (rows.table,)
+
+
+FIELDS = np.arange(1, 4) << 40
+
+
+def test_numbers_of_the_step_that_jax_downcasts_are_named(rows):
+    fields, own = FIELDS, FIELDS.astype(np.int32) * 5
+
+    def combined(ids):
+        return ids | fields[None]
+
+    with pytest.warns(DowncastWarning, match="fields"):
+        zs.function(lambda ids: rows.table.lookup(combined(ids)))(IDS)
+    with pytest.warns(DowncastWarning, match="FIELDS"):
+        zs.function(lambda ids: rows.table.lookup(ids | FIELDS[None]))(IDS)
+    step = zs.function(lambda ids, more: rows.table.lookup((ids + own[None]) | more))
+    wanted = rows.get((IDS + own) | fields)
+    np.testing.assert_array_equal(step(IDS, fields[None]), wanted)

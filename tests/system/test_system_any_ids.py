@@ -117,6 +117,15 @@ def test_first_values_depend_on_seed_name_and_id(strategy):
     np.testing.assert_array_equal(one.lookup(ids), first)
 
 
+def test_lengths_of_rows_are_integers_of_any_kind(strategy):
+    with strategy.scope():
+        assert zs.HashTable(np.int64(3)).shape[1:] == (3,)
+        assert zs.HashTable(np.array([3, 2])).shape[1:] == (3, 2)
+        for dim in ("3", 3.0, [2.5], None):
+            with pytest.raises(TypeError, match="dim="):
+                zs.HashTable(dim)
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [

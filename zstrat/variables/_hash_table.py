@@ -114,9 +114,7 @@ class HashTable(AbstractVariable):
         name: str | None = None,
     ) -> HashTable:
         name = "HashTable" if name is None else name
-        row = tuple(map(operator.index, [dim] if isinstance(dim, int) else [*dim]))
-        if any(size <= 0 for size in row) or not row:
-            raise ValueError(f"table {name!r}: dim={dim!r} has to be positive")
+        row = _row_shape(dim, name)
         rows = uniform(-0.05, 0.05) if initializer is None else initializer
         if not isinstance(rows, Initializer):
             raise TypeError(
@@ -183,16 +181,14 @@ class HashTable(AbstractVariable):
             ValueError: Shapes or dtypes do not fit.
             RuntimeError: In a step.
         """
-        self._require_outside("assign")
-        return self.scatter_update(IndexedSlices(values, self._vector(ids)))
+        return self.scatter_update(self._assigned(ids, values))
 
     async def assign_async(self, ids: Any, values: Any) -> Self:  # type: ignore[override]
         """`assign`, without blocking the running loop.
 
         Cancellation: the rows may or may not have been written.
         """
-        self._require_outside("assign")
-        slices = IndexedSlices(values, self._vector(ids))
+        slices = self._assigned(ids, values)
         return await self.scatter_async(UpdateOp.SCATTER_UPDATE, slices)
 
     def remove(self, ids: Any) -> Self:
@@ -378,6 +374,17 @@ class HashTable(AbstractVariable):
             for piece in self._table.pieces(unique)
         ]
 
+    def _assigned(self, ids: Any, values: Any) -> IndexedSlices:
+        self._require_outside("assign")
+        vector = self._vector(ids)
+        given, wanted = np.shape(values), (len(vector), *self.shape[1:])
+        if given != wanted:
+            raise ValueError(
+                f"cannot assign rows of {self._table}: expected values "
+                f"{list(wanted)}, one row for each id, got {list(given)}"
+            )
+        return IndexedSlices(values, vector)
+
     def _vector(self, ids: Any) -> np.ndarray:
         index = integers(_convert.array_given(ids), f"ids of {self._table}")
         if index.ndim != 1:
@@ -440,6 +447,25 @@ class HashTable(AbstractVariable):
             f"<zstrat.HashTable {spec.name!r} row={list(spec.shape[1:])} "
             f"dtype={spec.dtype} parts={len(self._components)}>"
         )
+
+
+def _row_shape(dim: Any, name: str) -> tuple[int, ...]:
+    """Returns the shape of a row.
+
+    Raises:
+        TypeError: ``dim`` is neither an integer nor integers.
+        ValueError: It is not positive.
+    """
+    try:
+        row = tuple(map(operator.index, dim if np.iterable(dim) else [dim]))
+    except TypeError:
+        raise TypeError(
+            f"table {name!r}: dim={dim!r:.80} is not the length of a row, nor its "
+            "shape: expected an integer, or some"
+        ) from None
+    if any(size <= 0 for size in row) or not row:
+        raise ValueError(f"table {name!r}: dim={dim!r} has to be positive")
+    return row
 
 
 def hashed(

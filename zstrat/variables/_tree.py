@@ -13,6 +13,7 @@ from jax.tree_util import keystr
 
 from ._abstract import AbstractVariable
 from ._creator import VariableRequest, is_trainable
+from ._hash_table import HashTable
 from ._sharded import ShardedVariable
 from ._spec import VariableAggregation, VariableSynchronization
 from ._variable import Variable, create
@@ -91,7 +92,8 @@ class Module:
     """Base of models that keep variables in attributes.
 
     Variables in lists, tuples, dicts and other modules count too, each once, in the
-    order of the attributes' names. A sharded variable counts as its components.
+    order of the attributes' names. A sharded variable counts as its components, and a
+    `HashTable` as one.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -108,12 +110,13 @@ class Module:
         return self._name
 
     @property
-    def variables(self) -> tuple[Variable, ...]:
+    def variables(self) -> tuple[Variable | HashTable, ...]:
         """All variables of this module and of those below it."""
-        return tuple(leaf for leaf in _walk(self, set()) if isinstance(leaf, Variable))
+        kinds = (Variable, HashTable)
+        return tuple(leaf for leaf in _walk(self, set()) if isinstance(leaf, kinds))
 
     @property
-    def trainable_variables(self) -> tuple[Variable, ...]:
+    def trainable_variables(self) -> tuple[Variable | HashTable, ...]:
         """Those of `variables` that are trainable."""
         return tuple(v for v in self.variables if v.trainable)
 
@@ -136,10 +139,10 @@ def unwatch(module: Module, callback: OnAttribute) -> None:
         listeners.remove(callback)
 
 
-def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:
+def _walk(node: Any, seen: set[int]) -> Iterator[Variable | HashTable | Module]:
     if id(node) in seen:
         return
-    if isinstance(node, Variable):
+    if isinstance(node, Variable | HashTable):
         seen.add(id(node))
         yield node
         return

@@ -14,7 +14,7 @@ and no update of one by an optimizer.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -103,7 +103,9 @@ def lookup(
     if table is not None and not isinstance(recorder.get(), Immediate | None):
         require_whole_ids(table, ids)
     if valid is not None:
-        ids = _masked(ids, valid, 0 if table is None else ABSENT)
+        if table is not None and table.is_hashed:
+            ids = _signed(ids)
+        ids = _masked(ids, valid, None if table is None else table)
     if table is None:
         rows = _taken(_parts(params), ids, layout)
     else:
@@ -134,8 +136,19 @@ def _downcast(ids: Any) -> jax.Array:
     return jnp.asarray(ids, dtype)
 
 
-def _masked(ids: Any, valid: Any, fill: int) -> Any:
-    """Replaces ids that are not valid by ``fill``; in numpy if nothing is traced."""
+def _signed(ids: Any) -> Any:
+    """Casts unsigned ids of a hashed table, each to another one."""
+    if ids.dtype.kind != "u" or ids.dtype.itemsize < 4:
+        return ids
+    if isinstance(ids, jax.core.Tracer):
+        return ids.astype(np.int32 if ids.dtype.itemsize == 4 else np.int64)
+    return np.asarray(ids).astype(np.int64)
+
+
+def _masked(ids: Any, valid: Any, table: Table | None) -> Any:
+    """Replaces ids that are not valid, by `ABSENT` if they are of a table; in numpy if
+    nothing is traced."""
+    fill = 0 if table is None else ABSENT
     xp: Any = np
     wide = np.dtype(np.int64)
     if any(isinstance(array, jax.core.Tracer) for array in (ids, valid)):
@@ -147,7 +160,7 @@ def _masked(ids: Any, valid: Any, fill: int) -> Any:
         most = min(np.iinfo(ids.dtype).max, np.iinfo(wide).max)
         ids = xp.minimum(ids, xp.array(most, ids.dtype)).astype(wide)
     fills = xp.full(ids.shape, fill, ids.dtype)
-    if fill == ABSENT:
+    if table is not None and not table.is_hashed:
         ids = xp.where(ids == fills, fills - 1, ids)
     return xp.where(valid, ids, fills)
 
@@ -366,16 +379,50 @@ def safe_embedding_lookup_sparse(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """Looks up as `embedding_lookup_sparse`, and ignores ids below 0.
+    """Looks up as `embedding_lookup_sparse`, and ignores ids below 0, but not those of
+    a `HashTable`, to which they are ids as any other.
 
     ``"mean"`` and ``"sqrtn"`` also ignore ids whose weight is not positive, ``"sum"``
     takes every weight. A row without remaining ids gives the row of ``default_id``, or
     zeros.
     """
-    bag = _Bag.of(ids, weights).pruned(by_weight=combiner != "sum")
+    bag = _Bag.of(ids, weights)
+    is_hashed = _is_hashed(params)
+    if not is_hashed:
+        bag = bag.with_valid(bag.valid & (bag.ids >= 0))
+    if combiner != "sum" and bag.weights is not None:
+        bag = bag.with_valid(bag.valid & (bag.weights > 0))
     if default_id is not None:
-        bag = bag.filled(operator.index(default_id))
+        bag = bag.filled(operator.index(default_id), is_hashed=is_hashed)
     return bag.combined(params, combiner, max_norm, partition_strategy)
+
+
+def _is_hashed(params: Any) -> bool:
+    parts = params if isinstance(params, list | tuple) else [params]
+    return any(
+        isinstance(part, AbstractVariable) and part.table.is_hashed for part in parts
+    )
+
+
+def _with_default(
+    ids: Any, default: int, shape: tuple[int, ...], is_hashed: bool
+) -> Any:
+    """Adds a default id to rows of ids; those of a hashed table are not downcast.
+
+    Raises:
+        ValueError: The default id does not fit the dtype of ids that are traced.
+    """
+    if is_hashed and not isinstance(ids, jax.core.Tracer):
+        defaults = np.full(shape, default, np.int64)
+        return np.concatenate([_signed(ids).astype(np.int64), defaults], axis=-1)
+    own = _downcast(_signed(ids) if is_hashed else ids)
+    fit = jnp.iinfo(own.dtype)
+    if not fit.min <= default <= fit.max:
+        raise ValueError(
+            f"default_id={default} does not fit {own.dtype}, the dtype of ids in a "
+            "step: choose one of 32 bits, or switch on jax_enable_x64"
+        )
+    return jnp.concatenate([own, jnp.full(shape, default, own.dtype)], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,30 +475,25 @@ class _Bag:
                 )
         return _Bag(ids, valid, weights, row_ids, nrows)
 
-    def pruned(self, *, by_weight: bool) -> _Bag:
-        """Drops negative ids; ``by_weight``: also ids of weights <= 0."""
-        valid = self.valid & (self.ids >= 0)
-        if by_weight and self.weights is not None:
-            valid = valid & (self.weights > 0)
-        return _Bag(self.ids, valid, self.weights, self.row_ids, self.nrows)
+    def with_valid(self, valid: Any) -> _Bag:
+        return replace(self, valid=valid)
 
-    def filled(self, default: int) -> _Bag:
+    def filled(self, default: int, *, is_hashed: bool) -> _Bag:
         """Adds the default id to each row, valid only if the row has no other id."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
-        own_ids, row_ids = _downcast(self.ids), self.row_ids
+        row_ids = self.row_ids
         if row_ids is not None:
             row_ids = _downcast(row_ids)
             every = jnp.arange(self.nrows, dtype=row_ids.dtype)
             row_ids = jnp.concatenate([row_ids, every])
         else:
             empty = empty[..., None]
-        ids = jnp.full(empty.shape, default, own_ids.dtype)
         weights = self.weights
         if weights is not None:
             ones = jnp.ones(empty.shape, weights.dtype)
             weights = jnp.concatenate([weights, ones], axis=-1)
         return _Bag(
-            jnp.concatenate([own_ids, ids], axis=-1),
+            _with_default(self.ids, default, empty.shape, is_hashed),
             jnp.concatenate([self.valid, empty], axis=-1),
             weights,
             row_ids,

@@ -23,7 +23,7 @@ from . import _refusals
 from ._capture import Capture
 from ._feeds import Discovery, body_program
 from ._flow import Flow
-from ._int32_checks import checked_plan, downcast_leaves, wide_leaves
+from ._int32_checks import checked_plan, downcast_leaves, warn_of_numbers, wide_leaves
 from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
 
@@ -282,6 +282,8 @@ def discover(
         if wide:
             plan = checked_plan(plan, again, wide)
         if plan.lookups:
+            if any(lookup.table.is_hashed for lookup in plan.lookups):
+                warn_of_numbers(step, fn)
             return leveled(plan, again)
     return plan, body
 

@@ -33,6 +33,7 @@ from zstrat.variables import (
 
 from . import joined
 from ._flow import _MARK, Flow
+from ._reach import captured_values
 from ._signature import places as places_of
 from ._wide import wide_leaves_of
 
@@ -276,6 +277,27 @@ def warn_of_arguments(
             continue
         warned.add(key)
         warn_of_downcast(f"{place} of the step function {step!r}", leaf, lost)
+
+
+def warn_of_numbers(step: str, fn: Any) -> None:
+    """Warns of integers of 64 bits that a step, which looks up rows of a hashed table,
+    takes from outside and not as arguments: jax keeps the lower half of them, also
+    where they meet ids.
+
+    Warns:
+        DowncastWarning: A global or a cell has such a number; names it.
+    """
+    for name, value in captured_values(fn):
+        if fits(value):
+            continue
+        warnings.warn(
+            f"{name!r}, which the step function {step!r} takes from outside, contains "
+            f"{_wrong(np.asarray(value))}. jax computes with the lower 32 bits of it, "
+            "also where it meets ids of a zs.HashTable: pass it as an argument of the "
+            "step, or switch on jax_enable_x64 (JAX_ENABLE_X64=1, on the workers, too)",
+            DowncastWarning,
+            stacklevel=user_stacklevel(),
+        )
 
 
 def _key(place: str, leaf: Any) -> str:

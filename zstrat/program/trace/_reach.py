@@ -7,6 +7,7 @@ skips packages that hold no objects of users.
 
 from __future__ import annotations
 
+import dis
 import gc
 import inspect
 import os
@@ -97,6 +98,30 @@ def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
             if not (_is_ours(kind) or (is_code and len(held) <= _MAX_ITEMS)):
                 held = [kind, inspect.getattr_static(thing, "__wrapped__", None)]
         waiting += held
+
+
+def captured_values(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of the cells and globals that the functions of users
+    read, which a function reaches."""
+    for thing in reached([fn], only_code=True):
+        if not isinstance(thing, FunctionType) or is_known(thing.__module__):
+            continue
+        code, known = thing.__code__, thing.__globals__
+        for name, cell in zip(code.co_freevars, thing.__closure__ or (), strict=True):
+            yield from [(name, x) for x in gc.get_referents(cell)]
+        for name in dict.fromkeys(_globals(code)):
+            if name in known:
+                yield name, known[name]
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """Yields the names of globals; ``co_names`` has those of attributes, too."""
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield each.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
 
 
 def _held(thing: Any) -> list[Any]:

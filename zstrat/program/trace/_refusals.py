@@ -129,12 +129,23 @@ def translated_errors(step: str) -> Iterator[None]:
         TypeError: In place of jax's errors about values that are not known yet, and
             about variables where it takes arrays.
         RuntimeError: In place of jax's error about a leaked value.
+        OverflowError: In place of jax's error about a number that is too large.
     """
     try:
         with translated_variable_errors(step):
             yield
     except jax_errors.UnexpectedTracerError as error:
         raise leaked(step, "the body", raised_at(error)) from error
+    except OverflowError as error:
+        if "Python int" not in str(error) and "overflow" not in str(error):
+            raise
+        raise OverflowError(
+            f"{raised_at(error)}, in the step function {step!r}: {error}. A step "
+            "computes with 32 bits, but for ids of a zs.HashTable that are its "
+            "arguments or elements: pass a larger number as an argument, as "
+            "numpy.int64, or switch on jax_enable_x64 (JAX_ENABLE_X64=1, on the "
+            "workers, too)"
+        ) from error
     except tuple(cls for cls, _ in _TRACED) as error:
         words = next(text for cls, text in _TRACED if isinstance(error, cls))
         raise TypeError(
