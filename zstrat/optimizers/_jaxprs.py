@@ -264,7 +264,7 @@ def form_of(closed: ClosedJaxpr) -> tuple[Any, ...]:
 
     equations: list[Any] = []
     for eqn in jaxpr.eqns:
-        params = [(name, _comparable(eqn.params[name])) for name in sorted(eqn.params)]
+        params = [(name, comparable(eqn.params[name])) for name in sorted(eqn.params)]
         equations.append((eqn.primitive, *map(place, eqn.invars), *params))
         for var in eqn.outvars:
             numbers[var] = len(numbers)
@@ -274,11 +274,11 @@ def form_of(closed: ClosedJaxpr) -> tuple[Any, ...]:
     return (*consts, *avals, *equations, *map(place, jaxpr.outvars))
 
 
-def _comparable(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     if isinstance(value, ClosedJaxpr):
         return form_of(value)
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return tuple(map(_comparable, value))
+        return tuple(map(comparable, value))
     try:
         hash(value)
     except TypeError:

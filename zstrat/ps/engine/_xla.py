@@ -14,6 +14,8 @@ dearer than they are, because XLA runs its parts on several threads. So pushes o
 variables of some size are updated together, and all others one by one. Every element is
 computed by the same operations either way. A push that names other variables than the
 one before needs a program of its own, so only so many sets of variables have one.
+
+Many small variables that are moved element by element are one array (`FlatUpdates`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax
 
 from zstrat.ps.store._cell import Cell, Write
 
+from ._flat_updates import FlatGroup, FlatUpdates, StartedUpdate
 from ._row_updates import RowUpdates
 from ._slot_layouts import (
     Context,
@@ -80,13 +83,15 @@ class UpdatePrograms:
         self._initials: dict[int, Any] = {}
         self._after: dict[tuple[int, np.dtype], int] = {}
         self._joint = JointPrograms(optimizer, self._layouts)
+        self._flat = FlatUpdates(optimizer, self._layouts)
         self.rows = RowUpdates(optimizer, self._layouts)
 
     @property
     def count(self) -> int:
         """Number of programs that have been compiled."""
         alone = len(self._programs) + len(self._initials)
-        return alone + len(self._joint.programs) + self.rows.count
+        several = len(self._joint.programs) + len(self._flat.programs)
+        return alone + several + self.rows.count
 
     def here(self) -> Context:
         """In which it is traced and compiled: for the CPU."""
@@ -99,7 +104,10 @@ class UpdatePrograms:
         kinds = self._kinds(steps)
         if self._are_joint(steps, kinds):
             return kinds in self._joint.programs
-        return all(kind in self._programs for kind in kinds)
+        groups, alone = self._divided(steps, kinds)
+        return all(group.key in self._flat.programs for group in groups) and all(
+            kinds[place] in self._programs for place in alone
+        )
 
     def prepare(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
@@ -214,6 +222,12 @@ class UpdatePrograms:
                 with self._layouts.words(steps[0].cell):
                     self._joint.prepare(steps, kinds)
                 return
+            groups, alone = self._divided(steps, kinds)
+            for group in groups:
+                with self._layouts.words(group.steps[0].cell), self._layouts.here():
+                    self._flat.prepare(group)
+            steps = [steps[place] for place in alone]
+            numbers = [numbers[place] for place in alone]
         for step, number in zip(steps, numbers, strict=True):
             self._program(step, number)
 
@@ -224,17 +238,35 @@ class UpdatePrograms:
             [(step.slots[number].layout, step.gradient.dtype) for step in steps]
         )
 
+    def _divided(
+        self, steps: Sequence[SlotStep], kinds: Kinds
+    ) -> tuple[list[FlatGroup], Sequence[int]]:
+        """Returns the updates that are made as one array, and the places of the others.
+        None is where slots change their layout, or are made as late as the update."""
+        everything = range(len(steps))
+        if not self._are_steady(kinds) or any(step.late for step in steps):
+            return [], everything
+        groups = self._flat.groups(steps, kinds)
+        taken = {place for group in groups for place in group.places}
+        if not taken:
+            return [], everything
+        return groups, [place for place in everything if place not in taken]
+
+    def _are_steady(self, kinds: Kinds) -> bool:
+        return all(self._after.get(kind) == kind[0] for kind in {*kinds})
+
     def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
         """Returns whether one program makes all these updates. It does not where slots
         change their layout: that happens in their first update alone, so the program
         would be compiled for one use."""
-        steady = all(self._after.get(kind) == kind[0] for kind in kinds)
-        late = any(step.late for step in steps)
-        return steady and not late and self._joint.takes(steps, kinds)
+        if len(steps) > MAX_JOINT_VARIABLES or any(step.late for step in steps):
+            return False
+        return self._are_steady(kinds) and self._joint.takes(steps, kinds)
 
     def _apply(self, steps: Sequence[SlotStep]) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
+        together: list[StartedUpdate] = []
         kinds = self._kinds(steps)
         try:
             if self._are_joint(steps, kinds):
@@ -242,12 +274,19 @@ class UpdatePrograms:
                 values = self._joint.start(steps, kinds)
                 started = list(zip(steps, values, strict=True))
             else:
-                for step, (number, _) in zip(steps, kinds, strict=True):
+                groups, alone = self._divided(steps, kinds)
+                together = [self._flat.start(group) for group in groups]
+                for place in alone:
+                    step, number = steps[place], kinds[place][0]
                     started.append((step, None))
                     value = self._program(step, number).start(self._optimizer, step)
                     started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
+            for update in together:
+                update.wait()
+            for update in together:
+                update.finish()
         except Exception as error:
             # Goes to the caller. Only XLA itself can fail here (it is out of memory,
             # say), and it may have been writing in place: what it had is lost.
