@@ -15,6 +15,7 @@ Nothing is donated, so that an update which fails has changed nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -219,7 +220,7 @@ class FlatUpdates:
 
 
 def _bytes_of(value: Any) -> int:
-    return int(np.prod(value.shape)) * np.dtype(value.dtype).itemsize
+    return math.prod(value.shape) * int(np.dtype(value.dtype).itemsize)
 
 
 def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:

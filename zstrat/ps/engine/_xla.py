@@ -73,6 +73,24 @@ class UpdateProgram:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which of the updates of a push share programs, as their slots are now: all one
+    (``is_joint``), or ``groups`` and those at the places ``alone``."""
+
+    kinds: Kinds
+    is_joint: bool
+    groups: Sequence[FlatGroup]
+    alone: Sequence[int]
+    is_prepared: bool
+    """Whether all of these programs are there."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it takes as long as numpy would."""
+        return not self.is_joint and not self.alone
+
+
 class UpdatePrograms:
     """The programs of one optimizer, by what they were compiled for."""
 
@@ -97,17 +115,20 @@ class UpdatePrograms:
         """In which it is traced and compiled: for the CPU."""
         return self._layouts.here()
 
-    def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
-        """Returns whether `prepare` for such steps would have nothing to do."""
-        if not all(self._optimizer in step.slots for step in steps):
-            return False
+    def division(self, steps: Sequence[SlotStep]) -> Division | None:
+        """Returns which of these updates share programs, as long as nobody else uses
+        their variables; None if slots have to be made, or may change before."""
+        number = self._optimizer
+        if not all([number in step.slots and not step.late for step in steps]):  # noqa: C419 (a generator is slower)
+            return None
         kinds = self._kinds(steps)
         if self._are_joint(steps, kinds):
-            return kinds in self._joint.programs
+            return Division(kinds, True, (), (), kinds in self._joint.programs)
         groups, alone = self._divided(steps, kinds)
-        return all(group.key in self._flat.programs for group in groups) and all(
+        is_prepared = all(each.key in self._flat.programs for each in groups) and all(
             kinds[place] in self._programs for place in alone
         )
+        return Division(kinds, False, groups, alone, is_prepared)
 
     def prepare(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
@@ -149,13 +170,15 @@ class UpdatePrograms:
         steps: Sequence[SlotStep],
         rows: Sequence[RowStep] = (),
         ready: Sequence[RowCalls] | None = None,
+        division: Division | None = None,
     ) -> None:
         """Applies one gradient to each variable, which occurs once, and waits.
 
         Args:
             ready: What ``rows.ready`` has found for ``rows``.
+            division: What `division` has found for ``steps``.
         """
-        self._apply(steps)
+        self._apply(steps, division)
         if rows:
             try:
                 self.rows.apply(rows, ready)
@@ -263,20 +286,23 @@ class UpdatePrograms:
             return False
         return self._are_steady(kinds) and self._joint.takes(steps, kinds)
 
-    def _apply(self, steps: Sequence[SlotStep]) -> None:
+    def _apply(self, steps: Sequence[SlotStep], division: Division | None) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
         together: list[StartedUpdate] = []
-        kinds = self._kinds(steps)
         try:
-            if self._are_joint(steps, kinds):
+            found = division or self.division(steps)
+            if found is None:  # they come late
+                kinds, everything = self._kinds(steps), range(len(steps))
+                found = Division(kinds, False, (), everything, is_prepared=True)
+            kinds = found.kinds
+            if found.is_joint:
                 started = [(step, None) for step in steps]
                 values = self._joint.start(steps, kinds)
                 started = list(zip(steps, values, strict=True))
             else:
-                groups, alone = self._divided(steps, kinds)
-                together = [self._flat.start(group) for group in groups]
-                for place in alone:
+                together = [self._flat.start(group) for group in found.groups]
+                for place in found.alone:
                     step, number = steps[place], kinds[place][0]
                     started.append((step, None))
                     value = self._program(step, number).start(self._optimizer, step)
