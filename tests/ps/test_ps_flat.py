@@ -7,6 +7,7 @@ import pytest
 from ps_stores import create_in, push_to
 from ps_trees import bind, of_values
 
+from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
@@ -20,11 +21,11 @@ OPTIMIZERS = {
 }
 
 
-def store_of(transformation, dtype="f4") -> Store:
+def store_of(transformation, shapes=SHAPES) -> Store:
     store = Store(OptimizerEngine(lambda _: transformation), task="/job:ps/task:0")
     rng = np.random.default_rng(0)
-    values = {k: np.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
-    entries = [VariableEntry(key, f"v{key}", True, False) for key in SHAPES]
+    values = {k: np.asarray(rng.normal(size=s), "f4") for k, s in shapes.items()}
+    entries = [VariableEntry(key, f"v{key}", True, False) for key in shapes]
     create_in(store, entries, list(values.values()))
     plan = store.plan_optimizer(1, "mine", b"mine")
     plan.compute()
@@ -135,3 +136,22 @@ def test_one_that_stays_behind_does_not_hold_the_memory_of_those_that_left():
     assert cells[0].part.flat is not flat
     assert cells[1].part.flat is None
     assert cells[1].look().base is None
+
+
+def test_a_push_like_the_one_before_is_checked_when_variables_or_trees_have_changed():
+    shapes = dict.fromkeys(range(1, 21), (3, 2))
+    store = store_of(optax.sgd(1.0), shapes)
+    grads = {key: np.ones(shape, "f4") for key, shape in shapes.items()}
+    push(store, grads)
+    push(store, grads)
+    head = [Update(key, int(UpdateOp.OPTIMIZE), 1, 1) for key in shapes]
+    wrong = (*list(grads.values())[:-1], np.ones(3, "f4"))
+    with pytest.raises(InvalidArgumentError, match=r"'v20'.*\(3, 2\).*\(3,\)"):
+        push_to(store, Push(7, -1, 0, 0, head, wrong))
+    store.delete([20])
+    with pytest.raises(NotFoundError, match="20"):
+        push(store, grads)
+    create_in(store, [VariableEntry(20, "v20", True, False)], [np.ones((3, 2), "f4")])
+    with pytest.raises(NotFoundError, match="v20"):  # its tree did not come
+        push(store, grads)
+    assert store.variables[19].version == 2

@@ -262,6 +262,12 @@ class PushPlan:
         # The first updates of these: in place, so nothing changes for those after.
         ready = {id(step.cell) for run in self.runs if run.ready for step in run.rows}
         found: dict[int, tuple[Cell, list[Write]]] = {}
+        (only, *others) = self.runs
+        if not others and not only.rows and not only.plain:  # XLA has memory of its own
+            for step in only.steps:
+                step.cell.require()
+                step.cell.unreserve()
+            return
         for update in self.updates:
             held = update.held
             if id(held.cell) in ready:
