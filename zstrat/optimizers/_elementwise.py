@@ -79,7 +79,7 @@ def elementwise(
         dtypes: Of its slots.
     """
     if not shape:
-        return None  # what is a scalar beside it cannot be told from it
+        return None  # it has the shape of a scalar beside it
     closed = rule.program(shape[0], dtypes)
     jaxpr, slots = closed.jaxpr, len(rule.slots)
     consts = [constant(const) for const in closed.consts]

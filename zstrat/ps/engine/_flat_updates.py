@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 LARGEST: Final = 64 * 1024
 """Bytes of a variable above which copying its gradient costs what a program does."""
 
-TOGETHER: Final = 8 * 2**20
-"""Bytes of variables in one array: a reader of one of them keeps the memory of all."""
+TOGETHER: Final = 2**20
+"""Bytes of variables in one array: a reader of one of them keeps the memory of all, and
+larger arrays are in pages that are new each time, which cost more than the update."""
 
 FEWEST: Final = 4
 """Variables that are worth an array of their own."""
@@ -220,7 +221,8 @@ class FlatUpdates:
 
 
 def _bytes_of(value: Any) -> int:
-    return math.prod(value.shape) * int(np.dtype(value.dtype).itemsize)
+    elements, dtype = math.prod(value.shape), np.dtype(value.dtype)
+    return int(elements * dtype.itemsize)
 
 
 def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
