@@ -157,10 +157,11 @@ def _by_leaf(
     program: TreeProgram,
 ) -> tuple[Coupling | None, _Found]:
     leaves = program.counts[0]
-    own = [
-        tuple(n for n, x in enumerate(owners) if x is not None and x.leaf == leaf)
-        for leaf in range(leaves)
-    ]
+    numbers: list[list[int]] = [[] for _ in range(leaves)]
+    for number, owner in enumerate(owners):
+        if owner is not None:
+            numbers[owner.leaf].append(number)
+    own = [tuple(each) for each in numbers]
     shared = [n for n, owner in enumerate(owners) if owner is None]
     search = _Search(tree, state, owners, program)
     if program.acts:

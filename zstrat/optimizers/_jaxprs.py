@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _CALLS: Final = frozenset(
     {
@@ -115,6 +115,14 @@ def mask_of_all(found: Mapping[Any, int], variables: Iterable[Any]) -> int:
 def union_of(sets: Iterable[int]) -> int:
     """Returns the union of the sets of inputs."""
     return functools.reduce(operator.or_, sets, 0)
+
+
+def bits_of(inputs: int) -> Iterator[int]:
+    """Yields the inputs in a set: few of the thousands that a large tree has."""
+    while inputs:
+        lowest = inputs & -inputs
+        yield lowest.bit_length() - 1
+        inputs ^= lowest
 
 
 def operands_of(eqn: Any, output: int) -> list[Any]:
