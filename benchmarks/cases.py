@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import collectives, mesh, raw, rounds, saving, tables
+from benchmarks import collectives, many_variables, mesh, raw, rounds, saving, tables
 from benchmarks.case import Case, Reading, cluster, per_second, rate
 
 if TYPE_CHECKING:
@@ -447,6 +447,7 @@ CASES = [
         pulling_worker,
         lower=True,
     ),
+    *many_variables.CASES,
     *rounds.CASES,
     *tables.CASES,
     *saving.CASES,

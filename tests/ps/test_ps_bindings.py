@@ -182,3 +182,17 @@ def test_tables_of_any_height_share_programs():
     assert store.engine.programs == 1 + len({16, 48, 3072})  # and new slots
     for key in (1, 2, 3):
         np.testing.assert_allclose(value_of(store, key)[[1, 3]], 0.9, rtol=1e-5)
+
+
+def test_leaves_have_one_rule_only_if_they_are_moved_alike():
+    labels = {f"v{n}": "cold" if n == 3 else "hot" for n in range(6)}
+    transformation = optax.multi_transform(
+        {"hot": optax.adam(0.1), "cold": optax.adam(0.2)}, labels
+    )
+    kinds = {f"v{n}": ((n,), *(B if n == 5 else W)) for n in range(6)}
+    rules = binding(transformation, kinds).rules()
+    assert not any(rule.row_dependence for rule in rules)
+    first = rules[0].digest
+    assert [rule.digest == first for rule in rules] == [
+        n not in (3, 5) for n in range(6)
+    ]

@@ -7,6 +7,8 @@ from ._binding import Binding as Binding
 from ._cut import Coupling as Coupling
 from ._cut import TreeCut as TreeCut
 from ._delayed_nesterov import delayed_nesterov as delayed_nesterov
+from ._elementwise import ElementwiseUpdate as ElementwiseUpdate
+from ._elementwise import elementwise as elementwise
 from ._leaf import LeafRule as LeafRule
 from ._leaf import cut_for_rows as cut_for_rows
 from ._leaf import leaf_rule as leaf_rule

@@ -134,7 +134,8 @@ class TreeCut:
         """The program that computes the operands from gradients and further
         arguments."""
         gradients, _, _, extras = self.program.inputs
-        return ProgramPart(self.program.closed, self.operands, [*gradients, *extras])
+        program, available = self.program, [*gradients, *extras]
+        return ProgramPart(program.closed, self.operands, available, program.makers)
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
         """Computes the values of the operands."""
@@ -156,10 +157,11 @@ def _by_leaf(
     program: TreeProgram,
 ) -> tuple[Coupling | None, _Found]:
     leaves = program.counts[0]
-    own = [
-        tuple(n for n, x in enumerate(owners) if x is not None and x.leaf == leaf)
-        for leaf in range(leaves)
-    ]
+    numbers: list[list[int]] = [[] for _ in range(leaves)]
+    for number, owner in enumerate(owners):
+        if owner is not None:
+            numbers[owner.leaf].append(number)
+    own = [tuple(each) for each in numbers]
     shared = [n for n, owner in enumerate(owners) if owner is None]
     search = _Search(tree, state, owners, program)
     if program.acts:
@@ -230,12 +232,7 @@ class _Search:
         self._known_mask = gradients | extras
         self._reach: dict[int, set[int]] = {}
         self._further = set(program.inputs[3])
-        self._makers = {
-            var: (eqn, number)
-            for eqn in program.closed.jaxpr.eqns
-            for number, var in enumerate(eqn.outvars)
-        }
-        """Each variable's equation, and which of its outputs it is."""
+        self._makers = program.makers
         self._operands: dict[Any, list[Any]] = {}
 
     def shared_state(self) -> dict[int, tuple[set[Any], set[int]]] | Coupling:
@@ -363,7 +360,9 @@ class _Search:
 
     def _before(self, var: Any) -> list[Any]:
         if var not in self._operands:
-            self._operands[var] = operands_of(*self._makers[var])
+            _, eqn = self._makers[var]
+            number = next(n for n, made in enumerate(eqn.outvars) if made is var)
+            self._operands[var] = operands_of(eqn, number)
         return self._operands[var]
 
     def _shared_in(self, mask: int) -> set[int]:

@@ -12,6 +12,7 @@ Law of the file: a set of inputs is the bits of one integer.
 from __future__ import annotations
 
 import functools
+import heapq
 import operator
 import os
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _CALLS: Final = frozenset(
     {
@@ -116,11 +117,28 @@ def union_of(sets: Iterable[int]) -> int:
     return functools.reduce(operator.or_, sets, 0)
 
 
+def bits_of(inputs: int) -> Iterator[int]:
+    """Yields the inputs in a set: few of the thousands that a large tree has."""
+    while inputs:
+        lowest = inputs & -inputs
+        yield lowest.bit_length() - 1
+        inputs ^= lowest
+
+
 def operands_of(eqn: Any, output: int) -> list[Any]:
     """Returns the operands of an equation that one of its outputs depends on."""
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
     found = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
     return [var for var in found if not isinstance(var, Literal)]
+
+
+Makers = dict[Any, tuple[int, Any]]
+"""For each variable the equation that makes it, and its place in the program."""
+
+
+def _makers_in(jaxpr: Any) -> Makers:
+    equations = enumerate(jaxpr.eqns)
+    return {var: (at, eqn) for at, eqn in equations for var in eqn.outvars}
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,11 @@ class TreeProgram:
         state."""
         return list(self.closed.jaxpr.outvars)
 
+    @functools.cached_property
+    def makers(self) -> Makers:
+        """Which equation makes each variable."""
+        return _makers_in(self.closed.jaxpr)
+
     @property
     def acts(self) -> str:
         """The primitive by which it does more than compute, or nothing."""
@@ -167,10 +190,15 @@ class ProgramPart:
 
     Args:
         available: Variables that it is given; it looks at nothing before them.
+        makers: Those of the program, if they are known.
     """
 
     def __init__(
-        self, closed: ClosedJaxpr, wanted: Sequence[Any], available: Iterable[Any]
+        self,
+        closed: ClosedJaxpr,
+        wanted: Sequence[Any],
+        available: Iterable[Any],
+        makers: Makers | None = None,
     ) -> None:
         jaxpr: Any = closed.jaxpr
         self._wanted = list(wanted)
@@ -178,14 +206,24 @@ class ProgramPart:
         self._jaxpr = jaxpr
         given = {*available, *self._consts}
         needed = {v for v in wanted if not isinstance(v, Literal)} - given
+        makers = _makers_in(jaxpr) if makers is None else makers
         self._eqns: list[Any] = []
-        for eqn in reversed(jaxpr.eqns):
-            if needed.isdisjoint(eqn.outvars):
-                continue
+        # From the last one back: those alone that are needed, as trees are large.
+        seen = {-makers[var][0] for var in needed if var in makers}
+        left = list(seen)
+        heapq.heapify(left)
+        while left:
+            eqn = jaxpr.eqns[-heapq.heappop(left)]
             self._eqns.append((eqn, [var in needed for var in eqn.outvars]))
             for number, var in enumerate(eqn.outvars):
-                if var in needed:
-                    needed |= {*operands_of(eqn, number)} - given
+                if var not in needed:
+                    continue
+                for before in {*operands_of(eqn, number)} - given:
+                    needed.add(before)
+                    place = -makers[before][0] if before in makers else 1
+                    if place <= 0 and place not in seen:
+                        seen.add(place)
+                        heapq.heappush(left, place)
         self._eqns.reverse()
         made = {var for eqn, _ in self._eqns for var in eqn.outvars}
         self.missing = needed - made
@@ -217,6 +255,43 @@ class ProgramPart:
             outputs = _run_part(self._jaxpr, eqn, needs, env)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [_value(env, var) for var in self._wanted]
+
+
+def form_of(closed: ClosedJaxpr) -> tuple[Any, ...]:
+    """Returns something hashable that is equal for two programs if they are the same
+    but for the names of their variables. What cannot be compared is equal to nothing.
+    """
+    jaxpr: Any = closed.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    numbers = {var: number for number, var in enumerate(inputs)}
+
+    def place(var: Any) -> Any:
+        if isinstance(var, Literal):
+            return var.aval, np.asarray(var.val).tobytes()
+        return numbers[var]
+
+    equations: list[Any] = []
+    for eqn in jaxpr.eqns:
+        params = [(name, comparable(eqn.params[name])) for name in sorted(eqn.params)]
+        equations.append((eqn.primitive, *map(place, eqn.invars), *params))
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+    # The values of one tree's constants are the same objects for all of its leaves.
+    consts = [id(const) for const in closed.consts]
+    avals = [var.aval for var in inputs]
+    return (*consts, *avals, *equations, *map(place, jaxpr.outvars))
+
+
+def comparable(value: Any) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return form_of(value)
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return tuple(map(comparable, value))
+    try:
+        hash(value)
+    except TypeError:
+        return object()
+    return value
 
 
 def constant(value: Any) -> np.ndarray:

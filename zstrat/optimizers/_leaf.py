@@ -10,24 +10,27 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from ._jaxprs import ProgramPart, constant, mask_of
+from ._jaxprs import ProgramPart, constant, form_of, mask_of
 from ._rows import FREE, ROWS, RowsTogether, axes_of_rows, same_but_for
 from ._transformation import shaped
 from ._tree import GENERATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ._cut import TreeCut
+    from ._state import StateLeaf
     from ._transformation import Shape, Sizes
     from ._tree import TreeRule
+
+T = TypeVar("T")
 
 _OF_SEVERAL_UPDATES: Final = {
     "MultiStepsState": "optax.MultiSteps",
@@ -135,15 +138,21 @@ class LeafRule:
                 "it makes of several variables"
             )
         size = value.shape[0] if value.shape else None
-        program = self.tree.init(self._sizes(size))
-        mine = program.inputs[1][self.leaf]
-        alone = [slot for slot in self.slots if slot not in self._together]
-        wanted = [program.outputs[slot.state] for slot in alone]
-        made = iter(ProgramPart(program.closed, wanted, [mine]).run({mine: value}))
+        mine, part = self._begun(size)
+        made = iter(part.run({mine: value}))
         return [
             jnp.zeros(kind.shape, kind.dtype) if slot in self._together else next(made)
             for slot, kind in zip(self.slots, self.kinds(size), strict=True)
         ]
+
+    def _begun(self, size: int | None) -> tuple[Any, ProgramPart]:
+        """Returns the part of the program of new slots that makes those of this leaf
+        alone, and its input."""
+        program = self.tree.init(self._sizes(size))
+        mine = program.inputs[1][self.leaf]
+        alone = [slot for slot in self.slots if slot not in self._together]
+        wanted = [program.outputs[slot.state] for slot in alone]
+        return mine, ProgramPart(program.closed, wanted, [mine], program.makers)
 
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
@@ -174,7 +183,7 @@ class LeafRule:
     @functools.cached_property
     def row_dependence(self) -> str:
         """Why its rows cannot be moved one by one; "" if they can be."""
-        return _dependence_on_rows(self)
+        return self._of_all_alike("rows", lambda: _dependence_on_rows(self))
 
     @functools.cached_property
     def several_updates(self) -> str:
@@ -193,6 +202,9 @@ class LeafRule:
     def digest(self) -> bytes:
         """A digest that is equal for leaves with one update rule, of any number of rows
         if they are updated row by row. For this process alone."""
+        return self._of_all_alike("digest", self._digest)
+
+    def _digest(self) -> bytes:
         # Traced in one size for all: leaves of other sizes are moved alike, row by row.
         size = None if self.row_dependence else ROWS
         closed = self.program(size)
@@ -202,6 +214,31 @@ class LeafRule:
         names = [(slot.name, slot.rows) for slot in self.slots]
         made.update(repr((size, names, str(self.initial(size)))).encode())
         return made.digest()
+
+    def _of_all_alike(self, what: str, find: Callable[[], T]) -> T:
+        """Finds something out once for all leaves that are moved alike: a tree has
+        hundreds of them, and a trace of each is what takes long."""
+        return self.tree.remembered((what, self._likeness), find)
+
+    @functools.cached_property
+    def _likeness(self) -> Any:
+        """Equal for leaves of one tree whose updates, and whose new slots, are made by
+        equal programs, in their own size and in another one."""
+        read, together = self.tree.read_state(), self._together
+        slots = [(s.name, s.rows, s.state in read, s in together) for s in self.slots]
+        found: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
+        sizes = [None, _another_size(self)] if self.kind.shape else [None]
+        try:
+            for size in sizes:
+                mine, part = self._begun(size)
+                begun = part.closed([mine])
+                if begun is None:
+                    return self.leaf
+                found += self.kinds(size)
+                found += [form_of(self.program(size)), form_of(begun)]
+        except Exception:  # it cannot be traced in that size, as is said where it is
+            return self.leaf
+        return tuple(found)
 
     def initial(self, size: int | None) -> Any:
         """Returns `init` as a program of jax."""
@@ -246,25 +283,25 @@ class LeafRule:
         about = self.tree.state()[state]
         return name if leaf in (None, self.leaf) else keystr(about.path)
 
-    def _grown(self) -> list[Any] | None:
+    def _grown(self) -> Sequence[StateLeaf] | None:
         """Returns the state of a tree whose leaves have one more row."""
         if not self.kind.shape:
             return None
         try:
-            state = self.tree.state(self.tree.sizes(self.kind.shape[0] + 1))
+            return self.tree.state(self.tree.sizes(self.kind.shape[0] + 1))
         except Exception:  # the optimizer looks at shapes: then nothing goes by rows
             return None
-        return [leaf.kind.shape for leaf in state]
 
     def _has_rows(
-        self, shape: tuple[int, ...], grown: list[Any] | None, state: int
+        self, shape: tuple[int, ...], grown: Sequence[StateLeaf] | None, state: int
     ) -> bool:
         if grown is None or state >= len(grown):
             return False
         rows = self.kind.shape[0]
         # Not by its shape alone: a slot of another leaf, or of nobody, may have as many
         # rows.
-        return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
+        more = tuple(grown[state].kind.shape)
+        return shape[:1] == (rows,) and more == (rows + 1, *shape[1:])
 
 
 def _maker_of(node: Any) -> str:
@@ -321,7 +358,7 @@ class _Step:
         leaves = program.counts[0]
         after = [program.outputs[leaves + slot.state] for slot in rule.slots]
         wanted = [program.outputs[leaf], *after]
-        self._part = ProgramPart(program.closed, wanted, self._inputs)
+        self._part = ProgramPart(program.closed, wanted, self._inputs, program.makers)
         assert not self._part.missing, f"leaf {leaf} lacks {self._part.missing}"
 
     def run(
@@ -345,12 +382,15 @@ class _Step:
             return jax.make_jaxpr(run)(*[var.aval for var in self._inputs])
 
 
+def _another_size(rule: LeafRule) -> int:
+    return ROWS if rule.kind.shape[0] != ROWS else ROWS + 2
+
+
 def _dependence_on_rows(rule: LeafRule) -> str:
     """Returns why the rows of a leaf cannot be updated one by one; "" if they can."""
     if not rule.kind.shape:
         return "it has no rows"
-    rows = rule.kind.shape[0]
-    other = ROWS if rows != ROWS else ROWS + 2
+    rows, other = rule.kind.shape[0], _another_size(rule)
     try:
         here, there = rule.program(None), rule.program(other)
         kinds, before = rule.kinds(other), rule.kinds(None)

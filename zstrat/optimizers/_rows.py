@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_ELEMENTWISE: Final = frozenset(
+ELEMENTWISE: Final = frozenset(
     {
         "abs", "acos", "acosh", "add", "and", "add_any", "asin", "asinh", "atan",
         "atan2", "atanh", "cbrt", "ceil", "clamp", "complex", "conj",
@@ -161,7 +161,7 @@ def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
     if len(mine) > 1:
         raise RowsTogether(f"{name} mixes rows with another axis")
     (axis,) = mine
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return [axis] * len(eqn.outvars)
     if name in _REDUCTIONS:
         return [_reduced(eqn, axis)]
@@ -175,7 +175,7 @@ def _require_uniform(eqn: Any, rows: int) -> None:
     rows, if they are all equal."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     shape = getattr(out, "shape", ())
-    if name in _ELEMENTWISE or name == "broadcast_in_dim":
+    if name in ELEMENTWISE or name == "broadcast_in_dim":
         return
     sizes = [d for var in eqn.invars for d in getattr(var.aval, "shape", ())]
     if rows in sizes or rows in shape:

@@ -26,7 +26,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
-from ._jaxprs import flat, mask_of
+from ._jaxprs import bits_of, flat, mask_of
 from ._transformation import shaped
 
 if TYPE_CHECKING:
@@ -354,13 +354,12 @@ def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
         if number >= leaves:
             made[number - leaves] |= leaves_in(mask, leaves)
             continue
-        for state in range(states):
-            if mask >> (2 * leaves + state) & 1:
+        for state in bits_of(mask >> (2 * leaves)):
+            if state < states:
                 used[state].add(number)
     return list(zip(made, used, strict=True))
 
 
 def leaves_in(mask: int, leaves: int) -> set[int]:
     """Returns the leaves of the tree whose gradient or value is in a set of inputs."""
-    both = (mask | mask >> leaves) & ((1 << leaves) - 1)
-    return {n for n in range(leaves) if both >> n & 1}
+    return set(bits_of((mask | mask >> leaves) & ((1 << leaves) - 1)))

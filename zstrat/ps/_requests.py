@@ -193,7 +193,7 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
     """Computes a plan that takes no longer than waking a thread; returns whether it is
     one."""
     if isinstance(plan, PushPlan):
-        if plan.work > limit or not plan.is_compiled:
+        if not plan.is_short(limit):
             return False
     elif not isinstance(plan, _SIZED) or plan.work > limit:
         return False

@@ -195,12 +195,18 @@ class Arena:
     def _copy(
         self, raws: Sequence[np.ndarray], position: int, step: int
     ) -> Iterator[None]:
-        left = step
+        left, memory = step, self.memory
         for raw in raws:
             position = aligned(position)
+            if raw.nbytes < left:
+                end = position + raw.nbytes
+                memory[position:end] = raw
+                left -= raw.nbytes
+                position = end
+                continue
             for at in range(0, raw.nbytes, step):
                 part = raw[at : at + step]
-                self.memory[position : position + part.nbytes] = part
+                memory[position : position + part.nbytes] = part
                 position += part.nbytes
                 left -= part.nbytes
                 if left <= 0:

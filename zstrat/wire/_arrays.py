@@ -34,6 +34,7 @@ MAX_DIMS: Final = 32
 """What every numpy in use can hold; real tensors have below ten."""
 
 _ADDRESSABLE: Final = 2**63 - 1
+_BYTE: Final = np.dtype(np.uint8)
 
 _TYPES: Final = (
     *(np.bool_, np.int8, np.int16, np.int32, np.int64),
@@ -126,7 +127,7 @@ def raw(array: np.ndarray) -> np.ndarray:
     """
     if not array.flags.c_contiguous or array.dtype not in _NAMES:
         array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
-    view = array.reshape(-1).view(np.uint8).view(RawView)
+    view = array.reshape(-1).view(_BYTE, RawView)
     view.source = array
     return view
 
@@ -145,7 +146,7 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
             f"expected {spec.nbytes} bytes, got a frame of {got}"
         )
     array = np.ndarray(spec.shape, spec.dtype, buffer)
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 

@@ -49,15 +49,17 @@ class Known:
 
     def put(self, name: Hashable, value: Value) -> None:
         """Remembers a value, unless a later version of it is known already."""
-        old = self._values.get(name)
+        values, nbytes = self._values, value.array.nbytes
+        old = values.get(name)
         if old is not None and old.version > value.version:
             return
-        if value.array.nbytes > self._capacity:
+        if nbytes > self._capacity:
             self.drop(name)
             return
-        self.nbytes += value.array.nbytes - (0 if old is None else old.array.nbytes)
-        self._values[name] = value
-        self._values.move_to_end(name)
+        self.nbytes += nbytes if old is None else nbytes - old.array.nbytes
+        values[name] = value
+        if old is not None:  # a new one is at the end already
+            values.move_to_end(name)
         while self.nbytes > self._capacity:
             _, oldest = self._values.popitem(last=False)
             self.nbytes -= oldest.array.nbytes
@@ -203,25 +205,27 @@ class Reading:
         self._clocks.setdefault(ps, answer.clock)
         arrays = iter(answer.arrays)
         copy_below = _copy_below(answer.arrays, changed)
-        values = self._values
+        values, refs, put = self._values, self._refs, self._known.put
         for place, old, version in zip(whole, known, answer.versions, strict=True):
             # What was known when the request was sent: by now it may have been dropped,
             # or replaced by a later one.
             if old is not None and old.version == version:
                 values[place] = old.array
                 continue
-            values[place] = array = next(arrays)
+            array = next(arrays)
             changed -= 1
-            if self._refs[place][2] and array.dtype == BFLOAT16:
+            ref = refs[place]
+            if ref[2] and array.dtype == BFLOAT16:
                 if self._counts is not None:
                     self._counts["encoded_from"] += 2 * array.nbytes
                     self._counts["encoded_to"] += array.nbytes
-                array = values[place] = array.astype(np.float32)
-                array.flags.writeable = False
+                array = array.astype(np.float32)
+                array.setflags(write=False)
             if array.nbytes < copy_below:
-                array = values[place] = array.copy()
-                array.flags.writeable = False
-            self._known.put(self._refs[place], Value(version, array))
+                array = array.copy()
+                array.setflags(write=False)
+            values[place] = array
+            put(ref, Value(version, array))
         if changed:
             raise ValueError(f"{changed} values of variables that did not change")
         for place, found in zip(parts, arrays, strict=True):

@@ -80,6 +80,8 @@ class Bindings:
         """By which tree a variable is bound, by key."""
         self._bound: dict[int, Bound] = {}
         self._alike: dict[bytes, LeafRule] = {}
+        self.changes = 0
+        """How often variables were bound, or let go."""
 
     def get(self, key: int) -> Bound | None:
         """Returns the binding of the variable with this key."""
@@ -142,6 +144,7 @@ class Bindings:
     def add(self, tree: Tree, here: Iterable[int]) -> None:
         """Binds the variables ``here``, of those that were there when the tree was
         traced. Variables that are bound already stay as they are."""
+        self.changes += 1
         for key in here:
             leaf = tree.leaves[key]
             alike = self._alike.setdefault(leaf.digest, leaf.rule)
@@ -151,6 +154,7 @@ class Bindings:
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drops the bindings of variables that are gone; others may get their keys."""
+        self.changes += 1
         for key in keys:
             self._bound.pop(key, None)
             self._tree_of.pop(key, None)

@@ -14,6 +14,8 @@ dearer than they are, because XLA runs its parts on several threads. So pushes o
 variables of some size are updated together, and all others one by one. Every element is
 computed by the same operations either way. A push that names other variables than the
 one before needs a program of its own, so only so many sets of variables have one.
+
+Many small variables that are moved element by element are one array (`FlatUpdates`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax
 
 from zstrat.ps.store._cell import Cell, Write
 
+from ._flat_updates import FlatGroup, FlatUpdates, StartedUpdate
 from ._row_updates import RowUpdates
 from ._slot_layouts import (
     Context,
@@ -70,6 +73,24 @@ class UpdateProgram:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which of the updates of a push share programs, as their slots are now: all one
+    (``is_joint``), or ``groups`` and those at the places ``alone``."""
+
+    kinds: Kinds
+    is_joint: bool
+    groups: Sequence[FlatGroup]
+    alone: Sequence[int]
+    is_prepared: bool
+    """Whether all of these programs are there."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it takes as long as numpy would."""
+        return not self.is_joint and not self.alone
+
+
 class UpdatePrograms:
     """The programs of one optimizer, by what they were compiled for."""
 
@@ -80,26 +101,34 @@ class UpdatePrograms:
         self._initials: dict[int, Any] = {}
         self._after: dict[tuple[int, np.dtype], int] = {}
         self._joint = JointPrograms(optimizer, self._layouts)
+        self._flat = FlatUpdates(optimizer, self._layouts)
         self.rows = RowUpdates(optimizer, self._layouts)
 
     @property
     def count(self) -> int:
         """Number of programs that have been compiled."""
         alone = len(self._programs) + len(self._initials)
-        return alone + len(self._joint.programs) + self.rows.count
+        several = len(self._joint.programs) + len(self._flat.programs)
+        return alone + several + self.rows.count
 
     def here(self) -> Context:
         """In which it is traced and compiled: for the CPU."""
         return self._layouts.here()
 
-    def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
-        """Returns whether `prepare` for such steps would have nothing to do."""
-        if not all(self._optimizer in step.slots for step in steps):
-            return False
+    def division(self, steps: Sequence[SlotStep]) -> Division | None:
+        """Returns which of these updates share programs, as long as nobody else uses
+        their variables; None if slots have to be made, or may change before."""
+        number = self._optimizer
+        if not all([number in step.slots and not step.late for step in steps]):  # noqa: C419 (a generator is slower)
+            return None
         kinds = self._kinds(steps)
         if self._are_joint(steps, kinds):
-            return kinds in self._joint.programs
-        return all(kind in self._programs for kind in kinds)
+            return Division(kinds, True, (), (), kinds in self._joint.programs)
+        groups, alone = self._divided(steps, kinds)
+        is_prepared = all(each.key in self._flat.programs for each in groups) and all(
+            kinds[place] in self._programs for place in alone
+        )
+        return Division(kinds, False, groups, alone, is_prepared)
 
     def prepare(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
@@ -141,13 +170,15 @@ class UpdatePrograms:
         steps: Sequence[SlotStep],
         rows: Sequence[RowStep] = (),
         ready: Sequence[RowCalls] | None = None,
+        division: Division | None = None,
     ) -> None:
         """Applies one gradient to each variable, which occurs once, and waits.
 
         Args:
             ready: What ``rows.ready`` has found for ``rows``.
+            division: What `division` has found for ``steps``.
         """
-        self._apply(steps)
+        self._apply(steps, division)
         if rows:
             try:
                 self.rows.apply(rows, ready)
@@ -214,6 +245,12 @@ class UpdatePrograms:
                 with self._layouts.words(steps[0].cell):
                     self._joint.prepare(steps, kinds)
                 return
+            groups, alone = self._divided(steps, kinds)
+            for group in groups:
+                with self._layouts.words(group.steps[0].cell), self._layouts.here():
+                    self._flat.prepare(group)
+            steps = [steps[place] for place in alone]
+            numbers = [numbers[place] for place in alone]
         for step, number in zip(steps, numbers, strict=True):
             self._program(step, number)
 
@@ -224,30 +261,58 @@ class UpdatePrograms:
             [(step.slots[number].layout, step.gradient.dtype) for step in steps]
         )
 
+    def _divided(
+        self, steps: Sequence[SlotStep], kinds: Kinds
+    ) -> tuple[list[FlatGroup], Sequence[int]]:
+        """Returns the updates that are made as one array, and the places of the others.
+        None is where slots change their layout, or are made as late as the update."""
+        everything = range(len(steps))
+        if not self._are_steady(kinds) or any(step.late for step in steps):
+            return [], everything
+        groups = self._flat.groups(steps, kinds)
+        taken = {place for group in groups for place in group.places}
+        if not taken:
+            return [], everything
+        return groups, [place for place in everything if place not in taken]
+
+    def _are_steady(self, kinds: Kinds) -> bool:
+        return all(self._after.get(kind) == kind[0] for kind in {*kinds})
+
     def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
         """Returns whether one program makes all these updates. It does not where slots
         change their layout: that happens in their first update alone, so the program
         would be compiled for one use."""
-        steady = all(self._after.get(kind) == kind[0] for kind in kinds)
-        late = any(step.late for step in steps)
-        return steady and not late and self._joint.takes(steps, kinds)
+        if len(steps) > MAX_JOINT_VARIABLES or any(step.late for step in steps):
+            return False
+        return self._are_steady(kinds) and self._joint.takes(steps, kinds)
 
-    def _apply(self, steps: Sequence[SlotStep]) -> None:
+    def _apply(self, steps: Sequence[SlotStep], division: Division | None) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
-        kinds = self._kinds(steps)
+        together: list[StartedUpdate] = []
         try:
-            if self._are_joint(steps, kinds):
+            found = division or self.division(steps)
+            if found is None:  # they come late
+                kinds, everything = self._kinds(steps), range(len(steps))
+                found = Division(kinds, False, (), everything, is_prepared=True)
+            kinds = found.kinds
+            if found.is_joint:
                 started = [(step, None) for step in steps]
                 values = self._joint.start(steps, kinds)
                 started = list(zip(steps, values, strict=True))
             else:
-                for step, (number, _) in zip(steps, kinds, strict=True):
+                together = [self._flat.start(group) for group in found.groups]
+                for place in found.alone:
+                    step, number = steps[place], kinds[place][0]
                     started.append((step, None))
                     value = self._program(step, number).start(self._optimizer, step)
                     started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
+            for update in together:
+                update.wait()
+            for update in together:
+                update.finish()
         except Exception as error:
             # Goes to the caller. Only XLA itself can fail here (it is out of memory,
             # say), and it may have been writing in place: what it had is lost.

@@ -14,7 +14,7 @@ A cell is in one of two states:
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
     buffer. XLA donates (writes in place) a buffer only while nothing else refers to it
     and otherwise computes into fresh memory: its own accounting keeps the law, and the
-    tests of this file hold it to that.
+    tests of this file hold it to that. Or it is a part of a `Flat`, which XLA reads.
 
 A lease of a host buffer is a view of a *window*, an array over a read-only memoryview
 of the buffer. numpy makes a view of a view point at the array that owns the memory,
@@ -44,6 +44,7 @@ from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.memory import lasting
 from zstrat.ps.engine._arithmetic import as_rows
 
+from ._flat import Part
 from ._pins import Pin
 
 if TYPE_CHECKING:
@@ -214,6 +215,17 @@ class Cell:
         return self._lost
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def part(self) -> Part | None:
+        """The value, if it is a part of a `Flat`."""
+        device = self._device
+        return device if isinstance(device, Part) else None
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row; of a scalar: of all of it."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -380,10 +392,13 @@ class Cell:
             UnavailableError: The value was lost (`lose`).
         """
         self.require()
-        return self._device if self._buffer is None else self._buffer.array
+        if self._buffer is not None:
+            return self._buffer.array
+        device = self._device
+        return device.view() if isinstance(device, Part) else device
 
     def take_back(self, value: object) -> None:
-        """Makes a fresh, immutable array of XLA's the value."""
+        """Makes a fresh, immutable array of XLA's the value, or a `Part` of one."""
         if self._buffer is not None:
             self._leave(self._buffer)
         self._device, self._buffer, self._spare = value, None, None
@@ -416,7 +431,8 @@ class Cell:
 
     def _view(self) -> np.ndarray:
         self.require()
-        return np.asarray(self._device)
+        device = self._device
+        return device.view() if isinstance(device, Part) else np.asarray(device)
 
     def _rest(self) -> None:
         if self._spare is not None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._bindings import Tree
     from zstrat.ps.engine._row_updates import RowCalls
     from zstrat.ps.engine._slots import HeldVariable
+    from zstrat.ps.engine._xla import Division
     from zstrat.ps.tables._id_table import IdTable
     from zstrat.wire import Push
 
@@ -101,6 +102,8 @@ class UpdateRun:
     plain: list[ServerUpdate] = field(default_factory=list)
     ready: list[RowCalls] | None = None
     """The rows, if they need nothing but to be updated where they are (`look`)."""
+    division: Division | None = None
+    """Which whole variables share programs, if their slots are there (`look`)."""
 
     @property
     def is_late(self) -> bool:
@@ -138,20 +141,25 @@ class UpdateRun:
                 self.plain[at] = replace(update, operands=(rows, *values))
 
     def look(self) -> None:
-        """Checks whether the row updates can be made in place, unless it is known
-        already."""
-        if self.optimizer is not None and self.rows and self.ready is None:
-            self.ready = self.optimizer.programs.rows.ready(self.rows)
+        """Checks whether the row updates can be made in place, and which others share
+        programs, unless it is known already."""
+        if self.optimizer is None:
+            return
+        programs = self.optimizer.programs
+        if self.rows and self.ready is None:
+            self.ready = programs.rows.ready(self.rows)
+        if self.steps and self.division is None:
+            self.division = programs.division(self.steps)
 
     @property
     def is_prepared(self) -> bool:
         """Whether `prepare` would have next to nothing to do."""
         self.look()
-        optimizer = self.optimizer
-        return optimizer is None or (
+        whole = self.division
+        return self.optimizer is None or (
             (self.ready is not None or not self.rows)
             and not self.is_late
-            and optimizer.programs.is_prepared(self.steps)
+            and (not self.steps or (whole is not None and whole.is_prepared))
         )
 
     def prepare(self, ahead: Ahead) -> None:
@@ -160,6 +168,8 @@ class UpdateRun:
             unready = self.rows if self.ready is None else []
             unready[:] = [step.distinct() for step in unready]
             self.optimizer.programs.prepare(self.steps, unready, ahead)
+            if self.division is None or not self.division.is_prepared:
+                self.division = None  # slots were made, or programs
 
     def compute(self, ahead: Ahead) -> None:
         """If it fails, what it had written is lost."""
@@ -167,7 +177,7 @@ class UpdateRun:
             programs = self.optimizer.programs
             if self.is_late:
                 programs.complete(self.steps, self.rows, ahead)
-            programs.apply(self.steps, self.rows, self.ready)
+            programs.apply(self.steps, self.rows, self.ready, self.division)
         for at, update in enumerate(self.plain):
             try:
                 update.compute()
@@ -246,8 +256,11 @@ class PushPlan:
 
     def _apply(self) -> None:
         ahead = Ahead()
-        for run in self.runs:
-            run.prepare(ahead)
+        optimized = [run for run in self.runs if run.optimizer is not None]
+        # What is done ahead of the first is for those that come after it.
+        if len(optimized) != 1 or not optimized[0].is_prepared:
+            for run in self.runs:
+                run.prepare(ahead)
         for at, run in enumerate(self.runs):
             try:
                 run.compute(ahead)
@@ -255,6 +268,19 @@ class PushPlan:
                 for before in self.runs[:at]:
                     before.lose(error)
                 raise
+
+    def is_short(self, limit: int) -> bool:
+        """Returns whether it moves no more than ``limit`` bytes in all, and has nothing
+        to compile."""
+        # Of small variables as one array, a quarter of what `work_of` counts for each.
+        if self.work > 4 * limit or not self.is_compiled:
+            return False
+        runs = [run for run in self.runs if run.optimizer is not None]
+        are_flat = all(
+            run.division is not None and run.division.is_flat and not run.rows
+            for run in runs
+        )
+        return self.work <= (4 * limit if runs and are_flat else limit)
 
     @property
     def is_compiled(self) -> bool:
@@ -268,6 +294,12 @@ class PushPlan:
         # The first updates of these: in place, so nothing changes for those after.
         ready = {id(step.cell) for run in self.runs if run.ready for step in run.rows}
         found: dict[int, tuple[Cell, list[Write]]] = {}
+        (only, *others) = self.runs
+        if not others and not only.rows and not only.plain:  # XLA has memory of its own
+            for step in only.steps:
+                step.cell.require()
+                step.cell.unreserve()
+            return
         for update in self.updates:
             held = update.held
             if id(held.cell) in ready:

@@ -48,6 +48,7 @@ from zstrat.wire import (
     Withdraw,
 )
 
+from ._alike_pushes import AlikePushes
 from ._changes import ChangeLog, log_plan
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._creating_tables import TablesPlan, tables_plan
@@ -63,7 +64,7 @@ from ._lookups import (
     too_many,
 )
 from ._parts import Parts, plain_push
-from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
+from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan
 from ._rounds import OpenRounds, merged_part
 from ._variables import HeldVariables
 
@@ -108,6 +109,7 @@ class Store:
         self.engine = engine
         self.variables = HeldVariables(task, spill)
         """The variables, for the session that is open."""
+        self._alike = AlikePushes()
         self.ledger, self.writers = Ledger(), Writers(task)
         self.leases = DoneLeases()
         self.parts, self.rounds = Parts(task), OpenRounds(task)
@@ -275,6 +277,7 @@ class Store:
         """
         self.variables.clear()
         self.engine.clear()
+        self._alike = AlikePushes()
         self._forget_pushes()
         self.leases = DoneLeases()
         self.rounds = OpenRounds(self._task)
@@ -323,7 +326,7 @@ class Store:
     def plan_again(self, push: Push) -> PushPlan:
         """Plans a push that the primary has applied, in a backup that has applied all
         pushes before it. Does not ask whether it is a duplicate: the primary has."""
-        return push_plan(push, self.variables, self.engine)
+        return self._alike.plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
         """Notes that all closures below the mark are over. From now on their pushes

@@ -37,12 +37,22 @@ class HeldVariables(dict[int, HeldVariable]):
         """Grows with each `clear`: a plan of an earlier one cannot be committed."""
         self.first_version = 0
         """Of a new variable: above all of those that were deleted."""
+        self.changes = 0
+        """How often variables came or went."""
 
     def __missing__(self, key: int) -> HeldVariable:
         raise NotFoundError(
             f"{self.task} holds no variable with key {key} (but {len(self)} "
             "others): it was deleted, or created in another session"
         )
+
+    def __setitem__(self, key: int, held: HeldVariable) -> None:
+        self.changes += 1
+        super().__setitem__(key, held)
+
+    def __delitem__(self, key: int) -> None:
+        self.changes += 1
+        super().__delitem__(key)
 
     def find(self, keys: Iterable[int]) -> list[HeldVariable]:
         """Returns the variables, in order.
@@ -96,4 +106,5 @@ class HeldVariables(dict[int, HeldVariable]):
         with those of this one."""
         super().clear()
         self.generation += 1
+        self.changes += 1
         self.first_version = 0

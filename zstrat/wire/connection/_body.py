@@ -148,10 +148,14 @@ class Assembly:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Returns the arrays of the complete body: read-only views that keep it
         alive."""
-        memory = self._memory.toreadonly()
+        memory, make = self._memory.toreadonly(), np.ndarray
         return tuple(
-            array_from(spec, memory[at : at + spec.nbytes])
-            for spec, at in zip(self.specs, self._offsets, strict=True)
+            [
+                make(spec.shape, spec.dtype, memory, at)
+                if spec.nbytes
+                else array_from(spec, b"")
+                for spec, at in zip(self.specs, self._offsets, strict=True)
+            ]
         )
 
 

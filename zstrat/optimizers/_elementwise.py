@@ -1,0 +1,144 @@
+"""Updates that do the same to each element, whatever the shape of the variable.
+
+Such an update, as Adam's or SGD's, may be applied to the elements of several variables
+laid side by side, which is one program in place of one for each of them. A program is
+elementwise if each of its equations is
+
+- between arrays of the variable's shape, and known to act element by element;
+- between scalars, whatever it computes;
+- or makes an array of the variable's shape of one scalar.
+
+Law of the file: what is not known to be elementwise is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from ._jaxprs import comparable, constant
+from ._rows import ELEMENTWISE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._leaf import LeafRule
+
+
+@dataclass(frozen=True, eq=False)
+class ElementwiseUpdate:
+    """See the module's docstring.
+
+    ``form`` is equal for rules that do the same to an element. ``by_element``: for each
+    slot, whether it has the shape of the variable; others are scalars.
+    """
+
+    form: Any
+    by_element: tuple[bool, ...]
+    _jaxpr: Any
+    _consts: tuple[Any, ...]
+
+    def run(
+        self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """Returns the new value and new slots.
+
+        Args:
+            value: ``[n]``, as the gradient and the slots that go by element.
+        """
+        env = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
+        given = [value, *slots, gradient, *operands]
+        env.update(zip(self._jaxpr.invars, given, strict=True))
+
+        def known(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else env[var]
+
+        for eqn in self._jaxpr.eqns:
+            operand = [known(var) for var in eqn.invars]
+            if _spreads(eqn):
+                made = jax.lax.broadcast(operand[0], value.shape)
+            else:
+                made = eqn.primitive.bind(*operand, **eqn.params)
+            several = eqn.primitive.multiple_results
+            env.update(zip(eqn.outvars, made if several else [made], strict=True))
+        moved, *after = [known(var) for var in self._jaxpr.outvars]
+        return moved, after
+
+
+def elementwise(
+    rule: LeafRule, shape: tuple[int, ...], dtypes: tuple[Any, ...]
+) -> ElementwiseUpdate | None:
+    """Returns the update of one element by a rule; None if there is none.
+
+    Args:
+        shape: Of the variable.
+        dtypes: Of its slots.
+    """
+    if not shape:
+        return None  # it has the shape of a scalar beside it
+    closed = rule.program(shape[0], dtypes)
+    jaxpr, slots = closed.jaxpr, len(rule.slots)
+    consts = [constant(const) for const in closed.consts]
+    shapes = [tuple(var.aval.shape) for var in jaxpr.invars]
+    elements = [each == shape for each in shapes]
+    is_fit = (
+        elements[0]
+        and elements[1 + slots]
+        and all(each in (shape, ()) for each in shapes[: 1 + slots])
+        and not any(shapes[2 + slots :])
+        and not any(const.shape for const in consts)
+        and all(_is_elementwise(eqn, shape) for eqn in jaxpr.eqns)
+    )
+    outputs = [tuple(var.aval.shape) for var in jaxpr.outvars]
+    if not is_fit or outputs != shapes[: 1 + slots]:
+        return None
+    numbers: dict[Any, int] = {}
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        numbers[var] = len(numbers)
+
+    def place(var: Any) -> Any:
+        if isinstance(var, Literal):
+            return _kind(var, shape), np.asarray(var.val).tobytes()
+        return numbers[var]
+
+    form: list[Any] = [(const.dtype, const.tobytes()) for const in consts]
+    form += [_kind(var, shape) for var in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        params = [] if _spreads(eqn) else sorted(eqn.params.items())
+        known = [(name, comparable(value)) for name, value in params]
+        form.append((eqn.primitive, *map(place, eqn.invars), *known))
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+    form += map(place, jaxpr.outvars)
+    by_element = tuple(elements[1 : 1 + slots])
+    made = tuple(form), rule.tree.wide, rule.tree.random
+    return ElementwiseUpdate(made, by_element, jaxpr, tuple(closed.consts))
+
+
+def _kind(var: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    aval = var.aval
+    return tuple(aval.shape) == shape, aval.dtype, getattr(aval, "weak_type", False)
+
+
+def _spreads(eqn: Any) -> bool:
+    """Returns whether it makes an array of one scalar."""
+    is_scalar = not getattr(eqn.invars[0].aval, "shape", None) if eqn.invars else False
+    return eqn.primitive.name == "broadcast_in_dim" and is_scalar
+
+
+def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    found = {
+        tuple(getattr(var.aval, "shape", (-1,))) for var in (*eqn.invars, *eqn.outvars)
+    }
+    if found == {()}:
+        return not eqn.effects
+    if not found <= {(), shape}:
+        return False
+    outputs = {tuple(var.aval.shape) for var in eqn.outvars}
+    if _spreads(eqn):
+        return outputs == {shape}
+    return eqn.primitive.name in ELEMENTWISE and outputs == {shape}

@@ -1,0 +1,250 @@
+"""Small variables that an optimizer moves element by element, updated as one array.
+
+A program of one small variable computes for a microsecond and takes thirty to be
+started, and one of a hundred arrays is no better: XLA runs its parts one by one. So the
+values, slots and gradients of small variables that are moved alike lie side by side
+(`zstrat.ps.store._flat`), and one program of one array each updates all of them. Every
+element is computed by the same operations either way.
+
+The gradients of a push are copied together. Values and slots are as the last update has
+left them, unless the push is of other variables than that one, or something else has
+changed one of them; then they are copied together once more.
+
+Nothing is donated, so that an update which fails has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+
+from zstrat.errors import ResourceExhaustedError
+from zstrat.memory import aligned
+from zstrat.optimizers import elementwise
+from zstrat.ps.store._flat import Flat
+
+from ._slot_layouts import operands_of, shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.optimizers import ElementwiseUpdate
+    from zstrat.ps.store._cell import Cell
+
+    from ._slot_layouts import SlotLayouts
+    from ._slots import SlotStep
+
+LARGEST: Final = 64 * 1024
+"""Bytes of a variable above which copying its gradient costs what a program does."""
+
+TOGETHER: Final = 2**20
+"""Bytes of variables in one array: a reader of one of them keeps the memory of all, and
+larger arrays are in pages that are new each time, which cost more than the update."""
+
+FEWEST: Final = 4
+"""Variables that are worth an array of their own."""
+
+PROGRAMS: Final = 64
+"""Programs of one optimizer: each set of variables has one for the sum of its sizes."""
+
+Kinds = tuple[tuple[int, "np.dtype"], ...]
+"""For each variable the layout of its slots, and the dtype of its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """Updates that one program makes: their places in the push, and themselves."""
+
+    key: tuple[Any, int]
+    rule: ElementwiseUpdate
+    places: Sequence[int]
+    steps: Sequence[SlotStep]
+
+
+@dataclass(slots=True)
+class StartedUpdate:
+    """What the program of a group gives: first the values, then the slots."""
+
+    cells: Sequence[Sequence[Cell]]
+    flats: Sequence[Flat | None]
+    made: Sequence[Any]
+
+    def wait(self) -> None:
+        """Waits until it is computed. Raises what XLA does."""
+        jax.block_until_ready(self.made)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Makes it the values and slots of the variables."""
+        for cells, flat, value in zip(self.cells, self.flats, self.made, strict=True):
+            if flat is not None:
+                flat.become(value)
+                continue
+            parts = [cell.part for cell in cells]
+            before = {part.flat for part in parts if part is not None}
+            del parts
+            Flat(value, cells)
+            for each in before:
+                if each is not None:
+                    each.shrink()
+
+
+@dataclass(slots=True)
+class FlatUpdates:
+    """The flat programs of one optimizer, by the update of an element and the number of
+    elements."""
+
+    optimizer: int
+    layouts: SlotLayouts
+    programs: dict[tuple[Any, int], Any] = field(default_factory=dict)
+    _rules: dict[tuple[int, np.dtype], ElementwiseUpdate | None] = field(
+        default_factory=dict
+    )
+    _divided: dict[Kinds, list[list[int]]] = field(default_factory=dict)
+    _gradients: dict[tuple[Any, int], np.ndarray] = field(default_factory=dict)
+    """Where the gradients of a push are copied together, for each program."""
+
+    def groups(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[FlatGroup]:
+        """Returns the updates that are made together. Their slots exist, and keep their
+        layouts."""
+        if len(steps) < FEWEST:
+            return []
+        divided = self._divided.get(kinds)
+        if divided is None:
+            if len(self._divided) >= PROGRAMS:
+                self._divided.clear()
+            divided = self._divided[kinds] = self._divide(kinds)
+        found = [self._group(places, steps, kinds) for places in divided]
+        return [group for group in found if group is not None]
+
+    def prepare(self, group: FlatGroup) -> None:
+        """Compiles the program; call it where it is traced (`SlotLayouts.here`)."""
+        if group.key in self.programs:
+            return
+        step, count = group.steps[0], group.key[1]
+        cells = step.slots[self.optimizer].cells
+        given = (
+            shape((count,), step.cell.dtype),
+            [
+                shape((count,) if is_flat else (), cell.dtype)
+                for cell, is_flat in zip(cells, group.rule.by_element, strict=True)
+            ],
+            shape((count,), step.gradient.dtype),
+            operands_of(step.rule),
+        )
+        with step.rule.tree.arithmetic():
+            call = jax.jit(group.rule.run).lower(*given).compile()
+        self.programs[group.key] = call
+        self._gradients[group.key] = aligned((count,), step.gradient.dtype)
+
+    def start(self, group: FlatGroup) -> StartedUpdate:
+        """Hands the work to XLA, which may do it later; changes nothing.
+
+        Raises:
+            UnavailableError: A value was lost.
+            ResourceExhaustedError: There is no memory to copy values together.
+        """
+        try:
+            return self._start(group)
+        except MemoryError:
+            raise ResourceExhaustedError(
+                f"{group.steps[0].cell.who}: not enough memory to copy it together "
+                f"with {len(group.steps) - 1} others"
+            ) from None
+
+    def _start(self, group: FlatGroup) -> StartedUpdate:
+        steps = group.steps
+        slots = [step.slots[self.optimizer].cells for step in steps]
+        cells = [[step.cell for step in steps], *zip(*slots, strict=True)]
+        flats = [Flat.of(each) for each in cells]
+        is_flat = (True, *group.rule.by_element)
+        value, *others = [
+            flat.value if flat is not None else _joined(each, by_element)
+            for each, flat, by_element in zip(cells, flats, is_flat, strict=True)
+        ]
+        gradient = self._gradients[group.key]
+        np.concatenate([step.gradient.reshape(-1) for step in steps], out=gradient)
+        with steps[0].rule.tree.arithmetic():
+            call = self.programs[group.key]
+            moved, after = call(value, others, gradient, steps[0].operands)
+        return StartedUpdate(cells, flats, [moved, *after])
+
+    def _divide(self, kinds: Kinds) -> list[list[int]]:
+        """Returns the places of those that have one update of an element, as many
+        together as fit."""
+        found: dict[Any, list[list[int]]] = {}
+        room: dict[Any, int] = {}
+        for place, kind in enumerate(kinds):
+            rule = self._rule(*kind)
+            nbytes = _bytes_of(self.layouts[kind[0]].value)
+            if rule is None or nbytes > LARGEST:
+                continue
+            sets = found.setdefault(rule.form, [])
+            if not sets or nbytes > room[rule.form]:
+                sets.append([])
+                room[rule.form] = TOGETHER
+            sets[-1].append(place)
+            room[rule.form] -= nbytes
+        every = [places for sets in found.values() for places in sets]
+        return [places for places in every if len(places) >= FEWEST]
+
+    def _group(
+        self, places: Sequence[int], steps: Sequence[SlotStep], kinds: Kinds
+    ) -> FlatGroup | None:
+        mine = [steps[place] for place in places]
+        rule = self._rule(*kinds[places[0]])
+        assert rule is not None
+        operands = mine[0].operands
+        if operands and not all(_are_same(step.operands, operands) for step in mine):
+            return None
+        cells = [step.slots[self.optimizer].cells for step in mine]
+        for at, by_element in enumerate(rule.by_element):
+            if not by_element and not _are_equal([each[at] for each in cells]):
+                return None
+        key = rule.form, sum([step.cell.size for step in mine])
+        if key not in self.programs and len(self.programs) >= PROGRAMS:
+            return None
+        return FlatGroup(key, rule, places, mine)
+
+    def _rule(self, number: int, gradient: np.dtype) -> ElementwiseUpdate | None:
+        kind = number, gradient
+        if kind not in self._rules:
+            layout = self.layouts[number]
+            dtypes = tuple([np.dtype(leaf.dtype) for leaf in layout.leaves])
+            with layout.rule.tree.arithmetic():
+                found = elementwise(layout.rule, layout.value.shape, dtypes)
+            self._rules[kind] = found
+        return self._rules[kind]
+
+
+def _bytes_of(value: Any) -> int:
+    elements, dtype = math.prod(value.shape), np.dtype(value.dtype)
+    return int(elements * dtype.itemsize)
+
+
+def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _are_equal(cells: Sequence[Cell]) -> bool:
+    """Returns whether scalars are equal, bit for bit; ones that were lost are not."""
+    if Flat.of(cells) is not None:
+        return True
+    if any(cell.lost for cell in cells):
+        return False
+    return len({cell.look().tobytes() for cell in cells}) == 1
+
+
+def _joined(cells: Sequence[Cell], by_element: bool) -> np.ndarray:
+    """Returns the values of cells in one array, or the scalar that is that of each."""
+    if not by_element:
+        cells[0].require()
+        return cells[0].look()
+    out = aligned((sum([cell.size for cell in cells]),), cells[0].dtype)
+    for cell in cells:
+        cell.require()
+    np.concatenate([cell.look().reshape(-1) for cell in cells], out=out)
+    return out

@@ -1,0 +1,106 @@
+"""Pushes that are like the one before.
+
+A worker sends whole gradients of the same variables at each step. That they fit was
+checked when the first of these pushes came, and is so until variables, bindings, or the
+shapes and dtypes of the gradients change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from zstrat.ps.engine._slots import SlotStep
+
+from ._plans import PushPlan, ServerUpdate, UpdateRun, push_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.optimizers import LeafRule
+    from zstrat.ps.engine._engine import OptimizerEngine, Registered
+    from zstrat.wire import Push, Update
+
+    from ._variables import HeldVariables
+
+MANY: Final = 16
+"""Updates that are worth remembering."""
+
+
+@dataclass(slots=True)
+class AlikePushes:
+    """See the module's docstring. Of one store."""
+
+    _updates: Sequence[Update] = ()
+    _kinds: list[tuple[object, ...]] = field(default_factory=list)
+    _state: tuple[object, ...] = ()
+    _optimizer: Registered | None = None
+    _planned: Sequence[ServerUpdate] = ()
+    _rules: Sequence[LeafRule] = ()
+    _work: int = 0
+
+    def plan(
+        self, push: Push, variables: HeldVariables, engine: OptimizerEngine
+    ) -> PushPlan:
+        """Plans a push. Raises as `push_plan`."""
+        known = self._again(push, variables, engine)
+        if known is not None:
+            return known
+        plan = push_plan(push, variables, engine)
+        self._note(plan, variables, engine)
+        return plan
+
+    def _again(
+        self, push: Push, variables: HeldVariables, engine: OptimizerEngine
+    ) -> PushPlan | None:
+        """Returns the plan of a push that is like the latest one."""
+        known = self._optimizer
+        if (
+            known is None
+            or push.updates != self._updates
+            or self._state != _state_of(variables, engine, known)
+            or _kinds_of(push) != self._kinds
+        ):
+            return None
+        each = zip(self._planned, self._rules, push.arrays, strict=True)
+        steps = [
+            SlotStep(update.held.cell, update.held.slots, rule, gradient)
+            for update, rule, gradient in each
+        ]
+        runs = [UpdateRun(known, steps)]
+        generation = variables.generation
+        return PushPlan(generation, push, self._planned, self._work, runs, engine)
+
+    def _note(
+        self, plan: PushPlan, variables: HeldVariables, engine: OptimizerEngine
+    ) -> None:
+        """Remembers a push, if it is of many whole gradients for one optimizer and of
+        nothing else."""
+        runs = [run for run in plan.runs if run.optimizer or run.plain]
+        if len(plan.updates) < MANY or len(runs) != 1 or runs[0].optimizer is None:
+            return
+        known, steps = runs[0].optimizer, runs[0].steps
+        pairs = zip(steps, plan.push.arrays, strict=False)
+        if len(steps) != len(plan.push.arrays) or any(
+            step.operands or step.late or step.gradient is not array
+            for step, array in pairs
+        ):
+            return
+        self._updates, self._kinds = list(plan.push.updates), _kinds_of(plan.push)
+        self._state = _state_of(variables, engine, known)
+        self._optimizer, self._rules = known, [step.rule for step in steps]
+        # Without the gradients, whose memory is another's.
+        self._planned = [replace(update, operands=()) for update in plan.updates]
+        self._work = plan.work
+
+
+def _kinds_of(push: Push) -> list[tuple[object, ...]]:
+    return [(array.shape, array.dtype) for array in push.arrays]
+
+
+def _state_of(
+    variables: HeldVariables, engine: OptimizerEngine, known: Registered
+) -> tuple[object, ...]:
+    """Returns what changes when a push may have to be checked again."""
+    is_there = known.optimizer in engine and engine.get(known.optimizer) is known
+    return variables.changes, known.bindings.changes, is_there

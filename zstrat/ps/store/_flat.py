@@ -1,0 +1,119 @@
+"""Values of several small variables side by side, as one program has left them.
+
+A `Flat` is one immutable array, and each cell has a `Part` of it in place of an array
+of its own. The next program that moves the same cells takes the array as it is, and
+puts another in its place for all of them: nothing is done for each cell, and nothing
+copied.
+Whoever reads a cell gets a view, which keeps the array of its time.
+
+A cell that is changed by itself takes another value and is in the flat no more. What is
+left of it then only holds the memory of the values that went; `Flat.shrink` ends that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class PartHolder(Protocol):
+    """A cell, as far as it matters here."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        ...
+
+    @property
+    def part(self) -> Part | None:
+        """The value, if it is a part of a flat."""
+        ...
+
+    def take_back(self, value: object) -> None:
+        """Takes another value."""
+        ...
+
+
+@final
+class Part:
+    """The elements from ``start`` to before ``stop`` of a flat: the value of a cell."""
+
+    __slots__ = ("__weakref__", "_own", "_shape", "flat", "start", "stop")
+
+    def __init__(
+        self, flat: Flat, start: int, stop: int, shape: tuple[int, ...]
+    ) -> None:
+        self.flat: Flat | None = flat
+        self.start, self.stop, self._shape = start, stop, shape
+        self._own: np.ndarray | None = None
+
+    def view(self) -> np.ndarray:
+        """Returns the value, read-only. It never changes afterwards."""
+        flat = self.flat
+        if flat is None:
+            assert self._own is not None
+            return self._own
+        array = flat.array
+        if not array.ndim:  # one scalar, the same for all
+            return array
+        return array[self.start : self.stop].reshape(self._shape)
+
+    def leave(self) -> None:
+        """Copies the value out of the flat."""
+        own = self.view().copy()
+        own.flags.writeable = False
+        # In this order: another thread may be reading.
+        self._own, self.flat = own, None
+
+
+@final
+class Flat:
+    """The values of cells in one array ``[n]``, or a scalar that is the value of each.
+
+    ``value`` is XLA's, ``array`` a view of it. One user at a time may change it, who
+    owns all of the cells.
+    """
+
+    __slots__ = ("_parts", "array", "value")
+
+    def __init__(self, value: Any, cells: Sequence[PartHolder]) -> None:
+        """Makes ``value`` the values of the cells, in order."""
+        self.become(value)
+        self._parts: list[weakref.ref[Part]] = []
+        stop = 0
+        for cell in cells:
+            start, stop = stop, stop + cell.size
+            part = Part(self, start, stop, cell.shape)
+            cell.take_back(part)
+            self._parts.append(weakref.ref(part))
+
+    @staticmethod
+    def of(cells: Sequence[PartHolder]) -> Flat | None:
+        """Returns the flat that has the values of these cells, in order, and of no
+        others."""
+        part = cells[0].part
+        flat = None if part is None else part.flat
+        if flat is None or len(flat._parts) != len(cells):
+            return None
+        pairs = zip(flat._parts, cells, strict=True)
+        same = [find() is cell.part for find, cell in pairs]
+        return flat if all(same) else None
+
+    def become(self, value: Any) -> None:
+        """Puts new values in place of all."""
+        self.value: Any = value
+        self.array: np.ndarray = np.asarray(value)
+
+    def shrink(self) -> None:
+        """Gives the memory of values that went elsewhere back, if it is half of it."""
+        left = [part for find in self._parts if (part := find()) is not None]
+        if 2 * sum([part.stop - part.start for part in left]) < self.array.size:
+            for part in left:
+                part.leave()
