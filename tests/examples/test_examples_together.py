@@ -90,7 +90,8 @@ def test_the_transformer_trains_and_says_how_well(tmp_path):
 def test_local_steps_send_fewer_bytes_over_a_slow_link(tmp_path):
     few = ["--steps", "6", "--every", "3", "--batch", "2", "--megabits", "1000"]
     script = str(ROOT / "examples/diloco.py")
-    done = ran(script, "--workers", "2", *few, cwd=tmp_path)
+    # Two of them are in test_system_windows, and on a page of docs.
+    done = ran(script, "--workers", "1", *few, cwd=tmp_path)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"characters +\S+ s  \S+ bits", done.stdout)) == 2 + 6

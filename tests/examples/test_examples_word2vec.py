@@ -248,7 +248,7 @@ def kill_a_worker(pid):
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_run_that_was_stopped_goes_on_and_does_not_mind_a_dead_worker(tmp_path):
-    smoke = ["--smoke", "--cache", "cache", "--out", "checkpoints", "--every", "20"]
+    smoke = ["--smoke", "--epochs=2", "--every=20", "--cache=made", "--out=checkpoints"]
     with running(*smoke, "--ps", "1", "--workers", "1", cwd=tmp_path) as first:
         lines_until(first, "step 20/")
         first.send_signal(signal.SIGINT)

@@ -83,10 +83,15 @@ def by_optax(transformation, gradients, start=START, change=None, **extra):
     transformation = optax.with_extra_args_support(transformation)
     values = jax.tree.map(jnp.asarray, start)
     state = transformation.init(values)
+
+    @jax.jit
+    def moved(gradient, state, values):
+        updates, state = transformation.update(gradient, state, values, **extra)
+        return optax.apply_updates(values, updates), state
+
     for number, gradient in enumerate(gradients):
         state = state if change is None else change(number, state)
-        updates, state = transformation.update(gradient, state, values, **extra)
-        values = optax.apply_updates(values, updates)
+        values, state = moved(gradient, state, values)
     return values, state
 
 

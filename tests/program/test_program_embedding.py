@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +73,9 @@ def test_ids_in_lists(storage, kind):
         wanted = TABLE[np.asarray(ids, int)]
         constant = everywhere(lambda ids=ids: zs.embedding_lookup(table, ids, **how))
         np.testing.assert_array_equal(constant, wanted)
-        given = everywhere(lambda ids: zs.embedding_lookup(table, ids, **how), ids)
-        np.testing.assert_array_equal(given, wanted)
+        # Outside of a step, arguments are constants.
+        step = zs.function(lambda ids: zs.embedding_lookup(table, ids, **how))
+        np.testing.assert_array_equal(step(ids), wanted)
     pairs = everywhere(
         lambda ids, rows, weights: zs.embedding_lookup_sparse(
             table, (ids, rows, 2), weights, "sum", **how
@@ -237,12 +240,17 @@ def test_safe_lookups_drop_and_fill():
     expected = [(TABLE[3] + 2 * TABLE[5]) / 3, np.zeros(3), TABLE[4]]
     flat, where = ids[mask], np.repeat(np.arange(3), mask.sum(1))
     forms = [((ids, mask), weights), ((flat, where, 3), weights[mask])]
-    for given_ids, given_weights in forms:
-        rows = zs.safe_embedding_lookup_sparse(TABLE, given_ids, given_weights)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(default):
+        return [
+            zs.safe_embedding_lookup_sparse(TABLE, *form, default_id=default)
+            for form in forms
+        ]
+
+    for rows in found(None):
         np.testing.assert_allclose(rows, expected, rtol=1e-5)
-        rows = zs.safe_embedding_lookup_sparse(
-            TABLE, given_ids, given_weights, default_id=7
-        )
+    for rows in found(7):
         np.testing.assert_allclose(rows, [expected[0], TABLE[7], TABLE[4]], rtol=1e-5)
 
 
@@ -279,6 +287,10 @@ def test_safe_lookups_keep_every_weight_of_a_sum(form, combiner, default):
     mask = np.ones(SAFE_IDS.shape, bool)
     slopes = RNG.normal(size=(len(SAFE_IDS), TABLE.shape[1])).astype(np.float32)
 
+    def slopes_of(body):
+        # Compiled as one: each operation by itself takes seconds.
+        return jax.jit(jax.grad(body, argnums=(0, 1), has_aux=True))
+
     def found(table, weights):
         given, mine = (SAFE_IDS, mask), weights
         if form == "pairs":
@@ -292,8 +304,8 @@ def test_safe_lookups_keep_every_weight_of_a_sum(form, combiner, default):
         return jnp.sum(rows * slopes), rows
 
     table, weights = jnp.asarray(TABLE), jnp.asarray(WEIGHTS)
-    got, rows = jax.grad(found, argnums=(0, 1), has_aux=True)(table, weights)
-    want, wanted = jax.grad(expected, argnums=(0, 1), has_aux=True)(table, weights)
+    got, rows = slopes_of(found)(table, weights)
+    want, wanted = slopes_of(expected)(table, weights)
     np.testing.assert_allclose(rows, wanted, rtol=1e-5, atol=1e-6)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -311,8 +323,9 @@ def test_the_gradient_under_max_norm(limit):
     unit, along = np.array([3.0, 4.0]) / 5, np.array([1.0, 0.0])
     scaled = (along - unit[0] * unit) * (limit / 5)
     expected = scaled if limit <= 5 else along
-    np.testing.assert_allclose(jax.grad(first)(table, limit)[0], expected, rtol=1e-6)
-    assert np.isfinite(jax.grad(first)(table, 0.0)).all()
+    slopes = jax.jit(jax.grad(first), static_argnums=1)
+    np.testing.assert_allclose(slopes(table, limit)[0], expected, rtol=1e-6)
+    assert np.isfinite(slopes(table, 0.0)).all()
 
 
 @pytest.mark.parametrize(
@@ -327,8 +340,8 @@ def test_weights_that_add_up_to_nothing(combiner, second):
         return zs.embedding_lookup_sparse(TABLE, (ids, mask), weights, combiner)
 
     want = [np.zeros_like(TABLE[0]), second * (TABLE[1] - TABLE[2])]
-    np.testing.assert_allclose(total(weights), want, rtol=1e-6)
-    slopes = jax.grad(lambda w: jnp.sum(total(w)))(weights)
+    np.testing.assert_allclose(jax.jit(total)(weights), want, rtol=1e-6)
+    slopes = jax.jit(jax.grad(lambda w: jnp.sum(total(w))))(weights)
     assert np.isfinite(slopes).all()
 
 

@@ -62,7 +62,8 @@ def test_tables_among_the_arguments(storage, mode):
         return jnp.sum((params["t"][ids] * params["p"][ids % 7] @ params["w"]) ** 2)
 
     got = called(mode, lambda ids: zs.value_and_grad(loss)(params, ids), IDS)
-    close(got, jax.value_and_grad(plain)({"t": TABLE, "p": OTHER, "w": W}, IDS))
+    whole = {"t": TABLE, "p": OTHER, "w": W}
+    close(got, jax.jit(jax.value_and_grad(plain))(whole, IDS))
     _, grads = got
     assert is_slices(grads["t"])
     assert is_slices(grads["p"])
@@ -94,7 +95,7 @@ def test_variables_by_closure_with_ids_of_the_next_level(storage, mode):
         return both(np.float32(2), ids)
 
     (value, aux), (of_scale, of_variables) = called(mode, body, IDS)
-    expected, grads = jax.value_and_grad(plain, (0, 1, 2))(
+    expected, grads = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(
         np.float32(2), TABLE, OTHER, IDS
     )
     close((value, of_scale, *of_variables), (expected, *grads))
@@ -118,7 +119,7 @@ def test_a_table_that_is_read_whole_too_has_a_dense_gradient(storage, mode):
 
     got = called(mode, body, IDS)
     assert not any(map(is_slices, got[1]))
-    close(got, jax.value_and_grad(plain, (0, 1))(TABLE, OTHER, IDS))
+    close(got, jax.jit(jax.value_and_grad(plain, (0, 1)))(TABLE, OTHER, IDS))
 
 
 def test_a_list_of_variables_has_dense_gradients(storage):
@@ -155,7 +156,7 @@ def test_arguments_that_are_not_differentiated_have_no_gradient(storage):
     (of_w, of_table), alone = step(IDS)
     close((of_w, alone), (TABLE[IDS].sum((0, 1)),) * 2)
     # By itself or as an argument: a table in parts is one and the same.
-    close(of_table, jax.grad(lambda t: jnp.sum(t[IDS] @ W))(TABLE))
+    close(of_table, jax.jit(jax.grad(lambda t: jnp.sum(t[IDS] @ W)))(TABLE))
 
     @zs.function
     def unused():
@@ -196,7 +197,7 @@ def test_second_derivatives(storage):
     def step(ids):
         return zs.grad(slope, 0, variables=table)(np.float32(0.5), ids)
 
-    close(step(IDS), jax.grad(plain, (0, 1))(np.float32(0.5), TABLE))
+    close(step(IDS), jax.jit(jax.grad(plain, (0, 1)))(np.float32(0.5), TABLE))
 
 
 @pytest.mark.parametrize("mode", ["step", "eager", "outside"])
@@ -289,13 +290,16 @@ def test_training(storage, eager):
     losses = [float(step(iterator)) for _ in batches]
     rule, plain, expected = optax.adagrad(0.1), (TABLE, OTHER, W), []
     state = rule.init(plain)
-    for batch in batches:
-        value, grads = jax.value_and_grad(loss)(
-            plain, batch, lambda t, ids: jnp.asarray(t)[ids]
-        )
+
+    @jax.jit
+    def moved(plain, state, batch):
+        value, grads = jax.value_and_grad(loss)(plain, batch, lambda t, ids: t[ids])
         with jax.numpy_dtype_promotion("standard"):  # optax itself needs it
             updates, state = rule.update(grads, state, plain)
-        plain = optax.apply_updates(plain, updates)
+        return value, optax.apply_updates(plain, updates), state
+
+    for batch in batches:
+        value, plain, state = moved(plain, state, batch)
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     for variable, value in zip(params, plain, strict=True):
@@ -340,7 +344,8 @@ def test_replicas(storage, inside, devices):
         each = jnp.sum(table[ids] * table[9 - ids] @ w, axis=1)
         return each.sum(), each
 
-    (_, each), grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(TABLE, W)
+    plainly = jax.jit(jax.value_and_grad(plain, (0, 1), has_aux=True))
+    (_, each), grads = plainly(TABLE, W)
     np.testing.assert_allclose(values, each, rtol=1e-4)
     np.testing.assert_allclose(storage.whole(table), TABLE - grads[0], rtol=1e-4)
     np.testing.assert_allclose(storage.whole(w), W - grads[1], rtol=1e-4)

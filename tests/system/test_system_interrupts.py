@@ -38,19 +38,25 @@ STRIKES = """
                 signal.raise_signal(signal.SIGINT)
 
     def is_struck(number, call):
-        strikes = Strikes(number)
+        strikes, hook, ignored = Strikes(number), sys.unraisablehook, []
+        def notes(what):
+            ignored.append(what.exc_type)
+            hook(what)
+        sys.unraisablehook = notes
         try:
             sys.setprofile(strikes)
             call()
             sys.setprofile(None)
             is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if strikes.left <= 0 and is_default:  # nobody could catch it there:
-                threading.Event().wait(30)  # it is raised again,
+            if strikes.left <= 0 and is_default:
+                if ignored:  # nobody could catch it there: it is raised again,
+                    threading.Event().wait(30)
                 assert "/jax" in strikes.where, strikes.where  # or jax has caught it
         except (KeyboardInterrupt, RuntimeError, KeyError):
             pass  # Thread.start and OrderedDict make others of some
         finally:
             sys.setprofile(None)
+            sys.unraisablehook = hook
         return strikes.left <= 0
 """
 SAVING = """
@@ -101,7 +107,7 @@ TRACING = """
             coordinator.schedule(fresh)
 
         schedule()
-        for number in itertools.count(1, 4):
+        for number in itertools.count(1, int(sys.argv[1])):
             struck = is_struck(number, schedule)
             assert not zs.has_strategy(), number
             try:
@@ -117,5 +123,7 @@ TRACING = """
 """
 
 
-def test_ctrl_c_anywhere_in_a_trace_leaves_the_scope_of_the_strategy():
-    ends_well(TRACING)
+@pytest.mark.parametrize("every", [9, pytest.param(4, marks=pytest.mark.thorough)])
+def test_ctrl_c_anywhere_in_a_trace_leaves_the_scope_of_the_strategy(every):
+    """At one of so many places: a busy machine takes long for the join behind each."""
+    ends_well(TRACING, every)

@@ -149,7 +149,7 @@ def expected(transformation, params, rounds):
 @pytest.mark.parametrize(
     ("recipes", "counts"),
     [
-        (("momentum", "clipped"), (1, SERVERS)),
+        (("momentum", "clipped"), (1, 3)),
         *[
             pytest.param(recipes, (1, 2, SERVERS), marks=pytest.mark.thorough)
             for recipes in [("momentum", "clipped"), ("sgd", "adam", "adagrad")]
