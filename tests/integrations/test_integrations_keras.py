@@ -5,7 +5,9 @@ tests take a strategy of one process, which runs the same code and needs no daem
 """
 
 import contextlib
+import gc
 import json
+import weakref
 
 import jax
 import numpy as np
@@ -502,6 +504,18 @@ def test_who_trains():
     assert model.make_train_function.__module__.startswith("zstrat.")
     outside = dense()
     assert outside.make_train_function.__module__.startswith("keras.")
+    with strategy.scope():
+        outside.compile(loss=LOSS)
+    assert outside.make_train_function.__module__.startswith("zstrat.")
+    outside.compile(loss=LOSS)
+    assert outside.make_train_function.__module__.startswith("keras.")
+
+
+def test_a_model_is_freed_with_its_last_reference():
+    with zs.OneDeviceStrategy("CPU:0").scope():
+        model = weakref.ref(dense())
+    gc.collect()
+    assert model() is None
 
 
 def test_what_is_sent_needs_no_keras():
