@@ -210,6 +210,32 @@ def test_batches_are_delivered_in_order_when_their_steps_have_ended():
     ]
 
 
+def test_callbacks_may_use_the_model():
+    """Also between batches, when other steps are under way."""
+
+    class Uses(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.found = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.found.append(self.model.predict(X[:3], verbose=0).sum())
+            self.found.append(logs["loss"])
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.found += self.model.evaluate(X, Y, verbose=0, callbacks=[Seen()])
+            self.model.optimizer.learning_rate = 0.5
+
+    *_, after, before = compared(
+        lambda: dense(optimizer=keras.optimizers.SGD(0.1)),
+        validation_data=(X, Y),
+        callbacks=lambda: [Uses()],
+    )
+    assert len(after[0].found) == 2 * (4 + 1 + 2)
+    np.testing.assert_allclose(after[0].found, before[0].found, rtol=1e-4)
+
+
 def several():
     """A model of two inputs and two outputs."""
     a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")

@@ -1,4 +1,4 @@
-"""Replicas of a mirrored strategy train a Keras model as Keras does on whole batches."""
+"""Replicas of a mirrored strategy train a model of Keras as Keras does alone."""
 
 import os
 
