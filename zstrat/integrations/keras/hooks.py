@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
+from zstrat.program import get_worker_context
 from zstrat.strategy import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -74,11 +75,20 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
         give_back(model)
         method(model, *args, **kwargs)
         strategy = get_strategy() if has_strategy() else _made_in.get(model)
-        if strategy is not None:
+        if strategy is not None and not _is_in_step():
             check()
             take_over(model, _training(model, strategy))
 
     return compiled
+
+
+def _is_in_step() -> bool:
+    """Returns whether this is a step, to which a compiled model has travelled."""
+    try:
+        get_worker_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _training(model: Any, strategy: Any) -> Training:
