@@ -236,6 +236,26 @@ def test_callbacks_may_use_the_model():
     np.testing.assert_allclose(after[0].found, before[0].found, rtol=1e-4)
 
 
+def test_a_callback_that_raises_gets_no_further_batches():
+    class Raises(callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+            if batch == 1:
+                raise LookupError("enough")
+
+    raises = Raises()
+    with zs.OneDeviceStrategy("CPU:0").scope():
+        model = dense()
+    with pytest.raises(LookupError):
+        model.fit(X, Y, batch_size=16, verbose=0, callbacks=[raises])
+    assert raises.batches == 2
+    before = model.optimizer.iterations.value
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert model.optimizer.iterations.value == before + 4
+
+
 def several():
     """A model of two inputs and two outputs."""
     a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")

@@ -192,7 +192,7 @@ class Training(abc.ABC):
         self._steps: Final[dict[Any, tuple[TracedStep, Any]]] = {}
         self._is_moved = self._is_counted = False
         self._logs: dict[str, Any] = {}
-        self._took = 0.0
+        self._took = AHEAD / 2  # seconds between steps, until some have ended
         self.keras_variables: list[Any] = []
         self.variables: list[Any] = []
         """Those of the strategy, in the order of ``keras_variables``."""
@@ -402,6 +402,9 @@ class Training(abc.ABC):
                 if call.callbacks is not None and pending.batches is not None:
                     begin, end = pending.batches
                     call.callbacks.deliver(pending.mode, begin, end, pending.logs)
+        except BaseException:  # to the caller; callbacks get no further batches
+            call.undelivered.clear()
+            raise
         finally:
             call.is_delivering = False
 
