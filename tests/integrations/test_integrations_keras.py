@@ -210,6 +210,10 @@ def test_batches_are_delivered_in_order_when_their_steps_have_ended():
     ]
 
 
+@pytest.mark.skipif(
+    hasattr(keras.Model, "_enforce_jax_state_sharding"),
+    reason="this version of Keras itself fails when a callback of fit calls predict",
+)
 def test_callbacks_may_use_the_model():
     """Also between batches, when other steps are under way."""
 
