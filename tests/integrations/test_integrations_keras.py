@@ -5,7 +5,9 @@ tests take a strategy of one process, which runs the same code and needs no daem
 """
 
 import contextlib
+import gc
 import json
+import weakref
 
 import jax
 import numpy as np
@@ -206,6 +208,56 @@ def test_batches_are_delivered_in_order_when_their_steps_have_ended():
         ("train_batch end", [1], {"loss": 2.0}),
         ("epoch end", [0], {"loss": 2.0}),
     ]
+
+
+@pytest.mark.skipif(
+    hasattr(keras.Model, "_enforce_jax_state_sharding"),
+    reason="this version of Keras itself fails when a callback of fit calls predict",
+)
+def test_callbacks_may_use_the_model():
+    """Also between batches, when other steps are under way."""
+
+    class Uses(callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.found = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.found.append(self.model.predict(X[:3], verbose=0).sum())
+            self.found.append(logs["loss"])
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.found += self.model.evaluate(X, Y, verbose=0, callbacks=[Seen()])
+            self.model.optimizer.learning_rate = 0.5
+
+    *_, after, before = compared(
+        lambda: dense(optimizer=keras.optimizers.SGD(0.1)),
+        validation_data=(X, Y),
+        callbacks=lambda: [Uses()],
+    )
+    assert len(after[0].found) == 2 * (4 + 1 + 2)
+    np.testing.assert_allclose(after[0].found, before[0].found, rtol=1e-4)
+
+
+def test_a_callback_that_raises_gets_no_further_batches():
+    class Raises(callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+            if batch == 1:
+                raise LookupError("enough")
+
+    raises = Raises()
+    with zs.OneDeviceStrategy("CPU:0").scope():
+        model = dense()
+    with pytest.raises(LookupError):
+        model.fit(X, Y, batch_size=16, verbose=0, callbacks=[raises])
+    assert raises.batches == 2
+    before = model.optimizer.iterations.value
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert model.optimizer.iterations.value == before + 4
 
 
 def several():
@@ -502,6 +554,18 @@ def test_who_trains():
     assert model.make_train_function.__module__.startswith("zstrat.")
     outside = dense()
     assert outside.make_train_function.__module__.startswith("keras.")
+    with strategy.scope():
+        outside.compile(loss=LOSS)
+    assert outside.make_train_function.__module__.startswith("zstrat.")
+    outside.compile(loss=LOSS)
+    assert outside.make_train_function.__module__.startswith("keras.")
+
+
+def test_a_model_is_freed_with_its_last_reference():
+    with zs.OneDeviceStrategy("CPU:0").scope():
+        model = weakref.ref(dense())
+    gc.collect()
+    assert model() is None
 
 
 def test_what_is_sent_needs_no_keras():

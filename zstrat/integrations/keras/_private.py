@@ -83,11 +83,23 @@ def take_over(model: Any, training: Any) -> None:
 
         return make
 
+    model._zstrat_training = training
     model._get_jax_state = state
     model.jax_state_sync = synchronize
     model.make_train_function = maker("train", 4)
     model.make_test_function = maker("test", 3)
     model.make_predict_function = maker("predict", 2)
+
+
+def training_of(model: Any) -> Any:
+    """Returns what a model was taken over by; None if Keras itself trains it."""
+    return vars(model).get("_zstrat_training")
+
+
+def give_back(model: Any) -> None:
+    """Undoes `take_over`."""
+    for name in ("_zstrat_training", *_METHODS):
+        vars(model).pop(name, None)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,11 @@ With one worker both are what Keras does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
+from zstrat.program import KerasWarning
 from zstrat.variables import create_variables
 
 from ._sources import Draw, LeaseSource
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
     from ._steps import Batch, TracedStep
     from ._training import Source, StepResult
+
+LARGE: Final = 64 << 20
+"""Bytes of an embedding about which there is a warning."""
 
 
 class ServerTraining(Training):
@@ -70,6 +75,16 @@ class ServerTraining(Training):
         return step, self._coordinator.schedule(run, args=args)
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        for variable, array in zip(self.keras_variables, trained, strict=False):
+            if array.nbytes > LARGE and "embedding" in variable.path:
+                warnings.warn(
+                    f"{variable.path!r} has {array.nbytes >> 20} MiB, and each step "
+                    "reads all of it and sends a gradient of the same size. Make it a "
+                    "zs.Variable, and look its rows up with zs.embedding_lookup in a "
+                    "step of your own (docs/libraries.md)",
+                    KerasWarning,
+                    stacklevel=2,
+                )
         with self.strategy.scope():
             made: list[Any] = create_variables(
                 [*trained, *others], name=self.model.name

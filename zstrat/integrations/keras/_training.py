@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import jax
 import keras
 import numpy as np
+from keras.callbacks import CallbackList
 
 from zstrat.data import Dataset
 from zstrat.variables import Optimizer, values
@@ -90,6 +91,24 @@ class Pending:
     @property
     def is_ready(self) -> bool:
         return all(result.is_ready for _, result in self.steps)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of `fit`, `evaluate` or `predict`; a callback may make one within another.
+
+    ``undelivered`` are steps whose batches the callbacks have not got yet.
+    """
+
+    callbacks: InOrder | None = None
+    sources: dict[str, Source] = field(default_factory=dict)
+    undelivered: deque[Pending] = field(default_factory=deque)
+    is_delivering: bool = False
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a callback, or the progress bar, may look at the logs of batches."""
+        return self.callbacks is not None and not self.callbacks.is_empty
 
 
 class Output:
@@ -169,14 +188,11 @@ class Training(abc.ABC):
         self.strategy: Final = strategy
         self._metrics: Final = MetricSums(model)
         self._queue: Final[deque[Pending]] = deque()
-        self._sources: dict[str, Source] = {}
-        self._undelivered: Final[deque[Pending]] = deque()
+        self._call = Call()
         self._steps: Final[dict[Any, tuple[TracedStep, Any]]] = {}
-        self._callbacks: InOrder | None = None
-        self._is_delivering = False
         self._is_moved = self._is_counted = False
         self._logs: dict[str, Any] = {}
-        self._took = 0.0
+        self._took = AHEAD / 2  # seconds between steps, until some have ended
         self.keras_variables: list[Any] = []
         self.variables: list[Any] = []
         """Those of the strategy, in the order of ``keras_variables``."""
@@ -223,19 +239,23 @@ class Training(abc.ABC):
         """Calls `fit`, `evaluate` or `predict` of Keras."""
         bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         given = bound.arguments
-        if self._callbacks is not None and given.get("callbacks") is not None:
+        callbacks, outer = given.get("callbacks"), self._call
+        if (
+            isinstance(callbacks, CallbackList)
+            and outer.callbacks in callbacks.callbacks
+        ):
             return method(*bound.args, **bound.kwargs)  # of fit, for validation
-        self._sources = self._read_sources(name, given)
-        verbose = given.get("verbose", "auto")
-        callbacks = InOrder(self, given.get("callbacks"), verbose)
-        given.update(callbacks=[callbacks], verbose=0)
-        self._callbacks = callbacks
+        while self._queue:  # of `fit`, one of whose callbacks calls this
+            self._complete_first()
+        sources = self._read_sources(name, given)
+        in_order = InOrder(self, callbacks, given.get("verbose", "auto"))
+        given.update(callbacks=[in_order], verbose=0)
+        self._call = Call(in_order, sources)
         try:
             return method(*bound.args, **bound.kwargs)
         finally:
-            self._callbacks = None
-            self._sources = {}
-            self._forget_steps()
+            self._queue.clear()
+            self._call = outer
 
     def learning_rate(self) -> np.float32:
         """The learning rate of the step that starts now."""
@@ -267,7 +287,7 @@ class Training(abc.ABC):
         Raises:
             StopIteration: The epoch is over.
         """
-        iterator = self._sources.get(mode, iterator)
+        iterator = self._call.sources.get(mode, iterator)
         steps = [self._scheduled(mode, next(iterator))]
         further = itertools.islice(iterator, self.model.steps_per_execution - 1)
         steps.extend(self._scheduled(mode, data) for data in further)
@@ -275,7 +295,7 @@ class Training(abc.ABC):
         self._is_moved |= mode == "train"
         self._is_counted |= mode != "predict"
         self._queue.append(pending)
-        self._undelivered.append(pending)
+        self._call.undelivered.append(pending)
         if mode != "predict":
             return self._logs
         structure = steps[0][0].returned
@@ -286,15 +306,15 @@ class Training(abc.ABC):
         return jax.tree.unflatten(structure, outputs)
 
     def scheduled(self, begin: int, end: int) -> None:
-        self._undelivered[-1].batches = begin, end
+        self._call.undelivered[-1].batches = begin, end
         limit = self.workers * int(np.clip(AHEAD / max(self._took, 1e-4), 2, 64))
         while self._queue and (self._queue[0].is_ready or len(self._queue) > limit):
             self._complete_first()
         self._deliver()
 
     def begin(self, mode: str) -> None:
-        if mode in self._sources:
-            self._sources[mode].begin()
+        if mode in self._call.sources:
+            self._call.sources[mode].begin()
 
     def deliver_all(self) -> None:
         while self._queue:
@@ -352,7 +372,9 @@ class Training(abc.ABC):
             try:
                 results = result.fetch()
             except BaseException:  # to the caller; Keras calls `leave_state` again
-                self._forget_steps()
+                self._queue.clear()
+                self._call.undelivered.clear()
+                self._is_moved = self._is_counted = False
                 raise
             sums, returned = step.seen(results)
             if pending.mode == "predict":
@@ -363,29 +385,28 @@ class Training(abc.ABC):
         self._took += (time.monotonic() - began - self._took) / 8
         if pending.mode == "predict":
             pending.logs = {"outputs": returned}
-        elif not self._queue or not (self._callbacks and self._callbacks.is_empty):
+        elif not self._queue or self._call.is_heard:
             pending.logs = _logs_of(returned, self._metrics.results())
             self._logs.update(pending.logs)
-
-    def _forget_steps(self) -> None:
-        self._queue.clear()
-        self._undelivered.clear()
-        self._is_moved = self._is_counted = False
 
     def _deliver(self) -> None:
         """Calls callbacks for the batches whose steps have ended. A callback may ask
         for the model, and so come here again: the outer call goes on."""
-        if self._is_delivering:
+        call = self._call
+        if call.is_delivering:
             return
-        self._is_delivering = True
+        call.is_delivering = True
         try:
-            while self._undelivered and self._undelivered[0] not in self._queue:
-                pending = self._undelivered.popleft()
-                if self._callbacks is not None and pending.batches is not None:
+            while call.undelivered and call.undelivered[0] not in self._queue:
+                pending = call.undelivered.popleft()
+                if call.callbacks is not None and pending.batches is not None:
                     begin, end = pending.batches
-                    self._callbacks.deliver(pending.mode, begin, end, pending.logs)
+                    call.callbacks.deliver(pending.mode, begin, end, pending.logs)
+        except BaseException:  # to the caller; callbacks get no further batches
+            call.undelivered.clear()
+            raise
         finally:
-            self._is_delivering = False
+            call.is_delivering = False
 
     def _push_values(self) -> None:
         """Sends the values of Keras' variables that have been assigned."""

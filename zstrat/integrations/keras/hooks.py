@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
+from zstrat.program import get_worker_context
 from zstrat.strategy import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -22,7 +23,7 @@ from zstrat.strategy import (
     has_strategy,
 )
 
-from ._private import check, take_over
+from ._private import check, give_back, take_over, training_of
 from ._replicas import ReplicaTraining
 from ._servers import ServerTraining
 
@@ -37,9 +38,6 @@ _IN_STEP: Final = (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrat
 
 _made_in: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 """The strategy in whose scope a model was made."""
-_trained_by: Final[weakref.WeakKeyDictionary[Any, Training]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def install() -> bool:
@@ -74,20 +72,32 @@ def _noted(new: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def compiled(model: Any, *args: Any, **kwargs: Any) -> None:
+        give_back(model)
         method(model, *args, **kwargs)
         strategy = get_strategy() if has_strategy() else _made_in.get(model)
-        if strategy is None:
-            _trained_by.pop(model, None)
-            return
-        check()
-        training = _training(model, strategy)
-        take_over(model, training)
-        _trained_by[model] = training
+        if strategy is not None and not _is_in_step():
+            check()
+            take_over(model, _training(model, strategy))
 
     return compiled
 
 
+def _is_in_step() -> bool:
+    """Returns whether this is a step, to which a compiled model has travelled."""
+    try:
+        get_worker_context()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _training(model: Any, strategy: Any) -> Training:
+    if keras.distribution.distribution() is not None:
+        raise NotImplementedError(
+            "keras.distribution has a distribution, and the model is compiled under "
+            f"{strategy!r:.100}: one of them can divide the batches. Call "
+            "keras.distribution.set_distribution(None), or compile outside of the scope"
+        )
     if isinstance(strategy, ParameterServerStrategy):
         return ServerTraining(model, strategy)
     if isinstance(strategy, _IN_STEP):
@@ -104,7 +114,7 @@ def _training(model: Any, strategy: Any) -> Training:
 def _looped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def looped(model: Any, *args: Any, **kwargs: Any) -> Any:
-        training = _trained_by.get(model)
+        training = training_of(model)
         if training is None:
             return method(model, *args, **kwargs)
         return training.call(name, method, args, kwargs)

@@ -1,0 +1,46 @@
+"""Replicas of a mirrored strategy train a model of Keras as Keras does alone."""
+
+import os
+
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+os.environ["KERAS_BACKEND"] = "jax"
+keras = pytest.importorskip("keras")
+
+X = np.random.default_rng(0).normal(size=(29, 4)).astype("float32")
+Y = (X[:, :2].sum(1) > 0).astype("int32")
+
+
+def make():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6, activation="relu", kernel_regularizer="l2"),
+            keras.layers.Dense(2),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
+def test_batches_that_cannot_be_divided_evenly():
+    """29 rows are batches of 8, 8, 8 and 5, of which two replicas get 3 and 2."""
+    keras.utils.set_random_seed(1)
+    plain = make()
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = make()
+    model.set_weights([np.asarray(variable.value) for variable in plain.variables])
+    histories = []
+    for each in (plain, model):
+        keras.utils.set_random_seed(2)
+        trained = each.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        histories.append(trained.history)
+    assert list(histories[1]) == ["accuracy", "loss"]
+    for name, values in histories[0].items():
+        np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
+    expected, found = (each.predict(X, verbose=0) for each in (plain, model))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
