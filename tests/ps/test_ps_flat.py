@@ -100,6 +100,11 @@ def test_who_looks_at_a_value_sees_what_it_was():
     copies = [value.copy() for value in seen]
     push(store, gradients(1))
     push(store, gradients(2, (1, 2, 3, 4)))
+    later = read(store)
+    kept = [value.copy() for value in later]
+    push(store, gradients(3, (1, 5)))  # by programs of their own, which write in place
+    for value, copy in zip(later, kept, strict=True):
+        np.testing.assert_array_equal(value, copy)
     for value, copy, now in zip(seen, copies, read(store), strict=True):
         np.testing.assert_array_equal(value, copy)
         assert not value.flags.writeable
