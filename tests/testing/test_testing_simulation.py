@@ -250,11 +250,13 @@ PROCESSES = ["chief0", *[f"{job}{n}" for job in ("ps", "worker") for n in range(
 
 
 def test_a_server_is_killed_behind_each_kind_of_change_of_a_store():
-    """In the seeds above, but for messages of a program that goes on. One that no
-    simulated program brings about fails there: it has to learn how."""
+    """In the seeds above, but for messages of a program that goes on, and of tables of
+    any id (`test_ps_tables_copies`). One that no simulated program brings about fails
+    there: it has to learn how."""
     struck = {kind for seed in range(100) for kind in scenario_of(seed).strikes}
     kinds = ("ChangeProgram", "CopyKept")
-    assert struck | set(kinds) == {kind.__name__ for kind in CHANGES}
+    tables = {"CreateTables", "StoreTable"}
+    assert struck | set(kinds) | tables == {kind.__name__ for kind in CHANGES}
     killed = Fault(4.0, "kill", "chief0", "ps0", 0.5)
     changes = {"workers": 2, "steps": 60, "delay": 5e-4, "work": 2e-3, "resumes": True}
     changes |= {"replicas": 1, "is_guarded": True, "only_steps": True}
