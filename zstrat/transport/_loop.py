@@ -174,8 +174,14 @@ def _raises_interrupts() -> bool:
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+_MOMENT: Final = 0.01
+"""Seconds until the signal is sent again. This thread may run because the main thread
+is about to wait for a lock; a signal before it does so would not end that wait."""
+
+
 def _press_again() -> None:
     """Sends the signal again, because that wakes the main thread where it waits."""
+    threading.Event().wait(_MOMENT)
     main = threading.main_thread().ident
     if main is not None and _raises_interrupts():
         signal.pthread_kill(main, signal.SIGINT)
