@@ -415,7 +415,7 @@ def _with_default(
         defaults = np.full(shape, default, np.int64)
         return np.concatenate([_signed(ids).astype(np.int64), defaults], axis=-1)
     own = _downcast(_signed(ids) if is_hashed else ids)
-    fit = jnp.iinfo(own.dtype)
+    fit = np.iinfo(own.dtype)
     if not fit.min <= default <= fit.max:
         raise ValueError(
             f"default_id={default} does not fit {own.dtype}, the dtype of ids in a "
