@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.saving")
 
-_ANEW: Final = (CLOCK, COUNTS, GONE, WAITING)
+_WHOLE: Final = (CLOCK, COUNTS, GONE, WAITING)
 """What a difference has all of."""
 
 
@@ -76,7 +76,7 @@ def with_base(
         components = logical.variable.value.components
         follows = all(part.spec.key in base.cuts for part in components)
         old = before.tensors.get(logical.name)
-        if not (follows and logical.by_rows and logical.leaf not in _ANEW and old):
+        if not (follows and logical.by_rows and logical.leaf not in _WHOLE and old):
             continue
         for piece in old.pieces:
             if piece.file not in names:
