@@ -143,13 +143,13 @@ def sorted_loads(
         if isinstance(load.variable, HashTable):
             if load.ids is not None:
                 tensors = table_tensors(folder, load, loads)
-                for component in load.variable.components:
-                    cluster = cluster_of(component)
+                for part in load.variable.components:
+                    cluster = cluster_of(part)
                     assert cluster is not None
-                    ps = component.spec.ps
+                    ps = part.spec.ps
                     new = cluster, LoadingServer(ps)
                     _, server = servers.setdefault((id(cluster), ps), new)
-                    server.tables.append(TableLoad(component.spec, tensors))
+                    server.tables.append(TableLoad(part.spec, tensors))
             continue
         start = 0
         for component in load.variable.components:
