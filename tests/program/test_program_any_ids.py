@@ -332,6 +332,20 @@ def test_padding_is_not_looked_up_and_not_updated(rows, optimizer):
     np.testing.assert_array_equal(zeros, np.zeros((1, 2)))
 
 
+def test_unsigned_ids_with_a_mask(rows):
+    """Also those of 32 bits that do not fit a signed number of as many."""
+    mask = np.array([True, False, True])
+
+    @zs.function
+    def step(ids, mask):
+        return zs.embedding_lookup_sparse(rows.table, (ids[None], mask[None]))
+
+    for dtype, most in ((np.uint32, 2**32), (np.uint64, 2**64)):
+        ids = np.array([5, 7, most - 3], dtype)
+        wanted = rows.get(ids.astype(np.int64)[mask]).mean(0)
+        np.testing.assert_allclose(step(ids, mask)[0], wanted)
+
+
 def test_rows_are_assigned_added_and_removed_outside_of_steps(rows):
     table = rows.table
     table.assign([7, 2**60, 7], np.array([[1, 1], [2, 2], [3, 3]], np.float32))

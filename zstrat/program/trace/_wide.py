@@ -299,13 +299,18 @@ def with_64_bits(
 
     def call(given: Sequence[Any], blocks: Any) -> Any:
         known = [
-            value if number in wide else _as_traced(value)
+            _widest(value) if number in wide else _as_traced(value)
             for number, value in enumerate(given)
         ]
         with jax.enable_x64(True):
             return run(known, blocks)
 
     return call
+
+
+def _widest(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    return array.astype(_WIDE.get(array.dtype.name, array.dtype), copy=False)
 
 
 def _as_traced(value: Any) -> Any:
