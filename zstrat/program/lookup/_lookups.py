@@ -163,7 +163,7 @@ class Level:
             IndexError: An id is outside of its table; names it and the user's line.
         """
         absent_mask = absent(ids) if self._require_inside(ids) else None
-        if len(self._hashed) == len(self._full):
+        if 0 < len(self._hashed) == len(self._full):
             return self._ask_hashed(ids, absent_mask)
         keys = ids + self._base
         for segment in self._modular:

@@ -198,7 +198,8 @@ def is_integer_downcast(leaf: Any) -> bool:
 def _is_unsigned(leaf: Any) -> bool:
     """Returns whether an id of a hashed table may need more than jax's integers."""
     is_array = isinstance(leaf, np.ndarray | np.generic)
-    return is_array and leaf.dtype == np.uint32 and not jax.config.jax_enable_x64
+    narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
+    return is_array and leaf.dtype == np.uint32 and narrow
 
 
 class DowncastCheck:
