@@ -61,7 +61,7 @@ class Servers:
     asked: list[str] = field(default_factory=list)
     on_write: object = None
 
-    async def pin(self, snapshot, refs, optimizers):
+    async def pin(self, snapshot, refs, optimizers, since=None):
         assert snapshot not in self.snapshots
         mine = self.snapshots[snapshot] = {}
         found = []

@@ -299,7 +299,8 @@ def warn_of_numbers(step: str, fn: Any) -> None:
     Warns:
         DowncastWarning: A global or a cell has such a number; names it.
     """
-    for name, value in captured_values(fn):
+    # Methods of a class may never be called: what they read is no reason to warn.
+    for name, value in captured_values(fn, classes=False):
         if fits(value):
             continue
         warnings.warn(

@@ -73,13 +73,16 @@ _MAX_ITEMS: Final = 1000
 """Limit of items of a container of functions; one with more is data."""
 
 
-def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
+def reached(
+    roots: Iterable[Any], *, only_code: bool = False, classes: bool = True
+) -> Iterator[Any]:
     """Yields the roots and the objects that they hold, each once, the nearest first.
     Not looked into are variables.
 
     Args:
         only_code: Of an object only its class counts, and what it wraps; large
             containers do not.
+        classes: Search the methods of classes, whether the roots call them or not.
     """
     seen: dict[int, Any] = {}  # they stay, or others would get their ids
     waiting = deque(roots)
@@ -90,6 +93,8 @@ def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
         seen[id(thing)] = thing
         yield thing
         kind = type(thing)
+        if isinstance(thing, type) and not classes:
+            continue
         if kind in _LEAVES or isinstance(thing, AbstractVariable):
             continue
         held = _held(thing)
@@ -100,10 +105,10 @@ def reached(roots: Iterable[Any], *, only_code: bool = False) -> Iterator[Any]:
         waiting += held
 
 
-def captured_values(fn: Any) -> Iterator[tuple[str, Any]]:
+def captured_values(fn: Any, *, classes: bool = True) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of the cells and globals that the functions of users
-    read, which a function reaches."""
-    for thing in reached([fn], only_code=True):
+    read, which a function reaches; without ``classes`` not those of methods."""
+    for thing in reached([fn], only_code=True, classes=classes):
         if not isinstance(thing, FunctionType) or is_known(thing.__module__):
             continue
         code, known = thing.__code__, thing.__globals__
