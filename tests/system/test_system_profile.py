@@ -78,7 +78,8 @@ def test_every_step_is_where_it_was_on_one_clock(world, trained, tmp_path):
         world.coordinator.join()
     assert profile.problem == ""
     told = {key.rpartition(": ")[2] for key in profile.about if ": " in key}
-    assert told == {"clock"}  # and nothing that is missing, or was cut
+    # And nothing that is missing, or was cut.
+    assert told == {"clock"}, profile.about
     errors = {"program": 0.0}
     for task in TASKS:
         offset, errors[task] = clock_of(profile, task)
