@@ -120,6 +120,20 @@ def test_the_state_is_optax_own(place):
     assert_close(values_of(variables), values)
 
 
+def test_the_state_of_a_list_of_pairs(place):
+    """Read and assigned, though the variables have no paths."""
+    variables, optimizer = place.made(optax.adam(0.1))
+    names = sorted(variables)
+    for gradient in GRADIENTS[:2]:
+        optimizer.apply_gradients([(gradient[n], variables[n]) for n in names])
+    _, state = by_optax(optax.adam(0.1), GRADIENTS[:2])
+    mine = jax.tree.leaves(optimizer.state)
+    assert_close(mine, jax.tree.leaves(state))
+    doubled = jax.tree.map(lambda x: 2 * x, optimizer.state)
+    optimizer.state = doubled
+    assert_close(jax.tree.leaves(optimizer.state), [2 * x for x in mine])
+
+
 def test_functions_of_optax_take_the_state(place):
     def transformation():
         return optax.contrib.schedule_free_sgd(0.1)

@@ -24,7 +24,7 @@ def local():
 class World:
     """A program on the first servers of a cluster."""
 
-    def __init__(self, local, servers, **rules):
+    def __init__(self, local, servers, transformation=None, **rules):
         tasks = local.spec.as_dict()
         spec = {**tasks, "ps": tasks["ps"][:servers]}
         resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(spec))
@@ -32,14 +32,14 @@ class World:
         self.coordinator = zs.ClusterCoordinator(self.strategy)
         with self.strategy.scope():
             table = zs.HashTable(2, initializer=ZEROS, name="t", **rules)
-            rule = zs.Optimizer(optax.sgd(1.0))
+            rule = zs.Optimizer(transformation or optax.sgd(1.0))
 
         @zs.function
         def step(ids):
             gradient = zs.grad(lambda t: -jnp.sum(zs.embedding_lookup(t, ids)))
             rule.apply_gradients([(gradient(table), table)])
 
-        self._step, self.table = step, table
+        self._step, self.table, self.optimizer = step, table, rule
         self.checkpoint = zs.Checkpoint(table=table, rule=rule)
 
     def __enter__(self):
@@ -58,6 +58,33 @@ class World:
 
 
 FAR = 2**62
+
+
+def test_a_learning_rate_changes_between_steps(local):
+    rate = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    with World(local, 2, rate) as world:
+        world.push(1, FAR)
+        assert world.optimizer.hyperparams["learning_rate"] == 1
+        world.optimizer.hyperparams["learning_rate"] = 0.5
+        world.push(1, 2)
+        assert world.rows(1, 2, FAR) == [1.5, 0.5, 1]
+        state = optax.tree_utils.tree_set(world.optimizer.state, learning_rate=2.0)
+        world.optimizer.state = state
+        world.push(FAR)
+        assert world.rows(1, 2, FAR) == [1.5, 0.5, 3]
+
+
+def test_hyperparameters_before_the_first_step(local):
+    """They do not need the values of a table, which it does not have."""
+    rate = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    with World(local, 2) as world:
+        with world.strategy.scope():
+            optimizer = zs.Optimizer(rate, params=[world.table])
+        assert optimizer.hyperparams["learning_rate"] == np.float32(0.1)
+        optimizer.hyperparams["learning_rate"] = 0.5
+        assert optimizer.hyperparams["learning_rate"] == 0.5
+        with pytest.raises(ValueError, match=r"'t'.*hyperparams"):
+            print(optimizer.state)
 
 
 def test_a_row_is_born_with_its_third_gradient(local, tmp_path):

@@ -155,6 +155,9 @@ class Pairs:
     def __init__(self, values: Iterable[Any], names: Sequence[str]) -> None:
         self.values, self.names = tuple(values), tuple(names)
 
+    def __repr__(self) -> str:
+        return f"Pairs({dict(zip(self.names, self.values, strict=True))})"
+
 
 register_pytree_with_keys(
     Pairs,

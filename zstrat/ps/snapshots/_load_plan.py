@@ -200,6 +200,11 @@ class Loading:
                 _make_room(first, slots)
             place = _place_of(first, slots)
             cell, rows = slots.cells[place], slots.leaves[place].rows
+        if rows and first.held.table is not None:
+            raise InvalidArgumentError(
+                f"{first.who}: the rows of a table of any id are loaded with their "
+                "ids: LoadTable, StoreTable"
+            )
         for move in moves:
             _require_fit(move, cell, rows)
             if move.source.dtype != first.source.dtype:
@@ -251,11 +256,6 @@ def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move
         NotFoundError: The variable or the optimizer does not exist.
     """
     held = store.variables[entry.key]
-    if held.table is not None:
-        raise InvalidArgumentError(
-            f"{held.cell.who} is a table of any id, whose rows are loaded with their "
-            "ids: LoadTable, StoreTable"
-        )
     optimizer = store.engine.get(entry.optimizer) if entry.optimizer else None
     return Move(held, optimizer, entry.leaf, entry.at, source, entry.rows)
 

@@ -345,12 +345,16 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
         )
     for leaf, _, sparse, _ in call.leaves():
         if sparse:
+            cure = (
+                "give the table an optimizer of its own"
+                if call.targets[leaf].table.is_hashed
+                else "give it the dense gradient, slices.to_dense()"
+            )
             raise ValueError(
                 f"{line_of(call)}optimizer {call.optimizer.name!r} looks at more than "
                 f"one row at a time, because it updates the variables of its tree "
                 f"together ({_coupled(call, cut.coupling)}), so it cannot take "
-                f"IndexedSlices of {call.words(leaf)}: give it the dense gradient, "
-                "slices.to_dense()"
+                f"IndexedSlices of {call.words(leaf)}: {cure}"
             )
 
 
@@ -459,12 +463,15 @@ def _what_couples(call: GradientCall, coupling: Coupling) -> str:
 
 def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueError:
     what = "take IndexedSlices of" if sparse else "update the parts of"
-    cure = (
-        "Give it the dense gradient, slices.to_dense(), of a variable that is not "
-        "sharded"
-        if sparse
-        else "Do not shard the variable (use a partitioner that leaves it whole)"
-    )
+    if call.targets[leaf].table.is_hashed:
+        cure = "Give the table an optimizer of its own"
+    elif sparse:
+        cure = (
+            "Give it the dense gradient, slices.to_dense(), of a variable that is not "
+            "sharded"
+        )
+    else:
+        cure = "Do not shard the variable (use a partitioner that leaves it whole)"
     return ValueError(
         f"{line_of(call)}optimizer {call.optimizer.name!r} looks at more than one row "
         f"at a time, so it cannot {what} {call.words(leaf)}: {reason}. {cure}, or use "
@@ -474,12 +481,15 @@ def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueE
 
 
 def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
+    is_hashed = call.targets[leaf].table.is_hashed
+    dense = "Give it the dense gradient, slices.to_dense(), exclude"
+    cure = "Exclude" if is_hashed else dense
     return ValueError(
         f"{line_of(call)}optimizer {call.optimizer.name!r} accumulates several updates "
         f"({who}) and cannot take IndexedSlices of {call.words(leaf)}: a row that is "
-        "not in the last of these updates would lose the others. Give it the dense "
-        "gradient, slices.to_dense(), exclude this variable from the accumulation "
-        "(optax.multi_transform), or add up the losses in the step"
+        f"not in the last of these updates would lose the others. {cure} this "
+        "variable from the accumulation (optax.multi_transform), or add up the losses "
+        "in the step"
     )
 
 

@@ -34,11 +34,12 @@ def state_of(optimizer: CalledOptimizer) -> Any:
     """Reads the state; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
+    _require_no_hashed_rows(call, tree)
     slots = _slots_of(call)
     leaves = [_leaf_of(call, tree, slots, n) for n in range(len(tree.state()))]
     if any(leaf is None for leaf in leaves):
-        pairs = zip(leaves, _initial(call), strict=True)
-        leaves = [first if leaf is None else leaf for leaf, first in pairs]
+        initial = _initial(call, [n for n, leaf in enumerate(leaves) if leaf is None])
+        leaves = [initial.get(n, leaf) for n, leaf in enumerate(leaves)]
     with tree.precision():
         return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
 
@@ -47,6 +48,7 @@ def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
     """Assigns the state; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call))
+    _require_no_hashed_rows(call, tree)
     what = f"the state of optimizer {optimizer.name!r}"
     try:
         with tree.precision():
@@ -56,7 +58,10 @@ def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
     kinds = [x.kind for x in tree.state()]
     dtypes = tree.settled() or [kind.dtype for kind in kinds]
     for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
-        where = f"{what}, {keystr(tree.state()[number].path)}"
+        leaf, name = tree.place(number)
+        where = f"{what}, {name}" + (
+            f" of {call.words(leaf)}" if leaf is not None else ""
+        )
         if array.shape != kind.shape:
             raise ValueError(f"{where}: expected shape {kind.shape}, got {array.shape}")
         if not same_kind(array.dtype, dtypes[number]):
@@ -75,11 +80,12 @@ def _leaf_of(
     slots yet."""
     leaf, name = tree.place(state)
     targets = call.targets if leaf is None else [call.targets[leaf]]
-    # State of several leaves is a slot of the first variable, under its whole path.
-    whole = keystr(tree.state()[state].path)
-    for target, slot in [(x, name) for x in targets] + [
-        (x, whole) for x in call.targets
-    ]:
+    places = [(target, name) for target in targets]
+    if leaf is not None and tree.structure.words(leaf):
+        # State of several leaves is a slot of the first variable, under its whole path.
+        whole = keystr(tree.state()[state].path)
+        places += [(target, whole) for target in call.targets]
+    for target, slot in places:
         parts = [slots[component.spec.key] for component in target.components]
         arrays = [part[slot] for part in parts if slot in part]
         if len(arrays) == len(parts) and arrays:
@@ -103,7 +109,7 @@ class Hyperparameters:
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call), is_traced=False)
         value = _leaf_of(call, tree, _slots_of(call), states[0])
-        return np.asarray(_initial(call)[states[0]] if value is None else value)
+        return np.asarray(_initial(call, states)[states[0]] if value is None else value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Assigns a value. Steps that are running may not see it.
@@ -221,11 +227,43 @@ def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
                 storage.write_slot(call.optimizer, variable, slot.name, part)
 
 
-def _initial(call: GradientCall) -> Sequence[Any]:
-    """Computes the state before the first gradient."""
+def _initial(call: GradientCall, wanted: Sequence[int]) -> dict[int, Any]:
+    """Computes leaves of the state before the first gradient, by number."""
     tree = call.rule(is_here=lives_here(call), is_traced=False)
-    values = [read_all(target.components) for target in call.targets]
-    whole = [np.concatenate(v) if len(v) > 1 else v[0] for v in values]
+    init = tree.init().closed
+    values = {
+        leaf: np.concatenate(parts) if len(parts) > 1 else parts[0]
+        for leaf, target in enumerate(call.targets)
+        if not target.table.is_hashed and (parts := read_all(target.components))
+    }
+
+    def state(known: dict[int, Any]) -> dict[int, Any]:
+        # No wanted leaf has rows of a table of any id, so XLA drops these zeros.
+        args = [
+            known[leaf] if leaf in known else jnp.zeros(aval.shape, aval.dtype)
+            for leaf, aval in enumerate(init.in_avals)
+        ]
+        leaves = jaxpr_as_fun(init)(*args)
+        return {number: leaves[number] for number in wanted}
+
     with tree.precision():
-        state: Sequence[Any] = jax.jit(jaxpr_as_fun(tree.init().closed))(*whole)
-    return state
+        return dict(jax.jit(state)(values))
+
+
+def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
+    """Refuses state of tables of any id, which has no shape.
+
+    Raises:
+        ValueError: The optimizer keeps something for each row of such a table.
+    """
+    for leaf, target in enumerate(call.targets):
+        if not target.table.is_hashed:
+            continue
+        slots = call.optimizer.leaf_rule(tree, leaf).slots
+        if kept := [slot.name for slot in slots if slot.rows]:
+            raise ValueError(
+                f"optimizer {call.optimizer.name!r} keeps {', '.join(kept)} for each "
+                f"row of {target.table}, so its state has no fixed shape. Read and "
+                "assign its hyperparams, and save it in a zs.Checkpoint; or give the "
+                "table an optimizer of its own, and read the state of the other one"
+            )
