@@ -153,7 +153,7 @@ def in_terminal(arguments, height, width):
             while some := screen.read(65536):
                 written += some
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
-    last = text.rindex(" steps/s, ")  # it is written anew as it ends
+    last = text.rindex(" steps/s, ")  # it is written again as it ends
     return text[last:].replace("\r", "").rstrip("\n").splitlines()
 
 
@@ -167,7 +167,7 @@ def test_a_small_terminal_has_whole_names_and_what_holds_the_run_up(
         f"[cluster]\nps = {json.dumps(jobs['ps'])}\n"
         f"worker = {json.dumps(jobs['worker'] + absent)}\n"
     )
-    looks = ["top", "--cluster", str(file), "--count", "1", "--timeout", "2"]
+    looks = ["top", "--cluster", str(file), "--count", "1", "--timeout", "6"]
     lines = in_terminal(looks, 24, 60)
     assert not [line for line in lines if "…" in line]
     assert max(map(len, lines)) <= 60
