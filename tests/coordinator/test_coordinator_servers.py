@@ -123,7 +123,7 @@ def test_large_tables_may_take_longer(session, monkeypatch):
         session.run(work, "initializing")
     usual, longer = deadlines
     # Two of them on one server, at 32 MiB a second at the least.
-    assert longer - usual >= 2 * 64
+    assert longer - usual >= 2 * 64 - 1e-3  # times of a loop are rounded
 
 
 def test_parts_are_created_as_such(session):

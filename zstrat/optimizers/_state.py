@@ -27,6 +27,7 @@ from jax.tree_util import (
 )
 
 from ._jaxprs import bits_of, flat, mask_of
+from ._structure import Pairs
 from ._transformation import shaped
 
 if TYPE_CHECKING:
@@ -61,15 +62,22 @@ class StateOfTree:
         pairs = zip(arrays, self.leaves, strict=True)
         return self.treedef.unflatten([_wrapped(x, about.random) for x, about in pairs])
 
+    def with_lists(self, arrays: Sequence[Any]) -> Any:
+        """Does as `unflattened`, with lists in place of `Pairs`."""
+        return Pairs.as_lists(self.unflattened(arrays))
+
     def flattened(self, state: Any) -> list[Any]:
-        """Returns the leaves of a state in the structure of optax.
+        """Returns the leaves of a state in the structure of optax, with `Pairs` or
+        lists in their place.
 
         Raises:
             ValueError: It has another structure.
         """
         leaves, treedef = jax.tree.flatten(state)
-        if treedef != self.treedef:
-            raise ValueError(f"expected the structure {self.treedef}, got {treedef}")
+        numbered = self.treedef.unflatten(range(self.treedef.num_leaves))
+        expected = jax.tree.structure(Pairs.as_lists(numbered))
+        if treedef not in (self.treedef, expected):
+            raise ValueError(f"expected the structure {expected}, got {treedef}")
         return [unwrapped(leaf) for leaf in leaves]
 
 

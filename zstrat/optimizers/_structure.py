@@ -155,8 +155,16 @@ class Pairs:
     def __init__(self, values: Iterable[Any], names: Sequence[str]) -> None:
         self.values, self.names = tuple(values), tuple(names)
 
-    def __repr__(self) -> str:
-        return f"Pairs({dict(zip(self.names, self.values, strict=True))})"
+    @staticmethod
+    def as_lists(tree: Any) -> Any:
+        """Replaces lists without paths in a pytree by lists."""
+
+        def found(node: Any) -> bool:
+            return isinstance(node, Pairs)
+
+        return jax.tree.map(
+            lambda node: [*node.values] if found(node) else node, tree, is_leaf=found
+        )
 
 
 register_pytree_with_keys(

@@ -161,7 +161,8 @@ class Optimizer:
 
     @property
     def state(self) -> Any:
-        """The present state, in optax's own structure; arrays of jax.
+        """The present state, in optax's own structure; arrays of jax. Variables that
+        `apply_gradients` got in pairs are a list in the order of the pairs.
 
         The program can assign it between steps:
         ``optimizer.state = optax.tree_utils.tree_set(optimizer.state, ...)``. If

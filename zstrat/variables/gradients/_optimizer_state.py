@@ -41,7 +41,7 @@ def state_of(optimizer: CalledOptimizer) -> Any:
         initial = _initial(call, [n for n, leaf in enumerate(leaves) if leaf is None])
         leaves = [initial.get(n, leaf) for n, leaf in enumerate(leaves)]
     with tree.precision():
-        return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
+        return tree.state_of().with_lists([jnp.asarray(leaf) for leaf in leaves])
 
 
 def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
