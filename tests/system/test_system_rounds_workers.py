@@ -61,10 +61,11 @@ def test_rounds_go_on_without_the_backup_worker(
     with program.hold(2) as hold:
         program.schedule(steps)
         hold.wait()
+        program.schedule(steps)  # as the first may have ended before it has read
         if is_frozen:
             local.stop_task("worker:2")
         # Of two workers, if the third one holds two.
-        with program.ended(steps - 2):
+        with program.ended(2 * steps - 2):
             hold.release()
             if is_frozen:
                 local.continue_task("worker:2")
