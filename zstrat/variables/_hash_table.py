@@ -193,7 +193,7 @@ class HashTable(AbstractVariable):
 
     def remove(self, ids: Any) -> Self:
         """Drops the rows of ids ``[n]``, with what optimizers keep beside them; those
-        that have none are ignored. A later update creates a row anew. Outside of steps.
+        that have none are ignored. A later update creates a row again. Outside of steps.
 
         Raises:
             ValueError: Ids are not a vector of integers.
@@ -304,8 +304,8 @@ class HashTable(AbstractVariable):
         removed until the next call: let one reader call it.
 
         Raises:
-            InvalidArgumentError: It is not known any more what has changed since, as
-                the table was restored: call it without a cut.
+            InvalidArgumentError: The table was restored since that cut, so its
+                changes are no longer known: call it without a cut.
             ValueError: The table was created without ``follow_changes=True``, or for
                 another number of servers.
             RuntimeError: In a step.

@@ -1,13 +1,12 @@
 """Values of several small variables side by side, as one program has left them.
 
-A `Flat` is one immutable array, and each cell has a `Part` of it in place of an array
-of its own. The next program that moves the same cells takes the array as it is, and
-puts another in its place for all of them: nothing is done for each cell, and nothing
-copied.
-Whoever reads a cell gets a view, which keeps the array of its time.
+A `Flat` is one immutable array, and each cell has a `Part` of it in place of its own
+array. The next program that updates the same cells takes the array as it is, and puts
+another in its place for all of them: nothing is done for each cell, and nothing copied.
+A read of a cell returns a view, which keeps the array of its time.
 
-A cell that is changed by itself takes another value and is in the flat no more. What is
-left of it then only holds the memory of the values that went; `Flat.shrink` ends that.
+A cell that is changed by itself takes another value and leaves the flat. What remains
+of the flat then only holds the memory of values that are gone; `Flat.shrink` frees it.
 """
 
 from __future__ import annotations

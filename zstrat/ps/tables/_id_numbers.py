@@ -1,4 +1,4 @@
-"""A number for each of some ids of a table, which come and go."""
+"""Ids of a table with their index, and a number for each of some, which come and go."""
 
 from __future__ import annotations
 
@@ -8,27 +8,13 @@ from ._growing_cell import GrowingCell, drop_rows
 from ._index import NO_ROW, IdIndex
 
 
-class IdNumbers:
-    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n]``. Both are copied
-    and pinned as slots; an index of them is made again when they were written so.
+class IndexedIds:
+    """``ids`` are distinct, int64 ``[n]``, and are copied and pinned as a slot;
+    ``index`` has the same the other way round, and is made again from them."""
 
-    Args:
-        who: Names the table in errors.
-    """
-
-    def __init__(self, dtype: type, who: str) -> None:
+    def __init__(self) -> None:
         self.ids = GrowingCell((), np.dtype(np.int64))
-        self.numbers = GrowingCell((), np.dtype(dtype))
-        self.ids.who = self.numbers.who = who
         self._index: IdIndex | None = IdIndex()
-
-    def __len__(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        indexed = 0 if self._index is None else self._index.nbytes
-        return self.ids.nbytes + self.numbers.nbytes + indexed
 
     @property
     def index(self) -> IdIndex:
@@ -39,9 +25,36 @@ class IdNumbers:
             self._index = index
         return self._index
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids and the index."""
+        return self.ids.nbytes + (0 if self._index is None else self._index.nbytes)
+
     def forget_index(self) -> None:
         """Notes that ``ids`` was written by others."""
         self._index = None
+
+
+class IdNumbers(IndexedIds):
+    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n]``. Both are copied
+    and pinned as slots; an index of them is made again when they were written so.
+
+    Args:
+        who: Names the table in errors.
+    """
+
+    def __init__(self, dtype: type, who: str) -> None:
+        super().__init__()
+        self.numbers = GrowingCell((), np.dtype(dtype))
+        self.ids.who = self.numbers.who = who
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids, index, and numbers."""
+        return super().nbytes + self.numbers.nbytes
 
     def append(self, ids: np.ndarray, numbers: np.ndarray | int) -> None:
         """Adds distinct ids that are absent.

@@ -14,8 +14,8 @@ from zstrat.ps.engine._arithmetic import gather
 from zstrat.ps.store._cell import Cell
 
 from ._growing_cell import GrowingCell
-from ._id_numbers import IdNumbers
-from ._index import NO_ROW, IdIndex
+from ._id_numbers import IdNumbers, IndexedIds
+from ._index import NO_ROW
 from ._waiting import COUNTS, WAITING, WaitingIds
 
 if TYPE_CHECKING:
@@ -45,11 +45,8 @@ _ID: Final = np.dtype(np.int64)
 
 
 @final
-class IdTable:
-    """The ids of the rows of one variable.
-
-    ``ids`` is int64 ``[height]``, the id of each row, and is copied and pinned as a
-    slot; ``index`` has the same the other way round, and is made again from it.
+class IdTable(IndexedIds):
+    """The ids of the rows of one variable: ``ids`` is int64 ``[height]``.
 
     Args:
         code: The pickled ``initializer``.
@@ -61,7 +58,7 @@ class IdTable:
     ) -> None:
         self.entry, self.code, self._initializer = entry, code, initializer
         self._who = who
-        self.ids = GrowingCell((), _ID)
+        super().__init__()
         self.uses: GrowingCell | None = None
         """The push of the last gradient of each row, and the number of its gradients,
         uint32 ``[height, 2]``; None if that is not noted."""
@@ -86,23 +83,12 @@ class IdTable:
         self.births = self.removed = self.refused = 0
         """Rows that were born, and removed, and gradients of rows that were dropped,
         since the server has the table."""
-        self._index: IdIndex | None = IdIndex()
-
-    @property
-    def index(self) -> IdIndex:
-        """Cost: after `forget_index`, that of all ids."""
-        if self._index is None:
-            index, ids = IdIndex(), self.ids.look()
-            index.insert(ids, np.arange(len(ids)))
-            self._index = index
-        return self._index
 
     @property
     def nbytes(self) -> int:
         """Bytes of ids, indices, and all else that is kept of them."""
-        size = self.ids.nbytes + (0 if self._index is None else self._index.nbytes)
         beside = self.uses, self.changed, self.waiting, self.gone
-        return size + sum(each.nbytes for each in beside if each is not None)
+        return super().nbytes + sum(each.nbytes for each in beside if each is not None)
 
     def empty(self) -> IdTable:
         """Returns the same table without rows, which may take its place."""
@@ -204,7 +190,7 @@ class IdTable:
 
     def forget_index(self) -> None:
         """Notes that ids were written by others."""
-        self._index = None
+        super().forget_index()
         for each in self.waiting, self.gone:
             if each is not None:
                 each.forget_index()

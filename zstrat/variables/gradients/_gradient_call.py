@@ -346,7 +346,7 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
     for leaf, _, sparse, _ in call.leaves():
         if sparse:
             cure = (
-                "give the table an optimizer of its own"
+                "give the table its own optimizer"
                 if call.targets[leaf].table.is_hashed
                 else "give it the dense gradient, slices.to_dense()"
             )
@@ -464,7 +464,7 @@ def _what_couples(call: GradientCall, coupling: Coupling) -> str:
 def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueError:
     what = "take IndexedSlices of" if sparse else "update the parts of"
     if call.targets[leaf].table.is_hashed:
-        cure = "Give the table an optimizer of its own"
+        cure = "Give the table its own optimizer"
     elif sparse:
         cure = (
             "Give it the dense gradient, slices.to_dense(), of a variable that is not "

@@ -265,5 +265,5 @@ def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
                 f"optimizer {call.optimizer.name!r} keeps {', '.join(kept)} for each "
                 f"row of {target.table}, so its state has no fixed shape. Read and "
                 "assign its hyperparams, and save it in a zs.Checkpoint; or give the "
-                "table an optimizer of its own, and read the state of the other one"
+                "table its own optimizer, and read the state of the other one"
             )
