@@ -82,6 +82,26 @@ def test_one_array_gives_the_bits_of_many(name):
     assert versions[0] == versions[1]
 
 
+@pytest.mark.parametrize("key", [2, 4, 5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_that_was_assigned_is_updated_with_the_same_others(name, key):
+    """Whether it is the first of them or not; so is one whose slots were written."""
+    together, alone = store_of(OPTIMIZERS[name]()), store_of(OPTIMIZERS[name]())
+    for turn in range(5):
+        grads = gradients(turn, (2, 3, 4, 5))
+        push(together, grads)
+        for each, gradient in grads.items():
+            push(alone, {each: gradient})
+        assert bits_of(together) == bits_of(alone)
+        for store in (together, alone):
+            if turn == 1:
+                assign(store, key)
+            if turn == 3:
+                for cell in store.variables[key].slots[1].cells:
+                    cell.overwrite()[...] = 1
+                    cell.settle()
+
+
 def test_counts_that_differ_are_not_shared():
     together, alone = store_of(optax.adam(0.1)), store_of(optax.adam(0.1))
     for keys in [(1, 2), (3, 4, 5, 6), SHAPES, SHAPES]:

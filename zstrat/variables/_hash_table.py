@@ -193,7 +193,7 @@ class HashTable(AbstractVariable):
 
     def remove(self, ids: Any) -> Self:
         """Drops the rows of ids ``[n]``, with what optimizers keep beside them; those
-        that have none are ignored. A later update creates a row again. Outside of steps.
+        that have none are ignored. A later update creates a row again. Outside steps.
 
         Raises:
             ValueError: Ids are not a vector of integers.

@@ -101,9 +101,11 @@ class Flat:
         flat = None if part is None else part.flat
         if flat is None or len(flat._parts) != len(cells):
             return None
-        pairs = zip(flat._parts, cells, strict=True)
-        same = [find() is cell.part for find, cell in pairs]
-        return flat if all(same) else None
+        for find, cell in zip(flat._parts, cells, strict=True):
+            # Of a cell that has left, both are None.
+            if cell.part is None or find() is not cell.part:
+                return None
+        return flat
 
     def become(self, value: Any) -> None:
         """Puts new values in place of all."""
