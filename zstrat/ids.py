@@ -132,6 +132,9 @@ def hash_ids(values: Any, *, seed: int = 0) -> np.ndarray:
     import xxhash
 
     array = np.asarray(values)
+    if array.dtype.kind in "SU" and not isinstance(values, np.ndarray | np.generic):
+        # numpy's texts have lost final zeros, and which of them were numbers.
+        array = np.asarray(values, object)
     if array.dtype.kind in "iu" and array.size:
         words = array.astype(np.int64).astype("<i8").reshape(-1)
         parts = [word.tobytes() for word in words]

@@ -1,6 +1,8 @@
 """Small variables that are updated as one array: bit for bit what programs of their own
 make of them, and each of them a variable as before."""
 
+import functools
+
 import numpy as np
 import optax
 import pytest
@@ -110,6 +112,52 @@ def test_counts_that_differ_are_not_shared():
         for key, gradient in grads.items():
             push(alone, {key: gradient})
         assert bits_of(together) == bits_of(alone)
+
+
+class Lazy:
+    """A result of a program that runs when it is waited for, and no earlier."""
+
+    def __init__(self, run, pick):
+        self._run, self._pick = run, pick
+
+    def block_until_ready(self):
+        self._value = self._pick(self._run())
+        return self
+
+    def __array__(self, *_, **__):
+        return np.asarray(self._value)
+
+
+def test_arrays_of_one_size_do_not_share_gradients(monkeypatch):
+    """XLA may read the gradients of a program after the next one was started."""
+    shapes = dict.fromkeys(range(1, 9), (32, 32))
+    monkeypatch.setattr("zstrat.ps.engine._flat_updates.TOGETHER", 4 * 4 * 32 * 32)
+    together, alone = (store_of(optax.sgd(0.5), shapes) for _ in range(2))
+    grads = {key: np.full(shape, key, "f4") for key, shape in shapes.items()}
+    push(together, grads)
+    programs = together.engine.get(1).programs._flat.programs
+
+    def late(program):
+        def call(*given):
+            run = functools.cache(lambda: program(*given))
+            return Lazy(run, lambda made: made[0]), []
+
+        return call
+
+    known = dict(programs)
+    assert len(known) == 1, "two sets of variables, and one program"
+    monkeypatch.setattr(
+        together.engine.get(1).programs._flat,
+        "programs",
+        {key: late(program) for key, program in known.items()},
+    )
+    push(together, grads)
+    for _ in range(2):
+        for key, gradient in grads.items():
+            push(alone, {key: gradient})
+    for key in shapes:
+        seen = [x.read([Read(key, -1)])[1] for x in (together, alone)]
+        np.testing.assert_array_equal(*[np.asarray(each[0]) for each in seen])
 
 
 def test_who_looks_at_a_value_sees_what_it_was():

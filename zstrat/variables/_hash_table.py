@@ -293,7 +293,7 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        for _, (ids, rows) in self._batches([-1] * len(self._components)):
+        for ids, rows in self._batches([-1] * len(self._components)):
             if len(ids):
                 yield ids, rows
 
@@ -325,7 +325,7 @@ class HashTable(AbstractVariable):
         # Before anything is read: what changes meanwhile comes again.
         sizes = self._kept().table_sizes(self._components)
         found = [self._nothing()]
-        for _, (ids, rows, *removed) in self._batches(since or [-1] * count):
+        for ids, rows, *removed in self._batches(since or [-1] * count):
             found.append((ids, rows, removed[0] if removed else ids[:0]))
         ids, rows, gone = [np.concatenate(each) for each in zip(*found, strict=True)]
         if since is not None:
@@ -334,24 +334,24 @@ class HashTable(AbstractVariable):
             update_all([(x, op, (np.array([cut]),), None) for x, cut in pairs])
         return TableChanges(ids, rows, gone, tuple([cut for _, _, cut in sizes]))
 
-    def _batches(self, since: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Reads buckets; yields the number of the part with what its server answers."""
+    def _batches(self, since: Sequence[int]) -> Iterator[Any]:
+        """Reads buckets; yields what their server answers."""
         storage, rows = self._kept(), len(self)
         nbytes = max(1, rows) * (self.dim * self.dtype.itemsize + 8)
         step = max(1, BUCKETS * _BATCH // nbytes)
-        for number, (part, cut) in enumerate(zip(self._components, since, strict=True)):
+        for part, cut in zip(self._components, since, strict=True):
             assert part.spec.buckets is not None
             start, stop = part.spec.buckets
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                yield number, storage.table_rows(part, first, last, cut)
+                yield storage.table_rows(part, first, last, cut)
 
     def _nothing(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids = np.empty(0, np.int64)
         return ids, np.empty((0, *self.shape[1:]), self.dtype), ids
 
     def _kept(self) -> KeepsTables:
-        self._require_outside("items or len")
+        self._require_outside("len, nbytes, items, changes or evict")
         storage = self._components[0].storage
         if not isinstance(storage, KeepsTables):
             raise RuntimeError(

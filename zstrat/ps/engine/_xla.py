@@ -27,7 +27,7 @@ import jax
 
 from zstrat.ps.store._cell import Cell, Write
 
-from ._flat_updates import FlatGroup, FlatUpdates, StartedUpdate
+from ._flat_updates import FlatGroup, FlatUpdates, Kinds, StartedUpdate
 from ._row_updates import RowUpdates
 from ._slot_layouts import (
     Context,
@@ -301,7 +301,12 @@ class UpdatePrograms:
                 values = self._joint.start(steps, kinds)
                 started = list(zip(steps, values, strict=True))
             else:
-                together = [self._flat.start(group) for group in found.groups]
+                for group in found.groups:
+                    update = self._flat.start(group)
+                    # A group of as many elements has the same memory for gradients, and
+                    # XLA reads them where they are.
+                    update.wait()
+                    together.append(update)
                 for place in found.alone:
                     step, number = steps[place], kinds[place][0]
                     started.append((step, None))
@@ -309,8 +314,6 @@ class UpdatePrograms:
                     started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
-            for update in together:
-                update.wait()
             for update in together:
                 update.finish()
         except Exception as error:
@@ -403,9 +406,6 @@ cheaper; above, what starting them costs does not show."""
 
 SETS: Final = 8
 """Sets of variables that have a program in common."""
-
-Kinds = tuple[tuple[int, "np.dtype"], ...]
-"""For each variable the layout of its slots, and the dtype of its gradient."""
 
 
 @dataclass(slots=True)

@@ -468,7 +468,8 @@ def _check_removal(
         )
     if table is None:
         raise InvalidArgumentError(
-            f"variable {name!r}: rows are removed from tables of any id alone"
+            f"variable {name!r}: {op.name} expects a table of any id, got a variable "
+            "with a fixed number of rows"
         )
     if len(operands) != 1:
         raise InvalidArgumentError(
@@ -478,9 +479,14 @@ def _check_removal(
     if op is UpdateOp.EVICT_ROWS:
         Eviction.of(ids, table, f"variable {name!r}: {op.name}")
         return
-    if op is UpdateOp.FORGET_REMOVED and (table.gone is None or ids.shape != (1,)):
+    if op is UpdateOp.FORGET_REMOVED and table.gone is None:
         raise InvalidArgumentError(
-            f"variable {name!r}: {op.name} expects a cut of a table that follows "
-            f"changes, int64 of shape (1,), got shape {ids.shape}"
+            f"variable {name!r}: {op.name} expects a table that follows changes, got "
+            "one that does not"
+        )
+    if op is UpdateOp.FORGET_REMOVED and ids.shape != (1,):
+        raise InvalidArgumentError(
+            f"variable {name!r}: {op.name} expects a cut, int64 of shape (1,), got "
+            f"shape {ids.shape}"
         )
     check_ids(ids, ids.shape, (0,), f"variable {name!r}: {op.name}")
