@@ -37,7 +37,16 @@ def test_integers_their_texts_and_other_seeds_have_other_ids():
     np.testing.assert_array_equal(hash_ids(np.int8([-1])), ids[0][:1])
 
 
-@pytest.mark.parametrize("wrong", [1.5, [True], [None], np.array([2**64], object)])
+def test_lists_have_the_ids_of_their_elements():
+    for values in ([b"a\0", b"a"], ["a", "a\0"], ["x", 1], [b"x", "y"]):
+        alone = [hash_ids(np.array(value, object)) for value in values]
+        np.testing.assert_array_equal(hash_ids(values), alone)
+        assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["x", 2.5], 1.5, [True], [None], np.array([2**64], object)]
+)
 def test_what_is_neither_text_nor_integer_is_refused(wrong):
     with pytest.raises(TypeError, match="hash_ids"):
         hash_ids(wrong)

@@ -386,6 +386,33 @@ def test_a_dataset_ends_by_itself():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
+class Quarters(keras.utils.PyDataset):
+    """What Keras itself reads: four batches of 15."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        rows = slice(15 * number, 15 * number + 15)
+        return X[rows], Y[rows]
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning")
+@pytest.mark.parametrize("steps", [2, 3])
+def test_epochs_of_some_steps_begin_again_where_those_of_keras_do(steps):
+    def rows():
+        return zs.data.Dataset.from_tensor_slices((X, Y)).batch(15)
+
+    given = {"epochs": 4, "y": None, "batch_size": None, "shuffle": False}
+    given |= {"steps_per_epoch": steps, "validation_steps": 2}
+    plain, expected, _ = fitted(dense, x=Quarters, validation_data=Quarters, **given)
+    one = zs.OneDeviceStrategy("CPU:0")
+    model, history, _ = fitted(dense, one, x=rows, validation_data=rows, **given)
+    assert model.optimizer.iterations.value == plain.optimizer.iterations.value
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
 OPTIMIZERS = {
     "sgd": lambda of: of.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda of: of.Adam(of.schedules.ExponentialDecay(0.1, 2, 0.5)),

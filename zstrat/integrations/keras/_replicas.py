@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import keras
 import numpy as np
 
 from zstrat.program import function
@@ -43,7 +44,23 @@ class Ended:
 
 
 class ReplicaTraining(Training):
-    """Training of a model under a strategy whose replicas compute in step."""
+    """Training of a model under a strategy whose replicas compute in step.
+
+    Raises:
+        NotImplementedError: A loss is not a mean over rows, by which replicas count.
+    """
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        super().__init__(model, strategy)
+        for loss in keras.tree.flatten(model.loss):
+            kind = getattr(loss, "reduction", "sum_over_batch_size")
+            if kind != "sum_over_batch_size" and strategy.num_replicas_in_sync > 1:
+                raise NotImplementedError(
+                    f"a loss of model {model.name!r} has reduction={kind!r}, but "
+                    "replicas count by their rows: use "
+                    'reduction="sum_over_batch_size" (the default of Keras), or a '
+                    "strategy with one replica"
+                )
 
     def call(
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any

@@ -50,6 +50,7 @@ class DatasetSource:
         self._dataset: Final = dataset
         self._endless: Final = endless
         self._batches: Iterator[Any] | None = None
+        self._read, self._is_over = 0, False
         size = dataset.cardinality()
         self.count: int | None = size if size >= 0 else None
         """Batches of an epoch; None: unknown, or infinite."""
@@ -57,8 +58,8 @@ class DatasetSource:
 
     def begin(self) -> None:
         """Begins an epoch. With ``steps_per_epoch`` it continues where the last one
-        ended."""
-        if not self._endless:
+        ended, and begins again after the last batch."""
+        if not self._endless or self._is_over:
             self._batches = None
 
     def __iter__(self) -> DatasetSource:
@@ -66,8 +67,12 @@ class DatasetSource:
 
     def __next__(self) -> Any:
         if self._batches is None:
-            self._batches = iter(self._dataset)
-        return next(self._batches)
+            self._batches, self._read = iter(self._dataset), 0
+        self._is_over = True  # if there is no further batch
+        batch = next(self._batches)
+        self._read += 1
+        self._is_over = self._read == self.count
+        return batch
 
 
 class LeaseSource:

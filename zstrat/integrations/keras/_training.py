@@ -44,14 +44,6 @@ AHEAD: Final = 0.05
 
 
 _MODES: Final = {"fit": "train", "evaluate": "test", "predict": "predict"}
-_STEPS: Final = {
-    ("fit", "x"): "steps_per_epoch",
-    ("fit", "validation_data"): "validation_steps",
-    **dict.fromkeys(
-        itertools.product(("evaluate", "predict"), ("x", "validation_data")), "steps"
-    ),
-}
-"""The argument that says how many batches of these data are an epoch."""
 
 
 class StepResult(Protocol):
@@ -326,7 +318,8 @@ class Training(abc.ABC):
         modes = {"x": _MODES[name], "validation_data": "test"}
         sources: dict[str, Source] = {}
         for argument, mode in modes.items():
-            endless = given.get(_STEPS[name, argument]) is not None
+            # Validation begins with the first batch each time.
+            endless = mode == "train" and given.get("steps_per_epoch") is not None
             source = self.source_of(mode, given.get(argument), endless=endless)
             if source is not None:
                 sources[mode] = source
