@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(29, 4)).astype("float32")
 Y = (X[:, :2].sum(1) > 0).astype("int32")
 
 
-def make():
+def make(reduction="sum_over_batch_size"):
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -22,7 +22,7 @@ def make():
             keras.layers.Dense(2),
         ]
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction)
     model.compile("adam", loss, metrics=["accuracy"])
     return model
 
@@ -44,3 +44,18 @@ def test_batches_that_cannot_be_divided_evenly():
         np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
     expected, found = (each.predict(X, verbose=0) for each in (plain, model))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_a_loss_that_is_no_mean_over_rows_is_refused(reduction):
+    """Replicas count by their rows, so its gradient would be another one."""
+    two = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    with two.scope(), pytest.raises(NotImplementedError, match=reduction):
+        make(reduction)
+    keras.utils.set_random_seed(1)
+    expected = make(reduction).fit(X, Y, verbose=0, shuffle=False).history
+    keras.utils.set_random_seed(1)
+    with zs.MirroredStrategy(["CPU:0"]).scope():
+        model = make(reduction)
+    history = model.fit(X, Y, verbose=0, shuffle=False).history
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
