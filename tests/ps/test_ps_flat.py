@@ -2,6 +2,7 @@
 make of them, and each of them a variable as before."""
 
 import functools
+import sys
 
 import numpy as np
 import optax
@@ -131,11 +132,12 @@ class Lazy:
 def test_arrays_of_one_size_do_not_share_gradients(monkeypatch):
     """XLA may read the gradients of a program after the next one was started."""
     shapes = dict.fromkeys(range(1, 9), (32, 32))
-    monkeypatch.setattr("zstrat.ps.engine._flat_updates.TOGETHER", 4 * 4 * 32 * 32)
     together, alone = (store_of(optax.sgd(0.5), shapes) for _ in range(2))
+    flat = together.engine.get(1).programs._flat
+    module = sys.modules[type(flat).__module__]
+    monkeypatch.setattr(module, "TOGETHER", 4 * 4 * 32 * 32)
     grads = {key: np.full(shape, key, "f4") for key, shape in shapes.items()}
     push(together, grads)
-    programs = together.engine.get(1).programs._flat.programs
 
     def late(program):
         def call(*given):
@@ -144,13 +146,10 @@ def test_arrays_of_one_size_do_not_share_gradients(monkeypatch):
 
         return call
 
-    known = dict(programs)
+    known = dict(flat.programs)
     assert len(known) == 1, "two sets of variables, and one program"
-    monkeypatch.setattr(
-        together.engine.get(1).programs._flat,
-        "programs",
-        {key: late(program) for key, program in known.items()},
-    )
+    programs = {key: late(program) for key, program in known.items()}
+    monkeypatch.setattr(flat, "programs", programs)
     push(together, grads)
     for _ in range(2):
         for key, gradient in grads.items():
