@@ -48,18 +48,13 @@ if TYPE_CHECKING:
 def wide_leaves(
     call: CutCall, gaps: Sequence[int], elements: Sequence[Element]
 ) -> dict[int, str]:
-    """Finds the leaves of inputs and elements that are integers jax would downcast, or
-    that do not fit its signed ones.
+    """Finds the leaves of inputs and elements that are integers jax would downcast.
 
     Returns their places, for messages, by number. ``gaps`` are the numbers of the
     leaves that are inputs.
     """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    wide = [
-        number
-        for number, leaf in enumerate(leaves)
-        if is_integer_downcast(leaf) or _is_unsigned(leaf)
-    ]
+    wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
     if not wide:
         return {}
     args, kwargs = call.treedef.unflatten(call.leaves)
@@ -193,13 +188,6 @@ def is_integer_downcast(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return False
     return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
-
-
-def _is_unsigned(leaf: Any) -> bool:
-    """Returns whether an id of a hashed table may need more than jax's integers."""
-    is_array = isinstance(leaf, np.ndarray | np.generic)
-    narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
-    return is_array and leaf.dtype == np.uint32 and narrow
 
 
 class DowncastCheck:
