@@ -77,7 +77,7 @@ _POSITIONS: Final = frozenset({"gather", "dynamic_slice", *_WRITES})
 _CONTAINED: Final = ("bool", "int8", "int16", "uint8", "uint16", "uint32")
 """Dtypes whose numbers have the same value as int64."""
 
-_WHOLE: Final = "zstrat whole ids"
+_WHOLE: Final = "zstrat ids"
 
 _WIDE: Final = {"int32": np.dtype(np.int64), "uint32": np.dtype(np.uint64)}
 
