@@ -147,10 +147,11 @@ def require_fitting(
         raise ValueError(
             f"{place} of the step function {step!r} contains {_wrong(leaf)}, and the "
             f"step computes ids of rows from it. jax would downcast {leaf.dtype} to "
-            "32 bits and use another row: make it fit before (hash it in the dataset), "
-            "pass ids of lookups on parameter servers without computing with them, or "
-            "switch on jax_enable_x64 in this program and on the workers "
-            "(JAX_ENABLE_X64=1)"
+            "32 bits and use another row: make it fit before (hash it, or take its "
+            "remainder, in the dataset), pass ids of lookups on parameter servers "
+            "without computing with them, or those of a zs.HashTable without loops and "
+            "branches of jax.lax (scan, while_loop, cond) and callbacks, or switch on "
+            "jax_enable_x64 in this program and on the workers (JAX_ENABLE_X64=1)"
         )
 
 
