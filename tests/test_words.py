@@ -28,6 +28,7 @@ CLEAN = (
     "zstrat/cluster",
     "zstrat/collectives",
     "zstrat/config.py",
+    "zstrat/coordinator",
     "zstrat/doors.py",
     "zstrat/errors.py",
     "zstrat/launch",

@@ -215,7 +215,7 @@ class CallTable:
     Args:
         strategy: Each trace, here and on workers, runs in its scope, so that variables
             that a trace creates are placed by the strategy.
-        retired: Gets the numbers of arguments that nobody needs.
+        retired: Gets the numbers of arguments that are no longer needed.
     """
 
     def __init__(self, strategy: TracingStrategy, retired: deque[int]) -> None:
@@ -341,7 +341,7 @@ class CallTable:
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, Resource),
         )
-        # In a context of its own, which ends in C: Ctrl-C cannot leave the caller in
+        # In a separate context, which ends in C: Ctrl-C cannot leave the caller in
         # this scope, or in the middle of a trace.
         plan = copy_context().run(self._plan, function, args, kwargs)
         plan.require_shared()

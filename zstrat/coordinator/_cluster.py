@@ -61,7 +61,7 @@ log = logging.getLogger("zstrat.coordinator")
 WORKERS_JOIN_SECONDS: Final = 1.0
 """Seconds for connected workers to join the session after all servers have, so that
 they are counted. Joining takes milliseconds."""
-GOODBYE_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 2.0
 """Seconds for all tasks together to answer that they closed the session."""
 
 
@@ -75,7 +75,7 @@ class Cluster:
         workers: Task number to address; numbers may be missing.
         options: How the program uses the cluster.
         writer: The incarnation in the HELLO of the links. Default: the session number.
-        draw: Draws a session number that nobody has used.
+        draw: Draws an unused session number.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Cluster:
         # Before anything is stopped, as it asks all tasks for their spans.
         if self.timeline is not None:
             try:
-                await self.timeline.close(GOODBYE_SECONDS)
+                await self.timeline.close(CLOSE_SECONDS)
             except Exception:  # to the log, as all else has to be closed
                 log.exception("ending the time line")
         self.run_status.end()
@@ -235,7 +235,7 @@ class Cluster:
         await self._leave_tasks(exits)
 
     async def _leave_tasks(self, exits: bool) -> None:
-        seconds = self._timeouts.drain if exits else GOODBYE_SECONDS
+        seconds = self._timeouts.drain if exits else CLOSE_SECONDS
         processes = () if self.replication is None else self.replication.processes
         # Workers first: they push while they drain.
         tasks = (*self.workers, *self.ps, *processes)
@@ -244,7 +244,7 @@ class Cluster:
             was_closed = task.is_closed  # or is being closed
             task.leave()
             if not was_closed and task.is_ready and (self._ends_on_close or exits):
-                answers.append(task.say_goodbye(seconds, exits=exits))
+                answers.append(task.close_session(seconds, exits=exits))
         if answers:
             await asyncio.wait(answers, timeout=seconds)
         await asyncio.gather(*(task.close() for task in tasks))

@@ -260,7 +260,7 @@ class LeasedEpoch:
             return self._book.size
 
     def require_leased(self, before: int) -> int:
-        """Returns how many leases the pass has given so far; a loop goes on only if
+        """Returns how many leases the pass has given so far; a loop continues only if
         these are more than ``before``, or it would have no end.
 
         Raises:

@@ -9,11 +9,12 @@ of a store.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError
 from zstrat.wire import MoveServer
+
+from ._session_request import log_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from zstrat.wire import Message
 
     from ._task_session import TaskSession
-
-log = logging.getLogger("zstrat.coordinator")
 
 
 @final
@@ -60,7 +59,7 @@ class StoreDirectory:
         """Sets the addresses for another session, with which workers get them."""
         self.addresses[:] = addresses
 
-    async def wait_workers_told(self, timeout: float) -> None:
+    async def wait_workers_notified(self, timeout: float) -> None:
         """Waits until all connected workers know the addresses, at most ``timeout``
         seconds.
 
@@ -81,5 +80,4 @@ class StoreDirectory:
     def _answered(self, answer: asyncio.Future[Message]) -> None:
         # A worker that was lost meanwhile gets the address with its next session.
         self._unanswered.discard(answer)
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            log.info("sending a worker the address of a store: %s", error)
+        log_failure("sending a worker the address of a store", answer)

@@ -134,7 +134,7 @@ class StoreProcesses:
         process.leave()
         try:
             if was_ready:
-                await asyncio.wait([process.say_goodbye(timeout)])
+                await asyncio.wait([process.close_session(timeout)])
         finally:
             await process.close()
 

@@ -76,9 +76,9 @@ class CopiesStatus:
         counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self._replicas:
             counts["failovers"] = placement.failovers
-            heard = [process.is_heard for process in self._processes]
-            counts["stores_without_backup"] = self._not_known_whole(heard)
-        return {**counts, "stores": [self._told(store) for store in placement.stores]}
+            alive = [process.is_heard for process in self._processes]
+            counts["stores_without_backup"] = self._not_known_whole(alive)
+        return {**counts, "stores": [self._entry(store) for store in placement.stores]}
 
     async def ask_without_backup(self, timeout: float) -> int:
         """Asks all processes, and counts the stores of which not both answer: a process
@@ -107,10 +107,10 @@ class CopiesStatus:
         )
 
     def _is_unknown(self, store: ReplicatedStore) -> bool:
-        """Returns whether it has two complete copies, and the process of one is
-        silent."""
-        heard = all(self._processes[copy.process].is_heard for copy in store.copies)
-        return store.is_paired and not heard
+        """Returns whether it has two complete copies, and the process of one does not
+        answer."""
+        alive = all(self._processes[copy.process].is_heard for copy in store.copies)
+        return store.is_paired and not alive
 
     def _log_change(self, store: ReplicatedStore) -> None:
         name, bare = self._servers[store.number].name, self._bare
@@ -129,7 +129,7 @@ class CopiesStatus:
                 store.reason,
             )
 
-    def _told(self, store: ReplicatedStore) -> PlainTree:
+    def _entry(self, store: ReplicatedStore) -> PlainTree:
         backup = store.backup
         return {
             "store": store.number,

@@ -81,7 +81,7 @@ class OptimizerRounds:
     """Whether the round before the open one is being applied."""
     is_left_open: bool = False
     """Whether the coordinator before has left a round open, which is closed with what
-    it has: a worker may wait for it that has contributed, which nobody was told."""
+    it has: a worker may wait for it whose contribution was not reported here."""
     coupled: bool = False
     """Whether the optimizer computes operands from all gradients of a round."""
     statistics: RoundStatistics = field(default_factory=RoundStatistics)
@@ -180,8 +180,8 @@ class OptimizerRounds:
         self.statistics.applied(now)
 
     def order_to_drop(self, restored: RestoredRounds | None) -> RoundOrder | None:
-        """Returns the order to close the open round without what waits, and to go on
-        with one that is restored; None: there is nothing to do."""
+        """Returns the order to close the open round without what waits, and to
+        continue from one that is restored; None: there is nothing to do."""
         last, waits = self.number, bool(self._members or self._inherited)
         if restored is not None:
             # Not the next one, which a worker may have begun.
@@ -193,8 +193,8 @@ class OptimizerRounds:
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
     def begin(self, number: int, inherited: Sequence[StepContribution] = ()) -> None:
-        """Goes on with this round, and with what the program before has contributed to
-        it alone."""
+        """Continues from this round, and from what the program before has contributed
+        to it alone."""
         self.number, self._inherited = number, inherited
         self._members, self._enough_at, self.is_closing = {}, None, False
 

@@ -213,7 +213,7 @@ class RoundClosing:
         `release`, as no round may be closed meanwhile.
 
         Args:
-            restored: By optimizer: the rounds to go on with.
+            restored: By optimizer: the rounds to continue from.
 
         Raises:
             ZstratError: As `PsClient.close_round`.
