@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.transport import MakeTaskLink
 
-    from ._store_directory import StoreDirectory
+    from ._cluster_tasks import StoreDirectory
     from ._task_session import Objection, TaskSessionEvents
 
 
