@@ -20,8 +20,15 @@ from zstrat.errors import ZstratError
 from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
 
-from ._options import fail, failures, folder, settings
-from ._signals import as_interrupts, handled_by, interruptible
+from ._options import (
+    as_interrupts,
+    fail,
+    failures,
+    folder,
+    handled_by,
+    interruptible,
+    settings,
+)
 from ._tables import lines, table
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from zstrat.config import TRY_AGAIN, environment
 from zstrat.launch import GPUS_BY_NODE, requeue, run_with_cluster, slurm, slurm_program
 from zstrat.signals import handle
 
-from ._options import failures, folder, settings
-from ._signals import as_interrupts, exit_code_of
+from ._options import as_interrupts, exit_code_of, failures, folder, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,8 +26,14 @@ from zstrat.launch import run_with_cluster, ssh
 from zstrat.signals import handle
 
 from ._cluster import how_to_connect, toml
-from ._options import QueueingCommand, fail, failures, settings
-from ._signals import as_interrupts, exit_code_of
+from ._options import (
+    QueueingCommand,
+    as_interrupts,
+    exit_code_of,
+    fail,
+    failures,
+    settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ from zstrat.streams import occupy_descriptors
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
-from ._imports import import_coordinator
+from ._own_process import import_coordinator
 from ._runtime_dir import (
     RunFolder,
     RuntimeDir,
