@@ -76,6 +76,19 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def count_option(
+    *names: str,
+    help: str,  # noqa: A002
+    least: int = 1,
+    default: int | None = 1,
+) -> Callable[..., Any]:
+    """Makes an option for a number of tasks or restarts, at least ``least``."""
+    kind = click.IntRange(least)
+    return click.option(
+        *names, type=kind, default=default, show_default=True, help=help
+    )
+
+
 def settings(keys: Path | None) -> Settings:
     """Reads the settings from ``ZSTRAT_*``; ``keys`` takes precedence."""
     with failures():
@@ -161,10 +174,11 @@ def endings() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def as_interrupts() -> Iterator[None]:
-    """Makes the signals raise KeyboardInterrupt with their number in the block, and
-    restores the handlers after it."""
-    before = {number: handle(number, _interrupt) for number in endings()}
+def as_interrupts(*more: signal.Signals) -> Iterator[None]:
+    """Makes `endings` and ``more`` signals raise KeyboardInterrupt with their number in
+    the block, and restores the handlers after it."""
+    numbers = (*endings(), *more)
+    before = {number: handle(number, _interrupt) for number in numbers}
     try:
         yield
     finally:

@@ -29,6 +29,7 @@ from ._cluster import how_to_connect, toml
 from ._options import (
     QueueingCommand,
     as_interrupts,
+    count_option,
     exit_code_of,
     fail,
     failures,
@@ -47,11 +48,9 @@ _HOSTS: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=QueueingCommand, context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--ps", type=click.IntRange(1), help="parameter servers; default: ps in HOSTS"
-)
-@click.option(
-    "--workers", type=click.IntRange(0), help="workers; default: workers in HOSTS"
+@count_option("--ps", default=None, help="parameter servers; default: ps in HOSTS")
+@count_option(
+    "--workers", least=0, default=None, help="workers; default: workers in HOSTS"
 )
 @click.option(
     "-d",
