@@ -28,7 +28,7 @@ from zstrat.launch._started_tasks import StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
-from ._engine import FleetTask, TaskEnd, TaskLaunch
+from ._engine import FleetTask, TaskEnd, TaskEvents, TaskLaunch
 from .state import (
     BeginFailed,
     DrainTask,
@@ -57,21 +57,6 @@ log = logging.getLogger("zstrat.launch")
 
 Event = Callable[[float], "Iterable[FleetOrder]"]
 """Reports an event to the state, with the time; returns the orders of the state."""
-
-
-class _AttemptEvents:
-    """Reports the events of one attempt of one task to the thread of the fleet."""
-
-    def __init__(self, thread: FleetThread, task: str, attempt: int) -> None:
-        self._thread, self._task, self._attempt = thread, task, attempt
-
-    def bound(self, address: str) -> None:
-        state = self._thread.state
-        self._thread.put(lambda now: state.bound(self._task, self._attempt, address))
-
-    def ended(self, end: TaskEnd) -> None:
-        state = self._thread.state
-        self._thread.put(lambda now: state.ended(self._task, self._attempt, end, now))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,7 +189,11 @@ class FleetThread:
                 assert_never(order)
 
     def _start(self, task: str, attempt: int, bind: str) -> None:
-        events = _AttemptEvents(self, task, attempt)
+        put, state = self.put, self.state
+        events = TaskEvents(
+            lambda address: put(lambda now: state.bound(task, attempt, address)),
+            lambda end: put(lambda now: state.ended(task, attempt, end, now)),
+        )
         try:
             launch = self.plan.launch(task, bind)
             self._running[task] = self._engine.start(launch, events)
