@@ -3,7 +3,6 @@ daemons."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
@@ -20,7 +19,7 @@ from zstrat.transport import generate_keys
 from ._child import inherited
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from zstrat.config import Settings
 
@@ -30,27 +29,17 @@ LONGEST_SOCKET_PATH: Final = 100
 """Bytes of the path of an ``ipc://`` address; the kernel allows 107."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RuntimeDir:
-    """A folder, and the kind of sockets ("tcp" or "ipc") that the daemons bind."""
+def addresses_in(folder: Path, transport: str) -> Callable[[str], str]:
+    """Returns a function that makes the address of a daemon from its name: a socket in
+    the folder, which need not exist yet, or a free loopback port.
 
-    folder: Path
-    sockets: str
-
-    @classmethod
-    def of(cls, transport: str, folder: Path) -> RuntimeDir:
-        """Chooses the sockets for this transport; the folder need not exist yet.
-
-        Raises:
-            ValueError: The transport is unknown, or the path is too long for its
-            sockets.
-        """
-        checked_transport(transport)
-        return cls(folder, _sockets(transport, folder))
-
-    def address(self, name: str) -> str:
-        """Returns the address that the daemon ``name`` binds."""
-        return "127.0.0.1:0" if self.sockets == "tcp" else f"ipc://{self.folder / name}"
+    Raises:
+        ValueError: The transport is unknown, or the path is too long for its sockets.
+    """
+    checked_transport(transport)
+    if _sockets(transport, folder) == "tcp":
+        return lambda name: "127.0.0.1:0"
+    return lambda name: f"ipc://{folder / name}"
 
 
 def virtual(devices: int) -> tuple[str, ...]:
