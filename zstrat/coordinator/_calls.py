@@ -39,7 +39,7 @@ from zstrat.program.trace import joined
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
 from ._on_worker import in_step
-from ._values import Claim, NoArgument, PerWorker, RemoteValue, Result, StandIn
+from ._values import Claim, DatasetHandle, PerWorker, RemoteValue, Result, StandIn
 from .leases import Draw
 
 if TYPE_CHECKING:
@@ -515,7 +515,7 @@ def _checked(function: object) -> Function:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    kinds = (Resource, RemoteValue, NoArgument)
+    kinds = (Resource, RemoteValue, DatasetHandle)
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
@@ -530,7 +530,7 @@ def _resources(tree: Any) -> list[PerWorker]:
                 "a RemoteValue is among the arguments; pass `value.fetch()`, or "
                 "compute both in one function"
             )
-        if isinstance(leaf, NoArgument):
+        if isinstance(leaf, DatasetHandle):
             leaf.refuse()
     return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
 

@@ -12,8 +12,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.coordinator.connecting import TaskSession
-from zstrat.errors import AlreadyExistsError, ZstratError
+from zstrat.coordinator.connecting import TaskSession, objection_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSessionEvents
     from zstrat.transport import MakeTaskLink
-    from zstrat.wire import CloseSession, Hello, OpenSession, SessionOpened
+    from zstrat.wire import CloseSession, OpenSession
 
 
 log = logging.getLogger("zstrat.coordinator")
@@ -74,7 +73,9 @@ class StoreProcesses:
             turn=self._timeouts.turn,
             notice=self._timeouts.notice,
             moves=True,
-            objection=self._objection,
+            objection=lambda task, hello, _: objection_to(
+                task, hello, None, self.sessions, None
+            ),
         )
         self.sessions.append(session)
         self.lives.append(0)
@@ -137,17 +138,3 @@ class StoreProcesses:
                 await asyncio.wait([process.close_session(timeout)])
         finally:
             await process.close()
-
-    def _objection(
-        self, task: TaskSession, hello: Hello, _: SessionOpened | None
-    ) -> ZstratError | None:
-        """Returns an error if the cluster has the process at another address."""
-        for other in self.sessions:
-            is_other = other is not task and not other.is_closed
-            known = other.hello if is_other and other.is_ready else None
-            if known is not None and known.incarnation == hello.incarnation:
-                return AlreadyExistsError(
-                    f"the process at {task.address} is already in the cluster: it is "
-                    f"{other.name} at {other.address}"
-                )
-        return None
