@@ -109,7 +109,8 @@ class Notifier:
         if self._address:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             self._socket = socket.socket(socket.AF_UNIX, kind)
-        self.watchdog = _interval(env.get("WATCHDOG_USEC", ""))
+        limit = env.get("WATCHDOG_USEC", "")
+        self.watchdog = int(limit) / 2e6 if limit.isdecimal() else 0.0
         """Seconds between two pings, half of the manager's limit; 0: no watchdog."""
 
     @property
@@ -131,10 +132,6 @@ class Notifier:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _interval(microseconds: str) -> float:
-    return int(microseconds) / 2e6 if microseconds.isdecimal() else 0.0
 
 
 def show_as(name: str, *arguments: str) -> None:
