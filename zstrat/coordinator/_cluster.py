@@ -350,9 +350,7 @@ class Cluster:
             return
         self._absent.pop(task.place, None)
         if self.recovery is not None:
-            self.recovery.server_returned()
-            if not self._absent:
-                self.recovery.all_returned()
+            self.recovery.server_returned(is_last=not self._absent)
         if self.dispatcher is not None and self.outage_error is None:
             self.dispatcher.engine.end_outage()
             self.dispatcher.turn_soon()

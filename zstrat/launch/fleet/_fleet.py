@@ -135,10 +135,7 @@ class FleetThread:
             self.over.get()
 
     def kill(self, task: str) -> None:
-        def now_kill(now: float) -> Iterable[FleetOrder]:
-            return [KillTask(task)]
-
-        self.put(now_kill)
+        self.put(lambda now: [KillTask(task)])
 
     def _work(self) -> None:
         try:
