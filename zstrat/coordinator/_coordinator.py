@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-    from ._pending_errors import CallSite
+    from ._steps import CallSite
     from .leases import OnError
 
 

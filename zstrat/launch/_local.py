@@ -20,13 +20,13 @@ from ._fork_server import fork_server
 from ._own_process import import_coordinator
 from ._runtime_dir import (
     RunFolder,
+    StartedTasks,
     addresses_in,
     daemon_environment,
     divided,
     share,
     virtual,
 )
-from ._started_tasks import StartedTasks
 
 if TYPE_CHECKING:
     import os

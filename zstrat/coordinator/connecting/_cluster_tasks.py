@@ -1,31 +1,35 @@
-"""All tasks of a session, as the parts of `Cluster` see them (`ClusterTasks`), and the
-addresses of stores, which workers get (`StoreDirectory`).
+"""All tasks of a session: as the parts of `Cluster` see them (`ClusterTasks`), the
+sessions made for them (`SessionMaker`), and the addresses of stores, which workers get
+(`StoreDirectory`).
 
 The message that opens a worker's session has all addresses. When a store moves later,
 each connected worker gets a `MoveServer`; the others get the new address when their
-session is opened again. The law of this file: only this file sends workers the address
-of a store.
+session is opened again. The law of this file: only it fills in the message that opens a
+session, and only it sends workers the address of a store.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.errors import BusyError
-from zstrat.wire import MoveServer
+from zstrat.wire import JoinSession, MoveServer, OpenSession
 
 from ._session_request import log_failure
-from ._task_session import TaskSessionEvents
+from ._task_session import TaskSession, TaskSessionEvents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from zstrat.config import Timeouts
     from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient
+    from zstrat.transport import MakeTaskLink
     from zstrat.wire import Message
 
-    from ._task_session import TaskSession
+    from ._task_session import Objection
 
 
 @final
@@ -132,3 +136,132 @@ class ClusterTasks(TaskSessionEvents, Protocol):
         """Notes that no process serves the store. `TaskSession.gone` says whether it is
         lost for good."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Options of a program's session on its cluster."""
+
+    prefetch: int = 0
+    """Optimizer steps that workers fetch ahead."""
+    listens: bool = False
+    """Workers send what their steps print."""
+    joins: bool = False
+    """Another program holds the parameter servers, and creates the variables."""
+    is_held_for_others: bool = False
+    """Other programs join, and the variables stay when this one ends."""
+    replicas: int = 0
+    """Copies of what each parameter server holds, in other ones: 0 or 1."""
+    stores_per_ps: int = 1
+    """Logical servers of each parameter server, which may move."""
+    name: str = ""
+    """Name of the session: it resumes what an earlier program left under the name, and
+    stays for a later one, unless it is ended (`Cluster.end_on_close`)."""
+    restart_partial: bool = False
+    """Begin empty if only a part is left under the name."""
+    program: str = ""
+    """Name of this program in the errors of others that want the cluster."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other programs update the variables, too."""
+        return self.joins or self.is_held_for_others
+
+
+@final
+class SessionMaker:
+    """Makes the sessions on the tasks of one cluster, not started yet."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        timeouts: Timeouts,
+        make_link: MakeTaskLink,
+        events: TaskSessionEvents,
+    ) -> None:
+        self.options: Final = options
+        self._timeouts, self._make_link, self._events = timeouts, make_link, events
+
+    def server(
+        self, session: int, store: int, address: str, workers: int
+    ) -> TaskSession:
+        """Returns the session on the server of a store.
+
+        Args:
+            session: Its number.
+            workers: How many places of workers there are.
+        """
+        timeouts, joins = self._timeouts, self.options.joins
+        opening: OpenSession | JoinSession
+        if joins:
+            opening = JoinSession(session, [], [], timeouts.request)
+        else:
+            opening = self._opening(session, store, workers, [], [])
+        return TaskSession(
+            "ps",
+            store,
+            store,
+            address,
+            opening,
+            self._make_link,
+            self._events,
+            one_life=True,
+            grace=timeouts.reconnect,
+            turn=timeouts.request if joins else timeouts.turn,
+            notice=timeouts.notice,
+            moves=bool(self.options.replicas),
+        )
+
+    def worker(
+        self,
+        session: int,
+        task_number: int,
+        place: int,
+        address: str,
+        workers: int,
+        stores: StoreDirectory,
+        objection: Objection,
+    ) -> TaskSession:
+        """Returns the session on a worker.
+
+        Args:
+            session: Its number.
+            workers: How many places of workers there are.
+            stores: Where the stores are when the session is opened.
+            objection: Says why the worker is not taken.
+        """
+        return TaskSession(
+            "worker",
+            task_number,
+            place,
+            address,
+            self._opening(session, place, workers, stores.addresses, stores.views),
+            self._make_link,
+            self._events,
+            turn=self._timeouts.turn,
+            notice=self._timeouts.notice,
+            objection=objection,
+        )
+
+    def _opening(
+        self,
+        session: int,
+        place: int,
+        workers: int,
+        servers: list[str],
+        views: list[int],
+    ) -> OpenSession:
+        options = self.options
+        return OpenSession(
+            session,
+            place,
+            workers,
+            servers,
+            options.prefetch,
+            options.listens,
+            views,
+            options.name,
+            replicas=options.replicas,
+            is_shared=options.is_shared,
+            program=options.program,
+        )

@@ -31,7 +31,7 @@ from zstrat.variables import user_line
 from zstrat.wire import Job
 
 from ._arrival import probe
-from ._session_maker import SessionOptions
+from ._cluster_tasks import SessionOptions
 from ._task_links import (
     addresses_of_ps,
     addresses_of_workers,

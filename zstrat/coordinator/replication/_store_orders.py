@@ -42,7 +42,7 @@ from ._orders import (
     Serve,
     Swap,
 )
-from ._store_status import CopiesStatus
+from ._store_processes import CopiesStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
