@@ -1,5 +1,5 @@
-"""How a daemon appears to its operator: log lines, states for the service manager, and
-the name of its process.
+"""The view of a daemon that its operator gets: log lines, states for the service
+manager, and the name of its process.
 
 A log line has the time, the task and the incarnation of the task. A state is a datagram
 of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names (systemd's notify

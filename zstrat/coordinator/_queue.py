@@ -145,7 +145,7 @@ class Ended:
 
 
 class Effect(NamedTuple):
-    """What is known of the updates of a step whose worker was lost: whether a server
+    """The fate of the updates of a step whose worker was lost: whether a server
     confirmed that it applied some."""
 
     words: str

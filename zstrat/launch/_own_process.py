@@ -1,6 +1,5 @@
-"""What a daemon does to its own process: it imports jax without garbage collections,
-chooses devices, and forwards what the process prints to one listener, in addition to
-its log.
+"""Prepares the process of a daemon: imports jax without garbage collections, chooses
+devices, and forwards what the process prints to one listener, in addition to its log.
 
 ``sys.stdout`` and ``sys.stderr`` are replaced by streams that write to the same file,
 line by line, and call the listener. So the log still has everything, in order,

@@ -1,4 +1,4 @@
-"""What a `LocalCluster` and a `Fleet` have in common: the folder of a run with its
+"""The parts that a `LocalCluster` and a `Fleet` share: the folder of a run with its
 sockets, keys and logs, the environment of the daemons, and tasks that this program
 starts and that end with it (`StartedTasks`)."""
 

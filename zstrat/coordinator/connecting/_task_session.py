@@ -242,7 +242,7 @@ class TaskSession:
 
     @property
     def state(self) -> str:
-        """How far connecting got, for messages."""
+        """The progress of connecting, for messages."""
         if self.is_ready:
             return "in the session"
         if self.refusal is not None:

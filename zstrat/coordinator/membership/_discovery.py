@@ -1,4 +1,4 @@
-"""How a program learns of workers: it asks the resolver, and workers report themselves.
+"""Discovers workers: the program asks the resolver, and workers report themselves.
 
 `ResolverWatch` asks the resolver of the cluster again, on a thread, as it may block.
 One question is open at a time. After a loss it asks at once, and then after growing

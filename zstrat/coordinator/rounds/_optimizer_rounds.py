@@ -41,7 +41,7 @@ RECENT_ROUNDS: Final = 64
 
 
 class _Wait(NamedTuple):
-    """How many rounds a worker was the last to contribute to, and the seconds that they
+    """Number of rounds to which a worker contributed last, and the seconds that they
     waited for it alone."""
 
     rounds: int = 0

@@ -49,7 +49,8 @@ PAUSE: Final = 0.05
 
 
 class CoordinatorParts(NamedTuple):
-    """What rounds use of a coordinator. ``channels`` are by place of the worker."""
+    """The parts of a coordinator that rounds use. ``channels`` are by place of the
+    worker."""
 
     engine: ClosureEngine
     members: Members
