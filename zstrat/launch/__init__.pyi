@@ -2,7 +2,6 @@ from ._calibrate import SIZES as SIZES
 from ._calibrate import Calibration as Calibration
 from ._calibrate import calibrate as calibrate
 from ._calibrate import calibrate_tasks as calibrate_tasks
-from ._child import Child as Child
 from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies
 from ._copies import run_with_cluster as run_with_cluster
