@@ -19,7 +19,6 @@ from zstrat.errors import PSUnavailableError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
 from zstrat.wire import (
-    Hello,
     Message,
     Printed,
     SessionOpened,
@@ -162,7 +161,9 @@ class Cluster:
             address,
             self.membership.size,
             self.store_directory,
-            self._objection,
+            lambda task, hello, opened: objection_to(
+                task, hello, opened, self.workers, self._devices
+            ),
         )
         if renewal.close_messages:
             task.renew(renewal.worker_session, renewal.close_messages)
@@ -404,8 +405,3 @@ class Cluster:
             return
         if self.dispatcher is not None:
             self.dispatcher.message_received(task, message)
-
-    def _objection(
-        self, task: TaskSession, hello: Hello, opened: SessionOpened | None
-    ) -> ZstratError | None:
-        return objection_to(task, hello, opened, self.workers, self._devices)

@@ -41,15 +41,13 @@ RECENT_ROUNDS: Final = 64
 
 
 class _Wait(NamedTuple):
-    """Number of rounds to which a worker contributed last, and the seconds that they
-    waited for it alone."""
+    """Rounds that waited for a worker alone, the last one, and for how many seconds."""
 
     rounds: int = 0
     seconds: float = 0.0
 
 
-_Waits = dict[int, _Wait]
-"""By worker."""
+_Waits = dict[int, _Wait]  # by worker
 
 
 @final
@@ -289,8 +287,8 @@ class OptimizerRounds:
         if restored is not None:
             # Not the next one, which a worker may have begun.
             least = self.number + 2 if self.number or waits else 0
-            behind = max(0, least - restored.number)
-            last = restored.number + -(-behind // restored.cycle) * restored.cycle - 1
+            more = -(-max(0, least - restored.number) // restored.cycle)
+            last = restored.number + more * restored.cycle - 1
         if not waits and (restored is None or last < self.number):
             return None
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
