@@ -129,7 +129,7 @@ class Member:
 
     @property
     def free(self) -> int:
-        """How many more closures it may get now."""
+        """Number of closures that it may get now, in addition to those that it has."""
         if not self.is_open or self.alone:
             return 0
         has, depth = len(self.in_flight), self.depth

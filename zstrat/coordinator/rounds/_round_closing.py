@@ -49,7 +49,8 @@ PAUSE: Final = 0.05
 
 
 class CoordinatorParts(NamedTuple):
-    """What rounds use of a coordinator. ``channels`` are by place of the worker."""
+    """The parts of a coordinator that rounds use. ``channels`` are by place of the
+    worker."""
 
     engine: ClosureEngine
     members: Members
@@ -213,7 +214,7 @@ class RoundClosing:
         `release`, as no round may be closed meanwhile.
 
         Args:
-            restored: By optimizer: the rounds to go on with.
+            restored: By optimizer: the rounds to continue from.
 
         Raises:
             ZstratError: As `PsClient.close_round`.
