@@ -79,6 +79,12 @@ def test_a_coordinator_that_is_made_later_leaves_workers_that_were_let_go_alone(
     assert run_seed(412).failure is None
 
 
+def test_a_program_that_is_killed_amid_a_failed_creation_leaves_the_variable():
+    """Between the creation and the withdrawal. The next program finds it where its own
+    creation of that number is, and what it does not create stays."""
+    assert run_seed(10771).failure is None
+
+
 def test_a_seed_replays_to_the_same_event():
     told, again = [], []
     seed = REPLAYED[0]

@@ -357,16 +357,18 @@ class LateChanges:
             await self.miss()
 
     async def _withdraw(self) -> None:
-        """As behind a creation that has failed: its numbers are given again."""
-        spec, servers = self._new(), self._coordinator.servers
+        """As behind a creation that has failed: its numbers are given again. A program
+        that is killed before leaves the variable to the next one."""
+        spec, value, servers = self._new(), _full(9), self._coordinator.servers
 
         async def create() -> None:
-            await self._create_one(spec, _full(9))
+            await self._create_one(spec, value)
             await servers.read([spec])
 
-        await self._do(dict, create, spec.ps)
+        await self._do(partial(_with, spec.key, made(value)), create, spec.ps)
         if not self._model.is_unsure:
-            await self._do(dict, partial(servers.withdraw, [spec], []), spec.ps)
+            withdraw = partial(servers.withdraw, [spec], [])
+            await self._do(partial(_without, spec.key), withdraw, spec.ps)
         if not self._model.is_unsure:
             self._model.next_key -= 1
             await self._create()
