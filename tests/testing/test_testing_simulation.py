@@ -28,10 +28,9 @@ from zstrat.ps import CHANGES
 from zstrat.variables import Rounds
 
 HERE = Path(__file__).parent
-REPLAYED = (6, 21, 27)
-"""Quick ones of the first, with rows, data, second copies and messages in chunks, on
-threads and without; and without an optimizer, whose pickled code depends on the hashes
-of a process."""
+REPLAYED = (6, 8, 11, 27)
+"""Quick ones of the first, with rows, data, optimizers, rounds, second copies and
+messages in chunks, on threads and without."""
 verdict_of = functools.cache(run_seed)
 """Of a seed that several tests ask for."""
 

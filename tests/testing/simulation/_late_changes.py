@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import numpy as np
@@ -37,7 +37,8 @@ from zstrat.wire import (
     UpdateOp,
 )
 
-from ._late_model import SHAPE, Held, Momentum, World, made, updated
+from ._late_model import SHAPE, Held, World, made, updated
+from ._rounds_model import optimizer_codes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -305,7 +306,7 @@ class LateChanges:
         model.has_optimizer = True
 
         async def make() -> None:
-            await servers.create_optimizer(OPTIMIZER, "late", _optimizer_code())
+            await servers.create_optimizer(OPTIMIZER, "late", optimizer_codes()[0])
             await servers.bind_optimizer(OPTIMIZER, _tree(model.keys[0]))
 
         await self._do(dict, make, self.spec(model.keys[0]).ps)
@@ -465,11 +466,6 @@ def _valued(key: int, value: np.ndarray, world: World) -> World:
 
 def _traced(key: int, trace: np.ndarray, world: World) -> World:
     return {**world, key: world[key]._replace(trace=trace)}
-
-
-@cache
-def _optimizer_code() -> bytes:
-    return dump_code(Momentum())
 
 
 def _tree(key: int) -> bytes:

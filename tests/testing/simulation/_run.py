@@ -9,6 +9,7 @@ import gc
 import importlib
 import itertools
 import logging
+import random
 import sys
 import tempfile
 import traceback
@@ -334,16 +335,18 @@ def _buried() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
-    """What is of the whole process begins anew for a run: numbers that are counted on,
-    the time of day in errors, the collector of memory, and the limit from which on a
-    server computes on its thread. Nothing is logged."""
+    """What is of the whole process begins anew for a run: numbers that are counted on
+    or drawn, the time of day in errors, the collector of memory, and the limit from
+    which on a server computes on its thread. Nothing is logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
     gc.disable()
     clock = SimpleNamespace(gmtime=lambda since: since, strftime=lambda *_: "then")
+    snapshots = SimpleNamespace(randbits=random.Random(scenario.seed).getrandbits)
     patches: list[Any] = [
         mock.patch("zstrat.wire._session.time", clock),
+        mock.patch("zstrat.coordinator._servers.secrets", snapshots),
         mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
