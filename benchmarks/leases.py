@@ -1,69 +1,65 @@
-"""The case of leases: what a step of a leased dataset costs the program's loop beyond
-one of a per-worker dataset.
+"""The case of leases: what they add to the cost of a step in the program's loop.
 
-In time of the processor, and in turn on one cluster: so it matters little what else the
-machine does.
+In time of the processor, in turn with steps that draw from no leased dataset, on the
+queue alone: what a step costs there besides follows the number of steps in a message,
+and so whatever else the machine does.
 """
 
 from __future__ import annotations
 
 import statistics
-import threading
-from pathlib import Path
-from typing import Any, Final
+import time
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
+from benchmarks.case import Case, Reading
+from zstrat.coordinator.parts import Closure, Draw, LeaseBook, Queue
 
-from benchmarks.case import Case, Reading, cluster, per_second
-from benchmarks.scale_costs import thread_seconds
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-COUNT: Final = 4000
-"""Steps of a measurement."""
-PAIRS: Final = 5
-BATCH: Final = 4
+BURST: Final = 20
+"""Steps that are handed out at a time: 20 ms of steps of 1 ms."""
+COUNT: Final = 2000
+PAIRS: Final = 51
+RESOURCE: Final = 1
+"""The number of the iterator."""
 
 
 def loop_cost() -> Reading:
     """Microseconds per step: the median of what leases add, and of a step without."""
-    import zstrat as zs
-
-    with cluster(1, 1) as (strategy, coordinator):
-
-        @zs.function
-        def step(iterator: Any) -> Any:
-            return next(iterator)[0]
-
-        # More than all steps read: no pass ends meanwhile.
-        ids = np.arange(2 * BATCH * COUNT * PAIRS, dtype=np.int32)
-        leased = iter(coordinator.create_leased_dataset(ids, batch=BATCH))
-        own = iter(
-            coordinator.create_per_worker_dataset(
-                lambda context: zs.data.Dataset.from_tensor_slices(ids).batch(BATCH)
-            )
-        )
-        portal = f"zstrat {strategy.session.session:x}"
-        (loop,) = [t for t in threading.enumerate() if t.name == portal]
-        task = Path(f"/proc/self/task/{loop.native_id}")
-
-        def spent(iterator: Any) -> float:
-            per_second(coordinator, step, COUNT // 10, (iterator,))  # warm
-            before = thread_seconds(task)
-            per_second(coordinator, step, COUNT, (iterator,))
-            return 1e6 * (thread_seconds(task) - before) / (COUNT + COUNT // 5)
-
-        pairs = [(spent(own), spent(leased)) for _ in range(PAIRS)]
+    queue = Queue()
+    book = LeaseBook("numbers", 64, epochs=None)
+    assert not book.built(2**40)
+    draws = [Draw(RESOURCE, 1)]
+    _spent(queue, draws, {RESOURCE: book})  # warm
+    pairs = [
+        (_spent(queue, (), {}), _spent(queue, draws, {RESOURCE: book}))
+        for _ in range(PAIRS)
+    ]
     return Reading(
         statistics.median(more - less for less, more in pairs),
         statistics.median(less for less, _ in pairs),
     )
 
 
+def _spent(queue: Queue, draws: Sequence[Draw], books: dict[int, LeaseBook]) -> float:
+    nobody: Any = None
+    queue.leases.books = books
+    began = time.thread_time()
+    for _ in range(COUNT // BURST):
+        for _ in range(BURST):
+            queue.put(Closure(nobody, nobody, draws=draws))
+        for closure in queue.take(BURST, 0.0):
+            queue.end(closure)
+    return 1e6 * (time.thread_time() - began) / COUNT
+
+
 CASES: Final = [
     Case(
-        "a step of a leased dataset, more of the program's loop",
+        "what leases add to a step in the program's loop",
         "us",
         1,
-        "a step of a per-worker dataset",
+        "a step without, in the queue",
         loop_cost,
         lower=True,
     )

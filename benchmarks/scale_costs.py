@@ -96,14 +96,12 @@ def _stepped(servers: int, workers: int, numbers: int, count: int) -> dict[str, 
 
             per_second(coordinator, step, count // 5)  # compiled, and warm
             threads = _threads(local, f"zstrat {strategy.session.session:x}")
-            before = {
-                task: thread_seconds(task) for each in threads.values() for task in each
-            }
+            before = {task: _spent(task) for each in threads.values() for task in each}
             for _ in range(count):
                 coordinator.schedule(step)
             coordinator.join()
             return {
-                name: max(thread_seconds(task) - before[task] for task in each) / count
+                name: max(_spent(task) - before[task] for task in each) / count
                 for name, each in threads.items()
             }
 
@@ -121,7 +119,7 @@ def _threads(local: Any, portal: str) -> dict[str, list[Path]]:
     return found
 
 
-def thread_seconds(task: Path) -> float:
+def _spent(task: Path) -> float:
     """Seconds of the processor that a thread has had."""
     try:
         return int((task / "schedstat").read_text("ascii").split()[0]) * 1e-9
@@ -188,10 +186,10 @@ async def _connected(
         await each.wait_open(loop.time() + 60.0)
     memory, files = _resident() - memory, len(os.listdir("/proc/self/fd")) - files
     here = Path(f"/proc/self/task/{threading.get_native_id()}")
-    began, since = thread_seconds(here), loop.time()
+    began, since = _spent(here), loop.time()
     await asyncio.sleep(seconds)
     beats = count * (loop.time() - since) / BEAT
-    spent = thread_seconds(here) - began
+    spent = _spent(here) - began
     for each in [first, *links]:
         await each.close()
     return spent / beats, memory / count, files / count
