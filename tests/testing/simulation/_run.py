@@ -343,10 +343,9 @@ def _alone(scenario: Scenario) -> Iterator[None]:
     log.setLevel(logging.CRITICAL + 1)
     gc.disable()
     clock = SimpleNamespace(gmtime=lambda since: since, strftime=lambda *_: "then")
-    snapshots = SimpleNamespace(randbits=random.Random(scenario.seed).getrandbits)
     patches: list[Any] = [
         mock.patch("zstrat.wire._session.time", clock),
-        mock.patch("zstrat.coordinator._servers.secrets", snapshots),
+        mock.patch("secrets.randbits", random.Random(scenario.seed).getrandbits),
         mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
