@@ -10,6 +10,7 @@ import importlib
 import itertools
 import logging
 import random
+import secrets
 import sys
 import tempfile
 import traceback
@@ -333,6 +334,15 @@ def _buried() -> Iterator[None]:
             gc.unfreeze()
 
 
+_randbits: Final = secrets.randbits
+
+
+def _drawn(chance: random.Random, bits: int) -> int:
+    """The number of a snapshot, which is sent, is that of the seed; others are drawn
+    once in a process."""
+    return chance.getrandbits(bits) if bits == 62 else _randbits(bits)
+
+
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
     """What is of the whole process begins anew for a run: numbers that are counted on
@@ -345,7 +355,7 @@ def _alone(scenario: Scenario) -> Iterator[None]:
     clock = SimpleNamespace(gmtime=lambda since: since, strftime=lambda *_: "then")
     patches: list[Any] = [
         mock.patch("zstrat.wire._session.time", clock),
-        mock.patch("secrets.randbits", random.Random(scenario.seed).getrandbits),
+        mock.patch("secrets.randbits", partial(_drawn, random.Random(scenario.seed))),
         mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
