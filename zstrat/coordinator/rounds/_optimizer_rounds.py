@@ -266,11 +266,8 @@ class OptimizerRounds:
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
         order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
-        sources = [
-            f"step {each.member.step} of worker {each.worker}"
-            for each in sorted(found, key=lambda each: each.member)[:_NAMED]
-        ]
-        closing = ClosingRound(order, operands, ", ".join(sources))
+        sources = sources_of((each.member.step, each.worker) for each in found)
+        closing = ClosingRound(order, operands, sources)
         self.begin(self.number + 1)
         self.is_closing, self.is_left_open = True, False
         return closing
@@ -410,6 +407,15 @@ class SessionRounds:
             name = f"{each.name} {each.optimizer}" if taken else each.name
             metrics[name] = each.metrics(there, now, most)
         return metrics
+
+
+def sources_of(members: Iterable[tuple[int, int]]) -> str:
+    """Describes the members of a round, by step and worker, for errors."""
+    return ", ".join(
+        f"step {step} of "
+        + ("the program before" if worker == FORMER else f"worker {worker}")
+        for step, worker in sorted(members)[:_NAMED]
+    )
 
 
 def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, HeldRounds]:
