@@ -17,7 +17,7 @@ from zstrat.checkpoint import Manifest, StoredTensor
 from zstrat.variables import HashTable
 
 from ._servers import cluster_of
-from ._tensors import CLOCK, COUNTS, GONE, WAITING
+from ._tensors import CLOCK, COUNTS, GONE, TIMES, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.saving")
 
-_WHOLE: Final = (CLOCK, COUNTS, GONE, WAITING)
+_WHOLE: Final = (CLOCK, COUNTS, GONE, TIMES, WAITING)
 """What a difference has all of."""
 
 
@@ -53,7 +53,7 @@ async def cuts_of(graph: Graph) -> dict[int, int]:
             work = cluster.servers.table_sizes(specs)
             sizes = await cluster.run_async(work, "asking for the cut of a table")
             pairs = zip(specs, sizes, strict=True)
-            cuts.update((spec.key, cut) for spec, (_, _, cut) in pairs)
+            cuts.update((spec.key, cut) for spec, (_, _, cut, _) in pairs)
     return cuts
 
 
