@@ -151,6 +151,12 @@ def eviction(number, rule, limit, first=0, last=4096):
     return Push(SESSION, 1000 + number, 0, 0, [update], (operand,))
 
 
+def timing(number, now, age):
+    """A push that notes a time, as the update ``number`` of its sender."""
+    update = Update(1, int(UpdateOp.NOTE_TIME), 0, 1)
+    return Push(SESSION, 1000 + number, 0, 0, [update], (np.array([now, age]),))
+
+
 def content(store):
     """All that a store has of the table, by name."""
     held = store.variables[1]

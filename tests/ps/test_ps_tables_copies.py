@@ -8,7 +8,7 @@ import pytest
 from ps_callers import SESSION
 from ps_copies import Copies
 from ps_successors import CODES, successors
-from ps_tables import UNIFORM, beginning, content, eviction, training
+from ps_tables import UNIFORM, beginning, content, eviction, timing, training
 
 from zstrat.wire import (
     AttachBackup,
@@ -31,10 +31,12 @@ def assert_same(store, other):
 
 
 RULES = {"gradients": 2, "chance": 0.9, "tracks": True, "follows": True}
+SKETCH = {"gradients": 2, "tracks": True, "sketch": 64}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rules"), [("adam", {}), ("momentum", {}), ("adam", RULES)]
+    ("optimizer", "rules"),
+    [("adam", {}), ("momentum", {}), ("adam", RULES), ("adam", SKETCH)],
 )
 async def test_a_backup_has_the_table_of_its_primary(optimizer, rules):
     copies, rng = Copies(), np.random.default_rng(3)
@@ -55,6 +57,9 @@ async def test_a_backup_has_the_table_of_its_primary(optimizer, rules):
         if rules:
             await copies.ask(eviction(number + 50, EvictionRule.RECENT, 60))
             await copies.ask(eviction(number + 90, EvictionRule.WAITING, 30))
+            await copies.ask(timing(number + 130, 10.0 * number, 15.0))
+            aged = eviction(number + 170, EvictionRule.AGE, 10.0 * number - 15.0)
+            await copies.ask(aged)
     unknown = np.arange(10**6, 10**6 + 5)
     asked = PullTable(SESSION, 1, 0, 4096), PullRows(SESSION, [], [1], (unknown,))
     wanted = [await copies.ask(each) for each in asked]
@@ -78,7 +83,7 @@ async def test_a_backup_has_a_table_that_is_created_later():
     await copies.close()
 
 
-@pytest.mark.parametrize("rules", [{}, RULES])
+@pytest.mark.parametrize("rules", [{}, RULES, SKETCH])
 async def test_the_next_process_has_the_table(tmp_path, monkeypatch, rules):
     monkeypatch.setitem(CODES, b"-1 1", UNIFORM)
     rng = np.random.default_rng(3)

@@ -1,5 +1,7 @@
 """Which ids of a table are born, and which rows are evicted."""
 
+import itertools
+
 import numpy as np
 import pytest
 from ps_stores import push_to
@@ -11,14 +13,17 @@ from ps_tables import (
     items,
     look_up,
     push,
+    run,
     step,
     store_with,
+    timing,
 )
 
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ids import buckets_of, hashes_of
-from zstrat.wire import EvictionRule, UpdateOp
+from zstrat.wire import EvictionRule, PullTable, UpdateOp
 
+INLINE = 4 * 2**20
 ROWS, SET = UpdateOp.OPTIMIZE_ROWS, UpdateOp.SCATTER_UPDATE
 REMOVE = UpdateOp.REMOVE_ROWS
 
@@ -60,6 +65,53 @@ def test_a_row_is_born_by_the_push_that_makes_the_count_full():
     assert (sizes.births, sizes.waiting) == ([3], [1])
 
 
+def test_two_gradients_of_one_push_count_once():
+    store = store_with("sgd", gradients=2)
+    ids, rows = in_order([1, 2]), np.ones((2, WIDTH), "f4")
+    step(store, (1, ROWS, ids, rows), (1, ROWS, ids, rows))
+    assert known(store) == []
+    step(store, (1, ROWS, ids, rows), (1, ROWS, ids, rows))
+    np.testing.assert_allclose(look_up(store, ids), first_rows(ids) - 0.2, rtol=1e-4)
+
+
+def test_a_removal_is_noted_where_there_is_no_memory_for_it(monkeypatch):
+    """Values were written by then, so the push must not fail: the next reader is told
+    to read all of the table."""
+    store = store_with("sgd", follows=True)
+    train(store, range(20))
+    table = store.variables[1].table
+
+    def full(count):
+        raise ResourceExhaustedError("no memory")
+
+    with monkeypatch.context() as patched:
+        real = type(table.gone.ids).extend
+        gone = table.gone.ids
+        patched.setattr(
+            type(gone),
+            "extend",
+            lambda self, count: full(count) if self is gone else real(self, count),
+        )
+        step(store, (1, REMOVE, np.arange(5)))
+    assert known(store) == list(range(5, 20))
+    with pytest.raises(InvalidArgumentError, match="cut"):
+        store.plan_items(PullTable(7, 1, 0, 4096, 1))
+    step(store, (1, REMOVE, np.arange(5, 7)))
+    found = run(store, store.plan_items(PullTable(7, 1, 0, 4096, 2))).arrays
+    assert sorted(found[2].tolist()) == [5, 6]
+
+
+def test_an_id_that_is_born_again_is_not_among_the_removed():
+    store = store_with("sgd", follows=True)
+    train(store, [1, 2])
+    step(store, (1, REMOVE, np.array([1, 2])))
+    train(store, [1])
+    ids, _, removed, _ = run(
+        store, store.plan_items(PullTable(7, 1, 0, 4096, 1))
+    ).arrays
+    assert (ids.tolist(), removed.tolist()) == ([1], [2])
+
+
 def test_an_id_that_is_assigned_or_removed_waits_no_longer():
     store = store_with("sgd", gradients=2)
     train(store, [1, 2, 3])
@@ -70,8 +122,9 @@ def test_an_id_that_is_assigned_or_removed_waits_no_longer():
     assert known(store) == [1, 3]
 
 
-def test_a_push_that_fails_is_not_counted(monkeypatch):
-    store = store_with("momentum", gradients=2, tracks=True)
+@pytest.mark.parametrize("sketch", [0, 64])
+def test_a_push_that_fails_is_not_counted(monkeypatch, sketch):
+    store = store_with("momentum", gradients=2, tracks=True, sketch=sketch)
     train(store, [1])
     train(store, [1])
     table = store.variables[1].table
@@ -88,6 +141,54 @@ def test_a_push_that_fails_is_not_counted(monkeypatch):
     assert known(store) == [1]
     train(store, [2])
     assert known(store) == [1, 2]
+
+
+def test_a_sketch_counts_none_too_low_and_few_too_high():
+    """As many ids as fit: beside a dict. Each push comes twice."""
+    store, rng = store_with("sgd", gradients=3, sketch=256), np.random.default_rng(0)
+    counts: dict[int, int] = {}
+    for number in range(60):
+        ids = np.unique(rng.integers(0, 60_000, 1000))
+        train(store, ids, number=number)
+        assert not train(store, ids, number=number).applied
+        for i in ids.tolist():
+            counts[i] = counts.get(i, 0) + 1
+    born = set(known(store))
+    assert {i for i, count in counts.items() if count >= 3} <= born
+    early = [i for i in born if counts[i] < 3]
+    assert len(early) <= len(counts) / 16
+    assert store.table_sizes([1]).waiting == [0]
+
+
+def test_a_sketch_stays_as_large_and_as_right_whatever_comes():
+    """Twenty times as many ids as fit come once each: of ids that come for the first
+    time few are taken for others."""
+    store = store_with("sgd", gradients=2, sketch=64)
+    table = store.variables[1].table
+    for number in range(25):
+        train(store, range(number * 50_000, number * 50_000 + 50_000))
+    births = store.table_sizes([1]).births[0]
+    train(store, range(10**9, 10**9 + 50_000))
+    assert store.table_sizes([1]).births[0] - births < 50_000 / 16
+    assert table.waiting.nbytes < 4096 * (64 + 8 + 200)
+    assert births < 25 * 50_000 / 16
+
+
+def test_a_sketch_forgets_what_a_push_had_halved(monkeypatch):
+    """A push that fails leaves counts as they were, also those of other ids."""
+    store = store_with("momentum", gradients=200, sketch=64)
+    train(store, range(20_000))
+    before = store.variables[1].table.waiting.numbers.look().copy()
+    rows = store.engine.get(1).programs.rows
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "ready", lambda steps: None)
+        patched.setattr(rows, "apply", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(store, range(20_000, 220_000))
+    numbers = store.variables[1].table.waiting.numbers.look()
+    np.testing.assert_array_equal(numbers, before)
+    train(store, range(20_000, 220_000))
+    assert (numbers < before).any()
 
 
 def test_a_share_of_ids_is_admitted_whatever_comes_with_them():
@@ -163,6 +264,73 @@ def test_ids_that_wait_are_no_more_than_fit():
     assert waiting.ids.look().min() >= 30
 
 
+@pytest.mark.parametrize("back", [0, 1000], ids=["", "set back"])
+def test_rows_without_gradients_for_some_time_are_evicted(back):
+    """Of calls at seconds 0, 10, ... those rows go whose last gradient a call of 30
+    seconds before had seen. A clock that is set back makes none older."""
+    store = store_with("sgd", tracks=True)
+    numbers = itertools.count(500)
+
+    def evict_at(now):
+        push_to(store, timing(next(numbers), now, 30.0))
+        return evict(store, EvictionRule.AGE, now - 30.0)
+
+    assert evict_at(0.0) == set()
+    for turn in range(1, 8):
+        train(store, [turn, 100])
+        now = 10.0 * turn + (back if turn <= 3 else 0)
+        # Turns 1 to 3 count as of turn 4, whose own mark is that of turn 5.
+        left = {100, *range(max(1, turn - 2), turn + 1)} if not back else {100}
+        left |= set() if not back else set(range(1 if turn < 7 else 4, turn + 1))
+        assert evict_at(now) == left
+
+
+def test_times_that_are_noted_are_few_and_none_too_early():
+    store = store_with("sgd", tracks=True)
+    table, rng = store.variables[1].table, np.random.default_rng(0)
+    before = []
+    for number, age in enumerate([100.0] * 600 + [3000.0] * 600):
+        train(store, [number])
+        before.append((number + rng.random(), number + 1))
+        push_to(store, timing(number, before[-1][0], age))
+    for time in range(1200):
+        wanted = max([count for at, count in before if at <= time], default=-1)
+        assert table.pushes_until(float(time)) <= wanted
+    assert wanted - table.pushes_until(1199.0) <= 3000 / 128 + 1
+
+
+def test_what_drops_many_rows_is_no_short_work():
+    """The event loop does what takes half a millisecond: other threads do the rest."""
+    store = store_with("sgd", gradients=3, tracks=True, follows=True)
+    ids = np.arange(60_000)
+    step(store, (1, SET, ids, np.ones((len(ids), WIDTH), "f4")))
+    train(store, range(10**6, 10**6 + 60_000))
+    rules = EvictionRule.RECENT, EvictionRule.NORM, EvictionRule.WAITING
+    for rule in rules:
+        assert not store.plan_push(eviction(0, rule, 2.0)).is_short(INLINE)
+        assert store.plan_push(eviction(0, rule, 2.0, 0, 16)).is_short(INLINE)
+    cut = 1, UpdateOp.FORGET_REMOVED, np.array([10])
+    assert store.plan_push(push(cut)).is_short(INLINE)
+    evict(store, EvictionRule.NORM, 9.0)
+    assert known(store) == []
+    assert not store.plan_push(push(cut)).is_short(INLINE)
+
+
+def test_removed_ids_are_forgotten_when_they_are_too_many(monkeypatch):
+    """Who asks for what has changed since before reads all of the table."""
+    store = store_with("sgd", follows=True)
+    monkeypatch.setattr(type(store.variables[1].table), "gone_kept", 100)
+    train(store, range(150))
+    for first in range(0, 140, 20):
+        step(store, (1, REMOVE, np.arange(first, first + 20)))
+    table = store.variables[1].table
+    assert len(table.gone) == 20
+    with pytest.raises(InvalidArgumentError, match="cut"):
+        store.plan_items(PullTable(7, 1, 0, 4096, 2))
+    found = run(store, store.plan_items(PullTable(7, 1, 0, 4096, 7))).arrays
+    assert sorted(found[2].tolist()) == list(range(120, 140))
+
+
 def test_an_eviction_is_logged_as_ids():
     store = store_with("sgd", tracks=True)
     train(store, range(20))
@@ -185,6 +353,7 @@ WRONG = [
     np.array([1.0, 1, 0]),
     np.array([1, 1, 0, 1]),
     np.array([EvictionRule.RECENT, 1.0, 0, 1]),  # it is not noted
+    np.array([EvictionRule.AGE, 1.0, 0, 1]),
 ]
 
 
@@ -196,7 +365,24 @@ def test_an_eviction_that_is_none_is_refused(operand):
 
 
 @pytest.mark.parametrize(
-    "rules", [{"gradients": 0}, {"chance": 0.0}, {"chance": np.nan}]
+    ("tracks", "operand"),
+    [(False, [1.0, 1]), (True, [np.nan, 1]), (True, [1.0, 0]), (True, [1.0])],
+)
+def test_a_time_that_is_none_is_refused(tracks, operand):
+    store = store_with("sgd", tracks=tracks)
+    with pytest.raises(InvalidArgumentError, match="'t1'"):
+        store.plan_push(push((1, UpdateOp.NOTE_TIME, np.array(operand))))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"gradients": 0},
+        {"chance": 0.0},
+        {"chance": np.nan},
+        {"gradients": 3, "sketch": 63},
+        {"gradients": 300, "sketch": 64},
+    ],
 )
 def test_rules_that_admit_nothing_are_refused(rules):
     with pytest.raises(InvalidArgumentError, match="'t1'"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -87,8 +89,11 @@ def test_hyperparameters_before_the_first_step(local):
             print(optimizer.state)
 
 
-def test_a_row_is_born_with_its_third_gradient(local, tmp_path):
-    with World(local, 2, admission=zs.admission.count(3)) as world:
+@pytest.mark.parametrize(
+    "rule", [zs.admission.count(3), zs.admission.sketch(3, bytes=2**20)]
+)
+def test_a_row_is_born_with_its_third_gradient(local, tmp_path, rule):
+    with World(local, 2, admission=rule) as world:
         world.push(1, FAR, FAR)  # twice in one step: one gradient
         world.push(1, 2)
         assert world.rows(1, 2, FAR) == [0, 0, 0]
@@ -100,7 +105,7 @@ def test_a_row_is_born_with_its_third_gradient(local, tmp_path):
         world.push(FAR)
         assert world.rows(1, 2, FAR) == [1, 0, 1]
         assert len(world.table) == 2
-    with World(local, 3, admission=zs.admission.count(3)) as world:
+    with World(local, 3, admission=rule) as world:
         world.checkpoint.restore(saved)
         assert len(world.table) == 0
         world.push(1, 2, FAR)
@@ -141,6 +146,24 @@ def test_rows_without_gradients_for_some_steps_are_evicted(local, tmp_path):
         assert world.rows(1, 2, FAR) == [0, 2, 3]
         world.push(1)
         assert world.rows(1) == [1], "born again from its first value"
+
+
+def test_rows_without_gradients_for_some_time_are_evicted(local, tmp_path):
+    with World(local, 2, eviction=zs.eviction.age(60)) as world:
+        world.push(1, 2, FAR)
+        world.table.evict(now=1000.0)
+        world.push(2)
+        world.table.evict(now=1050.0)
+        assert len(world.table) == 3
+        saved = world.checkpoint.save(tmp_path / "c")
+        world.table.evict(now=1060.0)
+        assert world.rows(1, 2, FAR) == [0, 2, 0]
+    with World(local, 3, eviction=zs.eviction.age(60)) as world:
+        world.checkpoint.restore(saved)
+        asyncio.run(world.table.evict_async(now=1109.0))
+        assert world.rows(1, 2, FAR) == [0, 2, 0]
+        world.table.evict()  # now: long after
+        assert len(world.table) == 0
 
 
 @pytest.mark.parametrize("by", ["recency", "frequency"])
@@ -234,11 +257,31 @@ def test_a_copy_that_serves_follows_by_changes(local):
         world.table.changes()
 
 
+def test_ids_without_a_row_read_a_default(local):
+    with World(local, 2, admission=zs.admission.count(2)) as world:
+        world.push(1, 5)
+        world.push(1, FAR)
+        ids = np.array([[1, 5], [FAR, 1]])
+        found = world.table.lookup(ids, default=[7, 8])
+        assert found.dtype == np.float32
+        assert found.tolist() == [[[1, 1], [7, 8]], [[7, 8], [1, 1]]]
+        asked = world.table.lookup_async([3, 1], default=np.nan)
+        np.testing.assert_array_equal(asyncio.run(asked), [[np.nan] * 2, [1, 1]])
+        assert world.table.lookup(np.empty(0, np.int64), default=0).shape == (0, 2)
+        with pytest.raises(ValueError, match="default"):
+            world.table.lookup(ids, default=[1, 2, 3])
+        with pytest.raises(ValueError, match="default"):
+            world.table.lookup(ids, default=1j)
+
+
 def test_rules_that_are_not_are_refused():
     for wrong in (
         lambda: zs.admission.count(0),
         lambda: zs.admission.count(2, waiting=0),
         lambda: zs.admission.probability(0),
+        lambda: zs.admission.sketch(1, bytes=2**20),
+        lambda: zs.admission.sketch(3, bytes=2**19),
+        lambda: zs.eviction.age(0),
         lambda: zs.eviction.steps(0),
         lambda: zs.eviction.norm(0.0),
         lambda: zs.eviction.capacity(10, "age"),

@@ -174,18 +174,23 @@ class ParameterServers:
     @repeated
     async def table_sizes(
         self, specs: Sequence[VariableSpec]
-    ) -> list[tuple[int, int, int]]:
-        """Returns rows, bytes and cut of each part of a table."""
+    ) -> list[tuple[int, int, int, int]]:
+        """Returns rows, bytes, cut, and ids that wait, of each part of a table."""
         return await self.client.table_sizes([Ref(s.ps, s.key) for s in specs])
 
     @repeated
     async def table_rows(
-        self, spec: VariableSpec, first: int, last: int, since: int
+        self,
+        spec: VariableSpec,
+        first: int,
+        last: int,
+        since: int = -1,
+        ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
         """Returns ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part of a
-        table; with ``since`` as `PullTable` says."""
+        table; with ``since`` or ``ids`` as `PullTable` says."""
         ref = Ref(spec.ps, spec.key)
-        return await self.client.pull_table(ref, first, last, since)
+        return await self.client.pull_table(ref, first, last, since, ids)
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """Keeps the initial values of new variables that cannot be saved: a restore

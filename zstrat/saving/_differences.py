@@ -17,7 +17,7 @@ from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
 from zstrat.variables import HashTable
 
 from ._servers import cluster_of
-from ._tensors import CLOCK, COUNTS, GONE, IDS, WAITING, beside_name
+from ._tensors import CLOCK, COUNTS, GONE, IDS, TIMES, WAITING, beside_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ log = logging.getLogger("zstrat.saving")
 _LINKED: Final = "part-base-"
 """How names of linked files begin."""
 
-_WHOLE: Final = (CLOCK, COUNTS, GONE, WAITING)
+_WHOLE: Final = (CLOCK, COUNTS, GONE, TIMES, WAITING)
 """What a difference has all of."""
 
 
@@ -66,7 +66,7 @@ async def cuts_of(graph: Graph) -> dict[int, int]:
             work = cluster.servers.table_sizes(specs)
             sizes = await cluster.run_async(work, "asking for the cut of a table")
             pairs = zip(specs, sizes, strict=True)
-            cuts.update((spec.key, cut) for spec, (_, _, cut) in pairs)
+            cuts.update((spec.key, cut) for spec, (_, _, cut, _) in pairs)
     return cuts
 
 

@@ -16,7 +16,7 @@ from zstrat.ids import buckets_of, hashes_of
 from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
 
-from ._tensors import CLOCK, COUNTS, GONE, IDS, USES, WAITING
+from ._tensors import CLOCK, COUNTS, GONE, IDS, TIMES, USES, WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
 def _kept(table: AbstractVariable) -> dict[str, str]:
     """Returns what else a table keeps of its ids, each with what has their ids."""
     assert isinstance(table, HashTable)
-    uses = {USES: IDS, CLOCK: ""} if table.tracks else {}
+    uses = {USES: IDS, CLOCK: "", TIMES: ""} if table.tracks else {}
     return uses | ({COUNTS: WAITING} if table.counts else {}) | {GONE: GONE}
 
 

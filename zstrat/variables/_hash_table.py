@@ -10,8 +10,10 @@ are never compared with it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import operator
+import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 import numpy as np
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 BUCKET_ROWS: Final = 2**18
 """Nominal rows of a bucket: a table has 2**30."""
 
-_SLICE: Final = 16384
+_SLICE: Final = 4096
 """Rows of a part that one update looks at to evict some: about a millisecond."""
 
 _BATCH: Final = 4 * 2**20
@@ -159,19 +161,53 @@ class HashTable(AbstractVariable):
         """Number of elements of a row."""
         return math.prod(self.shape[1:])
 
-    def lookup(self, ids: Any) -> Any:
+    def lookup(self, ids: Any, default: Any = None) -> Any:
         """Reads rows, ``ids.shape + row``: in a step as `embedding_lookup`, else at
         once. It creates none.
 
+        Args:
+            default: What ids without a row read as, a scalar or a row, outside of
+                steps. Default: their first value.
+
         Raises:
-            ValueError: Ids are not integers.
+            ValueError: Ids are not integers, or the default does not fit a row.
+            RuntimeError: In a step, with a default.
             PSUnavailableError: A parameter server is gone.
         """
-        return self.sparse_read(ids)
+        return self.sparse_read(ids) if default is None else self._known(ids, default)
 
-    async def lookup_async(self, ids: Any) -> np.ndarray:
+    async def lookup_async(self, ids: Any, default: Any = None) -> np.ndarray:
         """`lookup` outside of steps, without blocking the running loop."""
-        return await self.sparse_read_async(ids)
+        if default is None:
+            return await self.sparse_read_async(ids)
+        return await asyncio.to_thread(self._known, ids, default)
+
+    def _known(self, ids: Any, default: Any) -> np.ndarray:
+        """Reads the rows of ids that have some; others are as ``default``."""
+        storage = self._kept("lookup with a default")
+        index = integers(_convert.array_given(ids), f"ids of {self._table}")
+        row, dtype = self.shape[1:], self.dtype
+        rest = np.asarray(default)
+        if rest.shape not in ((), row) or not np.can_cast(
+            rest.dtype, dtype, "same_kind"
+        ):
+            raise ValueError(
+                f"lookup of {self._table}: expected a default of shape () or "
+                f"{list(row)} that fits {dtype}, got {rest.dtype} of shape "
+                f"{list(rest.shape)}"
+            )
+        runs = self._table.runs(index.reshape(-1))
+        unique = np.full((len(runs.unique), *row), rest, dtype)
+        size = max(1, _BATCH // (self.dim * dtype.itemsize + 8))
+        for piece in self._table.pieces(runs.unique):
+            part, values = self._components[piece.component], unique[piece.positions]
+            for start in range(0, len(piece.local), size):
+                some = piece.local[start : start + size]
+                ids, rows = storage.table_rows(part, 0, 0, ids=[some])
+                values[start : start + size][np.isin(some, ids)] = rows
+        found: np.ndarray = unique[runs.inverse()].reshape(*index.shape, *row)
+        found.flags.writeable = False
+        return found
 
     def assign(self, ids: Any, values: Any) -> Self:  # type: ignore[override]
         """Writes rows ``values`` ``[n, ...]`` of ids ``[n]``, and creates those that
@@ -210,32 +246,42 @@ class HashTable(AbstractVariable):
         await update_all_async(self._removed(ids))
         return self
 
-    def evict(self) -> Self:
+    def evict(self, now: float | None = None) -> Self:
         """Drops the rows that the rule of ``eviction=`` chooses, a slice of the table
         at a time, between pushes; and forgets ids that wait for their row, if too many
         do (``admission.count(n, waiting=)``). Training goes on meanwhile. Call it every
         so many steps, from the program.
+
+        Args:
+            now: Seconds since some moment, for `zs.eviction.age`. Default:
+                ``time.time()``.
 
         Raises:
             ValueError: The table has no such rule.
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        for updates in self._evicted():
+        for updates in self._evicted(self._rules(), self._sizes(), now):
             update_all(updates)
         return self
 
-    async def evict_async(self) -> Self:
+    async def evict_async(self, now: float | None = None) -> Self:
         """`evict`, without blocking the running loop.
 
         Cancellation: some slices of the table may have been done.
         """
-        for updates in self._evicted():
+        rules, sizes = self._rules(), await asyncio.to_thread(self._sizes)
+        for updates in self._evicted(rules, sizes, now):
             await update_all_async(updates)
         return self
 
-    def _evicted(self) -> Iterator[list[StorageUpdate]]:
-        """Makes the updates of one eviction: of all parts, slice by slice."""
+    def _rules(self) -> list[Eviction]:
+        """Returns the rules of eviction.
+
+        Raises:
+            ValueError: There are none.
+        """
+        self._require_outside("evict")
         rules = [] if self._eviction is None else [self._eviction]
         if self._admission.waiting is not None:
             most = float(self._admission.waiting)
@@ -245,24 +291,39 @@ class HashTable(AbstractVariable):
                 f"{self._table} has no rule of eviction: create it with eviction=, one "
                 "of zs.eviction, or with admission=zs.admission.count(n, waiting=rows)"
             )
-        rows = len(self)
-        slices = max(1, -(-rows // (_SLICE * len(self._components))))
-        for number in range(slices):
-            updates: list[StorageUpdate] = []
-            for part in self._components:
-                assert part.spec.buckets is not None
-                first, end = part.spec.buckets
-                start = first + (end - first) * number // slices
-                stop = first + (end - first) * (number + 1) // slices
-                if start == stop:
-                    continue
-                for rule in rules:
-                    limit = rule.limit
+        return rules
+
+    def _evicted(
+        self,
+        rules: Sequence[Eviction],
+        sizes: Sequence[tuple[int, int, int, int]],
+        now: float | None,
+    ) -> Iterator[list[StorageUpdate]]:
+        """Makes the updates of one eviction: of all parts, slice by slice."""
+        time_now = time.time() if now is None else float(now)
+        for rule in rules:
+            limit, is_waiting = rule.limit, rule.rule is EvictionRule.WAITING
+            if rule.rule is EvictionRule.AGE:
+                noted = np.array([time_now, limit])
+                yield [(x, UpdateOp.NOTE_TIME, (noted,), None) for x in self.components]
+                limit = time_now - limit
+            longest = max(size[3 if is_waiting else 0] for size in sizes)
+            slices = max(1, -(-longest // _SLICE))
+            for number in range(slices):
+                updates: list[StorageUpdate] = []
+                for part in self._components:
+                    assert part.spec.buckets is not None
+                    first, end = part.spec.buckets
+                    start = first + (end - first) * number // slices
+                    stop = first + (end - first) * (number + 1) // slices
+                    if start == stop:
+                        continue
+                    share = limit
                     if rule.is_share:
-                        limit = math.ceil(limit * (stop - start) / BUCKETS)
-                    operand = np.array([rule.rule, limit, start, stop], np.float64)
+                        share = math.ceil(limit * (stop - start) / BUCKETS)
+                    operand = np.array([rule.rule, share, start, stop], np.float64)
                     updates.append((part, UpdateOp.EVICT_ROWS, (operand,), None))
-            yield updates
+                yield updates
 
     def __len__(self) -> int:
         """Returns the number of rows that there are. Cost: one request to each server.
@@ -271,8 +332,7 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        sizes = self._kept().table_sizes(self._components)
-        return sum(rows for rows, _, _ in sizes)
+        return sum(rows for rows, *_ in self._sizes())
 
     def __bool__(self) -> bool:
         return True  # also without rows, and in steps
@@ -281,8 +341,7 @@ class HashTable(AbstractVariable):
     def nbytes(self) -> int:
         """Bytes on the servers: rows, what optimizers keep beside them, ids, index.
         Raises as `__len__`."""
-        sizes = self._kept().table_sizes(self._components)
-        return sum(nbytes for _, nbytes, _ in sizes)
+        return sum(nbytes for _, nbytes, *_ in self._sizes())
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Reads all rows, in batches of some megabytes: ids ``[n]``, int64, and rows
@@ -323,7 +382,7 @@ class HashTable(AbstractVariable):
                 "call changes() without a cut"
             )
         # Before anything is read: what changes meanwhile comes again.
-        sizes = self._kept().table_sizes(self._components)
+        sizes = self._sizes()
         found = [self._nothing()]
         for ids, rows, *removed in self._batches(since or [-1] * count):
             found.append((ids, rows, removed[0] if removed else ids[:0]))
@@ -332,7 +391,7 @@ class HashTable(AbstractVariable):
             op = UpdateOp.FORGET_REMOVED
             pairs = zip(self._components, since, strict=True)
             update_all([(x, op, (np.array([cut]),), None) for x, cut in pairs])
-        return TableChanges(ids, rows, gone, tuple([cut for _, _, cut in sizes]))
+        return TableChanges(ids, rows, gone, tuple([cut for _, _, cut, _ in sizes]))
 
     def _batches(self, since: Sequence[int]) -> Iterator[Any]:
         """Reads buckets; yields what their server answers."""
@@ -350,8 +409,11 @@ class HashTable(AbstractVariable):
         ids = np.empty(0, np.int64)
         return ids, np.empty((0, *self.shape[1:]), self.dtype), ids
 
-    def _kept(self) -> KeepsTables:
-        self._require_outside("len, nbytes, items, changes or evict")
+    def _sizes(self) -> list[tuple[int, int, int, int]]:
+        return self._kept().table_sizes(self._components)
+
+    def _kept(self, what: str = "len, nbytes, items, changes or evict") -> KeepsTables:
+        self._require_outside(what)
         storage = self._components[0].storage
         if not isinstance(storage, KeepsTables):
             raise RuntimeError(
@@ -503,12 +565,12 @@ def _require_rules(
     if not isinstance(admission, Admission | None):
         raise TypeError(
             f"table {name!r}: admission={admission!r:.80}: expected "
-            "zs.admission.count(n) or zs.admission.probability(p)"
+            "zs.admission.count(n), sketch(n, bytes=) or probability(p)"
         )
     if not isinstance(eviction, Eviction | None):
         raise TypeError(
             f"table {name!r}: eviction={eviction!r:.80}: expected "
-            "zs.eviction.steps(n), norm(x) or capacity(rows)"
+            "zs.eviction.steps(n), age(seconds), norm(x) or capacity(rows)"
         )
 
 

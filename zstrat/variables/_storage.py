@@ -162,17 +162,24 @@ class KeepsTables(Protocol):
 
     def table_sizes(
         self, parts: Sequence[VariableHandle]
-    ) -> list[tuple[int, int, int]]:
-        """Returns rows, bytes, and the cut of now, of each part of a table."""
+    ) -> list[tuple[int, int, int, int]]:
+        """Returns rows, bytes, the cut of now, and the number of ids that wait for
+        their row, of each part of a table."""
         ...
 
     def table_rows(
-        self, part: VariableHandle, first: int, last: int, since: int = -1
+        self,
+        part: VariableHandle,
+        first: int,
+        last: int,
+        since: int = -1,
+        ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
         """Reads ids ``[n]`` and rows ``[n, ...]`` of a part, in the buckets from
         ``first`` to before ``last``, sorted by bucket and then by id; with ``since``
         those that have changed since that cut, ids ``[m]`` that were removed, and the
-        cut of now, ``[1]``."""
+        cut of now, ``[1]``. ``ids``: maybe one array, int64 ``[k]``, in place of
+        buckets; those that have rows are read, in their order."""
         ...
 
 

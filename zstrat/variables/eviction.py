@@ -8,6 +8,7 @@ first value.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from zstrat.wire import EvictionRule
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A rule of eviction. Make one with `steps`, `norm` or `capacity`."""
+    """A rule of eviction. Make one with `steps`, `age`, `norm` or `capacity`."""
 
     rule: EvictionRule
     limit: float
@@ -29,7 +30,9 @@ class Eviction:
     @property
     def is_share(self) -> bool:
         """Whether the limit is a number of rows, of which each part has its share."""
-        return self.rule not in (EvictionRule.UNUSED, EvictionRule.NORM)
+        return self.rule not in (
+            EvictionRule.UNUSED, EvictionRule.AGE, EvictionRule.NORM
+        )  # fmt: skip
 
 
 def steps(n: int) -> Eviction:
@@ -40,6 +43,27 @@ def steps(n: int) -> Eviction:
         ValueError: ``n`` is not positive.
     """
     return Eviction(EvictionRule.UNUSED, _positive("steps", n))
+
+
+def age(seconds: float) -> Eviction:
+    """Drops rows without a gradient in the last ``seconds``.
+
+    Time is that of the program, at its calls of `HashTable.evict`: servers note up to
+    which push each call came, keep with each row its last push, and never look at a
+    clock. So a row is never dropped early; it is dropped by the first call that is
+    ``seconds`` or more after the call that followed its last gradient. Call ``evict``
+    several times in ``seconds``; calls closer than a 128th of it count as one. Times
+    are in checkpoints, and go on while nothing runs.
+
+    If the clock jumps ahead, rows are older by as much, and may be dropped early. If it
+    is set back, those that had gradients before count as used at the next call.
+
+    Raises:
+        ValueError: ``seconds`` is not positive and finite.
+    """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"eviction.age: expected seconds above 0, got {seconds}")
+    return Eviction(EvictionRule.AGE, float(seconds))
 
 
 def norm(x: float) -> Eviction:

@@ -30,6 +30,7 @@ class UpdateOp(enum.IntEnum):
     REMOVE_ROWS = 13  # ids [n] of a table of any id, whose rows are dropped
     EVICT_ROWS = 14  # rule, limit, first bucket, end: float64 [4], `EvictionRule`
     FORGET_REMOVED = 15  # cut: int64 [1], of a table; which ids were removed up to it
+    NOTE_TIME = 16  # now, age: float64 [2], seconds: a time for `EvictionRule.AGE`
 
 
 class EvictionRule(enum.IntEnum):
@@ -40,6 +41,7 @@ class EvictionRule(enum.IntEnum):
     RECENT = 2  # all but so many that had a gradient last
     FREQUENT = 3  # all but so many that had the most gradients
     WAITING = 4  # counts of ids without rows: all but so many that are largest
+    AGE = 5  # without a gradient since a time, in seconds, that was noted by then
 
 
 class Codec(enum.IntEnum):
@@ -113,7 +115,8 @@ class TableEntry(NamedTuple):
     those of optimizers bear any id at once. ``tracks``: when rows had gradients, and
     how many, is noted for rules of eviction. ``follows``: it is noted which rows have
     changed since any *cut*, the number of changes of the part until some moment, and
-    which ids were removed."""
+    which ids were removed. ``sketch``: gradients are counted in so many bytes for each
+    bucket, or exactly if it is 0."""
 
     key: int
     name: str
@@ -125,6 +128,7 @@ class TableEntry(NamedTuple):
     chance: float = 1.0
     tracks: bool = False
     follows: bool = False
+    sketch: int = 0
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
@@ -152,7 +156,10 @@ class PullTable:
 
     ``since`` from 0 on: a cut of the table, which is created so that it ``follows``.
     The answer has the rows that have changed since, and two more arrays: ids that were
-    removed since, int64 ``[m]``, and the cut of now, int64 ``[1]``."""
+    removed since, int64 ``[m]``, and the cut of now, int64 ``[1]``.
+
+    ``arrays``: maybe one, distinct ids, int64 ``[k]``, in place of buckets. The answer
+    has those that have rows, in their order."""
 
     kind: ClassVar = 70
     session: int
@@ -160,6 +167,7 @@ class PullTable:
     first: int
     last: int
     since: int = -1
+    arrays: Arrays = ()
 
 
 @request(by=READING, repeat=Repeat.SAFE)

@@ -10,6 +10,7 @@ import numpy as np
 from zstrat.wire import DTYPES, StoreEntry
 
 from ._late_model import Held
+from ._table_changes import fill_tables
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +49,7 @@ def values_of(tensors: Sequence[SavedTensor]) -> dict[int, np.ndarray]:
     return {
         tensor.pinned.entry.key: tensor.value
         for tensor in tensors
-        if not tensor.pinned.entry.optimizer
+        if not (tensor.pinned.entry.optimizer or tensor.pinned.entry.leaf)
     }
 
 
@@ -94,7 +95,10 @@ class MemoryPoint:
 
     async def fill(self, client: PsClient) -> None:
         """Has the servers take all values."""
+        tables = await fill_tables(client, self._tensors)
         for (ps, _, entry), value in self._tensors:
+            if entry.key in tables:
+                continue
             place = StoreEntry(entry.key, entry.optimizer, entry.leaf, 0, entry.rows)
             await client.store(ps, [place], [value])
         if self._saved.rounds is not None:

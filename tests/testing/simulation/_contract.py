@@ -108,6 +108,8 @@ class Saved:
     doubtful: frozenset[int]
     late: Sequence[LateWorld] = ({},)
     """What it may have of what was made late."""
+    table: Sequence[LateWorld] = ({},)
+    """What its table of any id may have."""
     rounds: RoundsAt | None = None
     """Between which rounds it is."""
 
@@ -160,6 +162,8 @@ class Training:
     """What was read last, by reader."""
     late: LateModel = field(default_factory=LateModel)
     """What the program makes late."""
+    table: LateModel = field(default_factory=LateModel)
+    """Its table of any id."""
     leased: dict[int, list[int]] = field(default_factory=dict)
     """The examples that each step has read of the leased dataset, by place."""
 
@@ -200,6 +204,7 @@ class Training:
             self.own[place] = "perhaps" if fate == "done" else fate
         self.frozen.clear()
         self.late.restored(saved.late)
+        self.table.restored(saved.table)
         return True
 
     def done(self) -> frozenset[int]:

@@ -307,7 +307,7 @@ class LateChanges:
 
         async def make() -> None:
             await servers.create_optimizer(OPTIMIZER, "late", optimizer_codes()[0])
-            await servers.bind_optimizer(OPTIMIZER, _tree(model.keys[0]))
+            await servers.bind_optimizer(OPTIMIZER, tree_of(model.keys[0], SHAPE))
 
         await self._do(dict, make, self.spec(model.keys[0]).ps)
         self._knows_optimizer = not model.is_unsure
@@ -468,10 +468,10 @@ def _traced(key: int, trace: np.ndarray, world: World) -> World:
     return {**world, key: world[key]._replace(trace=trace)}
 
 
-def _tree(key: int) -> bytes:
+def tree_of(key: int, shape: tuple[int, ...]) -> bytes:
     """The optimizer's tree as servers get it, which has one variable, as
     `zstrat.optimizers.Binding.encoded` makes it."""
-    kind = [list(SHAPE), "float32"]
+    kind = [list(shape), "float32"]
     told = {
         "structure": ["d", ["late"], [0]],
         "kinds": [kind],

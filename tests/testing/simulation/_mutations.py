@@ -29,6 +29,7 @@ from ._lease_mutations import LEASE_MUTATIONS
 from ._replacing import around, function, nothing
 from ._round_mutations import ROUND_MUTATIONS
 from ._run import run_seed
+from ._table_mutations import TABLE_MUTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -334,5 +335,6 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "versions do not jump at a promotion": {f"{_COPIES}._backup.JUMP": 0},
     **ROUND_MUTATIONS,
     **LEASE_MUTATIONS,
+    **TABLE_MUTATIONS,
 }
 """By name: what is replaced, and by what."""

@@ -26,6 +26,8 @@ _LEASED: Final = frozenset({3, 13, 14, 34})
 that go on, and with none of these."""
 _HURRIED: Final = 32
 """Of each forty seeds that in which lines break while workers always have work."""
+_WITH_TABLE: Final = frozenset({7, 18, 38, 39})
+"""Of each forty seeds those with a table of any id: with second copies, and without."""
 _ASKING: Final = 12
 """Of each forty seeds that in which programs change their coordinator."""
 ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
@@ -33,7 +35,7 @@ ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
 RESUMED: Final = frozenset({"ChangeProgram", "CopyKept"})
 """Messages of a program that goes on with what another one has left."""
 _OF_TABLES: Final = frozenset({"CreateTables", "StoreTable"})
-"""Messages about tables of any id, which programs here do not have."""
+"""Messages about tables of any id, which programs with strikes do not have."""
 
 
 class Fault(NamedTuple):
@@ -110,6 +112,8 @@ class Scenario:
     moves: bool = False
     """The program drains servers, adds them again and rebalances, beside its steps."""
     stores_per_ps: int = 1
+    tables: bool = False
+    """The program changes a table of any id, beside its steps."""
     leases: bool = False
     """Each step reads a batch of a leased dataset, too."""
     late: bool = False
@@ -158,7 +162,7 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     coordinator. In three of ten, of all these kinds but those in which programs are
     killed, steps contribute to rounds. In each eightieth a server with a second copy
     comes back to workers first, or is lost while its second copy is away. In one of ten
-    steps read a leased dataset."""
+    steps read a leased dataset, and in one of ten there is a table of any id."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
@@ -177,6 +181,8 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     if seed % 40 == _STRUCK:
         return _with_strikes(scenario, seed // 40)
     scenario = _with_rounds(scenario)
+    if seed % 40 in _WITH_TABLE:
+        return replace(scenario, tables=True, by_rows=True)
     if seed % 40 == _ASKING:
         scenario = replace(scenario, work=1e-4, delay=5e-5, in_flight=8)
         return replace(scenario, changes_coordinator=True)

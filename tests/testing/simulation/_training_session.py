@@ -38,6 +38,7 @@ from ._late_changes import OPTIMIZER, LateChanges
 from ._leased_counts import BATCH, LeasedCounts
 from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
+from ._table_changes import TABLE_OPTIMIZER, TableChanges
 from ._training_rounds import TrainingRounds
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ class TrainingSession:
             context, coordinator, training, self._late, self._look_at_late, self._save
         )
         self._restored = _specs(400, "restored", (2,), "int64", count)
-        self._created = (*self._marks, *self._own, *self._tables)
+        self._created = (*self._marks, *self._own)
+        if not self._scenario.tables:
+            self._created += self._tables
         if self._scenario.saves:
             self._created += self._restored
         self._rounds: Final = TrainingRounds(context, coordinator, training)
@@ -111,6 +114,13 @@ class TrainingSession:
         )
         if self._scenario.leases:
             self._created += self._leased.specs
+        self._table: Final = TableChanges(
+            coordinator, training, context.draw, is_guarded=self._scenario.is_guarded
+        )
+        self._variables: Final = self._created
+        if self._scenario.tables:
+            self._created += (self._table.spec, *self._table.of_steps)
+            self._tables = self._table.of_steps
         self._updates: set[asyncio.Task[None]] = set()
         self._pinned: set[int] = set()
         """Snapshots that were not released, as their servers were away."""
@@ -140,9 +150,11 @@ class TrainingSession:
 
     async def _create(self) -> None:
         await self._coordinator.servers.create_variables(
-            [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in self._created]
+            [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in self._variables]
         )
         await self._rounds.create()
+        if self._scenario.tables:
+            await self._table.create()
         self._training.has_created = True
 
     def _coordinate(self) -> None:
@@ -199,6 +211,8 @@ class TrainingSession:
                 await self._something_else(draw())
             if self._scenario.changes_coordinator and draw() < 0.2:
                 await self._change_coordinator()
+            if self._scenario.tables:
+                await self._look(self._change_table)
             if is_late and draw() < LATE_CHANCE:
                 await self._look(self._change_late)
             if self._scenario.strikes and self._beside is None:
@@ -227,6 +241,18 @@ class TrainingSession:
             await self._join()
         elif chance < (0.58 if self._scenario.restores else 0.53):
             await self._save()
+
+    async def _change_table(self) -> None:
+        """Changes the table of any id; or looks, or saves, when the process that serves
+        it was killed behind the change."""
+        while True:
+            await self._table.one()
+            if self._context.draw() < 0.3:
+                break
+        if self._scenario.is_guarded and self._context.draw() < 0.1:
+            self._strikes.at_store(self._table.spec.ps)
+        if self._context.draw() < 0.5:
+            await self._steadily(self._table.look)
 
     async def _change_late(self) -> None:
         """Changes what was made late; or looks, when the process that serves it was
@@ -445,6 +471,9 @@ class TrainingSession:
         specs += map(self._late.spec, late.keys)
         specs += self._leased.specs if self._scenario.leases else ()
         optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
+        if self._scenario.tables:
+            specs.append(self._table.spec)
+            optimizers |= {TABLE_OPTIMIZER}
         optimizers |= {each.number for each in self._scenario.rounds}
         session = coordinator.cluster.session
         try:
@@ -464,7 +493,8 @@ class TrainingSession:
         for (state,) in places.values():
             counts = [values[spec.key] for spec in self._leased.specs]
             self._leased.check(counts, state)
-        saved = Saved(cut, marks, own, lost, doubtful, [found], rounds)
+        table = [self._table.world_of(tensors) if self._scenario.tables else {}]
+        saved = Saved(cut, marks, own, lost, doubtful, [found], table, rounds)
         training.saved.append(saved)
         training.check_saved(saved)
         if not late.found(found):
@@ -548,8 +578,7 @@ class TrainingSession:
             fills = training.fills
             values = await self._steadily(self._read)
             if self._scenario.by_rows:
-                read = partial(self._coordinator.servers.read, self._tables)
-                tables = await self._steadily(read)
+                tables = await self._steadily(self._read_tables)
             if self._scenario.leases:
                 read = partial(self._coordinator.servers.read, self._leased.specs)
                 counts = await self._steadily(read)
@@ -569,8 +598,16 @@ class TrainingSession:
                 self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
         if self._scenario.late:
             await self._look_at_late()
+        if self._scenario.tables:
+            await self._steadily(self._table.look)
         await self._look_at_servers()
         await self._steadily(self._rounds.check)
+
+    async def _read_tables(self) -> Sequence[np.ndarray]:
+        servers, length = self._coordinator.servers, self._marks[0].shape[0]
+        if not self._scenario.tables:
+            return await servers.read(self._tables)
+        return await servers.read_rows([(x, np.arange(length)) for x in self._tables])
 
     async def _look_at_servers(self) -> None:
         """They hold what was created, and nothing of what is over."""

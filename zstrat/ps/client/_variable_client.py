@@ -119,8 +119,8 @@ class VariableCalls(AskedServers, abc.ABC):
         ]
         await self.each(messages, object)
 
-    async def table_sizes(self, refs: Sequence[Ref]) -> list[tuple[int, int, int]]:
-        """Returns rows, bytes and cut of each of some parts of tables.
+    async def table_sizes(self, refs: Sequence[Ref]) -> list[tuple[int, int, int, int]]:
+        """Returns rows, bytes, cut, and ids that wait, of each of some parts of tables.
 
         Raises:
             NotFoundError, InvalidArgumentError: One is not a table.
@@ -134,21 +134,38 @@ class VariableCalls(AskedServers, abc.ABC):
             key: sizes
             for keys, answer in zip(keys_of.values(), answers, strict=True)
             for key, *sizes in zip(
-                keys, answer.rows, answer.nbytes, answer.cuts, strict=True
+                keys,
+                answer.rows,
+                answer.nbytes,
+                answer.cuts,
+                answer.waiting,
+                strict=True,
             )
         }
-        return [(rows, size, cut) for rows, size, cut in (found[r.key] for r in refs)]
+        return [
+            (rows, size, cut, waiting)
+            for rows, size, cut, waiting in (found[ref.key] for ref in refs)
+        ]
 
     async def pull_table(
-        self, ref: Ref, first: int, last: int, since: int = -1
+        self,
+        ref: Ref,
+        first: int,
+        last: int,
+        since: int = -1,
+        ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
         """Reads ids ``[n]`` and rows ``[n, ...]`` of a part of a table, in the buckets
         from ``first`` to before ``last``; with ``since`` what has changed since that
         cut, ids ``[m]`` that were removed, and the cut of now, ``[1]``.
 
+        Args:
+            ids: Maybe one array of distinct ids, in place of buckets: those of them
+                that have rows are read.
+
         Cancellation: nothing is lost.
         """
-        message = PullTable(self.session, ref.key, first, last, since)
+        message = PullTable(self.session, ref.key, first, last, since, tuple(ids))
         return (await self.each([(ref.ps, message)], Pulled))[0].arrays
 
     async def delete(self, refs: Sequence[Ref]) -> None:

@@ -17,7 +17,7 @@ from zstrat.ps.engine._arithmetic import as_rows, is_floating
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.store._lookups import require_table
 from zstrat.ps.tables._growing_cell import growing
-from zstrat.ps.tables._id_table import CHANGED, CLOCK, CUT, GONE, USES
+from zstrat.ps.tables._id_table import CHANGED, CLOCK, CUT, GONE, TIMES, USES
 from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.ps.tables._waiting import COUNTS
 from zstrat.wire import StoreTable, TableLeaf
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 VALUE: Final = TableLeaf(0, "", True)
 _USES, _CLOCK = TableLeaf(0, USES, True), TableLeaf(0, CLOCK, False)
+_TIMES: Final = TableLeaf(0, TIMES, False)
 _COUNTS: Final = TableLeaf(0, COUNTS, True)
 """How often ids without rows were pushed: they come with ids of their own."""
 _CHANGED, _CUT = TableLeaf(0, CHANGED, True), TableLeaf(0, CUT, False)
 _GONE: Final = TableLeaf(0, GONE, True)
 """Ids that go, if they are there: their rows are these ids again."""
-_OWN: Final = (VALUE, _USES, _CLOCK, _COUNTS, _CHANGED, _CUT, _GONE)
+_OWN: Final = (VALUE, _USES, _CLOCK, _TIMES, _COUNTS, _CHANGED, _CUT, _GONE)
 _APART: Final = (_COUNTS, _GONE)
 
 _BLOCK: Final = 4 * 2**20
@@ -173,7 +174,8 @@ class TableLoading:
         tall = {VALUE: held.cell}
         if table.uses is not None:
             tall[_USES] = table.uses
-            alone[_CLOCK] = table.leaves()[CLOCK].look().copy()
+            for place in _CLOCK, _TIMES:
+                alone[place] = table.leaves()[place.leaf].look().copy()
         if table.changed is not None:
             tall[_CHANGED] = table.changed
         for number, slots in held.slots.items():

@@ -101,6 +101,14 @@ def tables_plan(
                 f"{entry.gradients}, a share of {entry.chance}: expected 1 or more, "
                 "and more than 0"
             )
+        if entry.sketch and not (
+            entry.sketch in range(64, 2**19 + 1, 4) and 1 < entry.gradients < 256
+        ):
+            raise InvalidArgumentError(
+                f"{variables.task}: variable {entry.name!r} counts {entry.gradients} "
+                f"gradients in {entry.sketch} bytes a bucket: expected 2 to 255, and "
+                f"64 to {2**19}, a multiple of 4"
+            )
     new = [entry for entry in entries if _is_new(entry, variables)]
     return TablesPlan(variables.generation, new, code, load_code, variables)
 

@@ -16,6 +16,7 @@ from zstrat.ids import BUCKETS
 from zstrat.memory import available_bytes
 from zstrat.ps.client._reading import ROWS
 from zstrat.ps.engine._arithmetic import check_ids, check_rows, gather
+from zstrat.ps.tables import NO_ROW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,6 +127,8 @@ class TableItems:
     last: int
     largest: int
     since: int = -1
+    wanted: np.ndarray | None = None
+    """Distinct ids, in place of buckets."""
     further: tuple[np.ndarray, ...] = ()
     """With ``since``: ids that were removed, and the cut."""
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -134,8 +137,12 @@ class TableItems:
     @property
     def work(self) -> int:
         """Estimates the bytes that are moved."""
-        share = (self.last - self.first) / BUCKETS
-        return int(share * self.held.cell.shape[0] * (self.held.cell.row_bytes + 512))
+        table = require_table(self.held)
+        if self.wanted is None:
+            rows = table.index.most(self.first, self.last)
+        else:
+            rows = len(self.wanted)
+        return rows * (self.held.cell.row_bytes + 2 * SEARCH)
 
     def compute(self) -> None:
         """Reads.
@@ -147,7 +154,12 @@ class TableItems:
         held, value = self.held, self.held.cell.look()
         table = held.table
         assert table is not None
-        self.ids, at = table.index.items(self.first, self.last)
+        if self.wanted is None:
+            self.ids, at = table.index.items(self.first, self.last)
+        else:
+            at = table.index.rows(self.wanted)
+            there = at != NO_ROW
+            self.ids, at = self.wanted[there], at[there]
         if table.changed is not None and self.since >= 0:
             new = table.changed.look().take(at) > self.since
             self.ids, at = self.ids[new], at[new]
@@ -182,7 +194,15 @@ def table_items(
             f"{held.cell.who}: expected buckets from 0 to {BUCKETS}, got {first} to "
             f"{last}"
         )
-    return TableItems(variables.generation, held, first, last, largest, since)
+    if len(message.arrays) > 1:
+        raise InvalidArgumentError(
+            f"{held.cell.who}: expected one array of ids at most, got "
+            f"{len(message.arrays)}"
+        )
+    for ids in message.arrays:
+        check_ids(ids, (ids.size, *held.cell.shape[1:]), held.cell.shape, held.cell.who)
+    wanted = message.arrays[0] if message.arrays else None
+    return TableItems(variables.generation, held, first, last, largest, since, wanted)
 
 
 def require_table(held: HeldVariable) -> IdTable:

@@ -24,7 +24,7 @@ from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitti
 from zstrat.ps.engine._slots import Ahead, RowStep, SlotStep, lose
 from zstrat.ps.tables._eviction import Eviction
 from zstrat.ps.tables._row_changes import RowChanges
-from zstrat.wire import UpdateOp
+from zstrat.wire import EvictionRule, UpdateOp
 
 from ._cell import Write
 from ._creating import CreatePlan, InitializePlan
@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 _REMOVALS: Final = frozenset(
-    {UpdateOp.REMOVE_ROWS, UpdateOp.EVICT_ROWS, UpdateOp.FORGET_REMOVED}
+    {
+        UpdateOp.REMOVE_ROWS,
+        UpdateOp.EVICT_ROWS,
+        UpdateOp.FORGET_REMOVED,
+        UpdateOp.NOTE_TIME,
+    }
 )
 _OF_ROWS: Final = SCATTERS | _REMOVALS | {UpdateOp.OPTIMIZE_ROWS}
 
@@ -132,6 +137,8 @@ class UpdateRun:
                 known.remove(ids)
             elif update.op is UpdateOp.FORGET_REMOVED:
                 known.forget_removed(int(ids[0]))
+            elif update.op is UpdateOp.NOTE_TIME:
+                known.note_time(*ids.tolist())
             elif update.op is UpdateOp.EVICT_ROWS:
                 table, who = update.held.table, update.held.cell.who
                 assert table is not None
@@ -337,13 +344,13 @@ def push_plan(
         if op is UpdateOp.OPERANDS:
             shared[engine.get(optimizer).optimizer] = operands
             continue
-        work += work_of(op, held, operands)
         if op in OPTIMIZERS:
             known = engine.check(optimizer, op, held, operands, shared.get(optimizer))
             planned.append(ServerUpdate(held, op, operands, known))
         else:
             _check_plain(optimizer, op, held, operands)
             planned.append(ServerUpdate(held, op, operands))
+        work += work_of(op, held, operands)
     if at != len(arrays):
         raise InvalidArgumentError(
             f"{task}: a push has {len(arrays)} arrays, its updates take {at}"
@@ -434,6 +441,8 @@ def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) ->
     addition, and on rows half a scatter, which goes through fresh memory."""
     if op is UpdateOp.OPTIMIZE:
         return 16 * held.cell.nbytes
+    if op in _REMOVALS:
+        return _removal_work(op, held, operands[0])
     if op in _OF_ROWS:
         factor = 8 if op in SCATTERS else 4
         rows = 16 * operands[0].size + factor * operands[-1].nbytes
@@ -441,6 +450,25 @@ def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) ->
             return 2 * (rows + SEARCH * operands[0].size)
         return rows + (held.cell.nbytes if held.cell.is_shared else 0)
     return held.cell.nbytes
+
+
+def _removal_work(op: UpdateOp, held: HeldVariable, operand: np.ndarray) -> int:
+    """Returns the work of an update that removes ids, at most: of an eviction it is not
+    known yet which go."""
+    table, count = held.table, operand.size
+    if table is None or op is UpdateOp.NOTE_TIME:
+        return 0
+    if op is UpdateOp.FORGET_REMOVED:
+        count = 0 if table.gone is None else len(table.gone)
+    elif op is UpdateOp.EVICT_ROWS:
+        rule, _, first, last = operand.tolist()
+        index = table.index
+        if rule == EvictionRule.WAITING and table.waiting is not None:
+            index = table.waiting.index
+        count = index.most(int(first), int(last))
+    slots = sum(slots.nbytes for slots in held.slots.values())
+    each = held.cell.row_bytes + slots // max(1, held.cell.shape[0])
+    return count * (4 * SEARCH + 2 * each)
 
 
 def _check_plain(
@@ -478,6 +506,15 @@ def _check_removal(
     (ids,) = operands
     if op is UpdateOp.EVICT_ROWS:
         Eviction.of(ids, table, f"variable {name!r}: {op.name}")
+        return
+    if op is UpdateOp.NOTE_TIME:
+        fits = ids.dtype == np.float64 and ids.shape == (2,) and table.uses is not None
+        if not (fits and np.isfinite(ids).all() and ids[1] > 0):
+            raise InvalidArgumentError(
+                f"variable {name!r}: {op.name} expects a time and an age, float64 of "
+                "shape (2,), of a table that notes when its rows are used (create it "
+                f"with eviction=), got {ids.dtype.name} of shape {ids.shape}"
+            )
         return
     if op is UpdateOp.FORGET_REMOVED and table.gone is None:
         raise InvalidArgumentError(

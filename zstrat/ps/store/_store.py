@@ -233,7 +233,7 @@ class Store:
             ],
             [table.births for table in tables],
             [table.removed for table in tables],
-            [0 if x.waiting is None else len(x.waiting) for x in tables],
+            [0 if x.waiting is None else x.waiting.waiting for x in tables],
             [table.refused for table in tables],
             [table.cut for table in tables],
         )
@@ -605,7 +605,10 @@ class Store:
             "low_water": self.ledger.low_water,
             "table_rows": sum(each.cell.shape[0] for each, _ in tables),
             "table_id_bytes": sum(table.nbytes for _, table in tables),
-            "table_waiting": sum(len(table.waiting or ()) for _, table in tables),
+            "table_waiting": sum(
+                0 if table.waiting is None else table.waiting.waiting
+                for _, table in tables
+            ),
             "table_births": sum(table.births for _, table in tables),
             "table_removed": sum(table.removed for _, table in tables),
             "table_refused": sum(table.refused for _, table in tables),

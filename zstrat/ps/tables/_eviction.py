@@ -7,14 +7,17 @@ not decide it again.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.ids import BUCKETS, buckets_of, hashes_of
+from zstrat.ids import BUCKETS
 from zstrat.ps.engine._arithmetic import gather
 from zstrat.wire import EvictionRule
+
+from ._waiting import least
 
 if TYPE_CHECKING:
     from zstrat.ps.engine._slots import HeldVariable
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from ._id_table import IdTable
 
 _RULES: Final = {int(rule): rule for rule in EvictionRule}
-_OF_USES: Final = (EvictionRule.UNUSED, EvictionRule.RECENT, EvictionRule.FREQUENT)
+_OF_USES: Final = frozenset(EvictionRule) - {EvictionRule.NORM, EvictionRule.WAITING}
 _BLOCK: Final = 2**20
 """Elements of rows whose norms are computed at a time."""
 
@@ -52,7 +55,8 @@ class Eviction(NamedTuple):
             )
         number, limit, first, last = operand.tolist()
         rule = _RULES.get(number)
-        if rule is None or not (0 <= first <= last <= BUCKETS and limit >= 0):
+        is_limit = limit >= 0 or (rule is EvictionRule.AGE and math.isfinite(limit))
+        if rule is None or not (0 <= first <= last <= BUCKETS and is_limit):
             raise InvalidArgumentError(
                 f"{who} expects one of {sorted(_RULES)}, a limit that is not negative, "
                 f"and buckets from 0 to {BUCKETS}, got {operand.tolist()}"
@@ -67,7 +71,9 @@ class Eviction(NamedTuple):
     def ids(self, held: HeldVariable, table: IdTable) -> np.ndarray:
         """Returns the ids that go."""
         if self.rule is EvictionRule.WAITING:
-            return self._waiting(table)
+            if table.waiting is None:
+                return np.empty(0, np.int64)
+            return table.waiting.least(self.first, self.last, int(self.limit))
         ids, rows = table.index.items(self.first, self.last)
         if self.rule is EvictionRule.NORM:
             short = _norms(held.cell.look(), rows) < self.limit
@@ -77,35 +83,17 @@ class Eviction(NamedTuple):
         if self.rule is EvictionRule.UNUSED:
             ages: np.ndarray = table.now - uses[:, 0].take(rows).astype(np.int64)
             return _taken(ids, ages >= self.limit)
+        if self.rule is EvictionRule.AGE:
+            last = uses[:, 0].take(rows).astype(np.int64)
+            return _taken(ids, last <= table.pushes_until(self.limit))
         column = 0 if self.rule is EvictionRule.RECENT else 1
-        gone = _least(uses[:, column].take(rows), len(ids) - int(self.limit))
+        gone = least(uses[:, column].take(rows), len(ids) - int(self.limit))
         return ids.take(gone)
-
-    def _waiting(self, table: IdTable) -> np.ndarray:
-        if table.waiting is None:
-            return np.empty(0, np.int64)
-        ids, counts = table.waiting.ids.look(), table.waiting.numbers.look()
-        buckets = buckets_of(hashes_of(ids))
-        here = np.flatnonzero((buckets >= self.first) & (buckets < self.last))
-        gone = _least(counts.take(here), len(here) - int(self.limit))
-        return ids.take(here.take(gone))
 
 
 def _taken(ids: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     taken: np.ndarray = ids[chosen]
     return taken
-
-
-def _least(keys: np.ndarray, count: int) -> np.ndarray:
-    """Returns the places of the ``count`` least keys; of equal ones the first go."""
-    if count <= 0:
-        return np.empty(0, np.intp)
-    if count >= len(keys):
-        return np.arange(len(keys))
-    bound = np.partition(keys, count - 1)[count - 1]
-    less = np.flatnonzero(keys < bound)
-    equal = np.flatnonzero(keys == bound)[: count - len(less)]
-    return np.concatenate([less, equal])
 
 
 def _norms(value: np.ndarray, rows: np.ndarray) -> np.ndarray:

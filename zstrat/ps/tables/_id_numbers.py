@@ -36,16 +36,17 @@ class IndexedIds:
 
 
 class IdNumbers(IndexedIds):
-    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n]``. Both are copied
-    and pinned as slots; an index of them is made again when they were written so.
+    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n, *row]``. Both are
+    copied and pinned as slots; an index of them is made again when they were written
+    so.
 
     Args:
         who: Names the table in errors.
     """
 
-    def __init__(self, dtype: type, who: str) -> None:
+    def __init__(self, dtype: type, who: str, row: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.numbers = GrowingCell((), np.dtype(dtype))
+        self.numbers = GrowingCell(row, np.dtype(dtype))
         self.ids.who = self.numbers.who = who
 
     def __len__(self) -> int:
@@ -90,6 +91,11 @@ class IdNumbers(IndexedIds):
         """Sets the numbers of distinct ids."""
         self.drop(ids)
         self.append(ids, numbers)
+
+    def clear(self) -> None:
+        """Forgets all ids. Cost: none."""
+        self.shrink(0)
+        self._index = IdIndex()
 
     def shrink(self, height: int) -> None:
         """Drops the last ones, which are not in the index."""

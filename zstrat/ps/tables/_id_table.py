@@ -4,19 +4,19 @@ an id begins."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, ClassVar, Final, final
 
 import numpy as np
 
-from zstrat.errors import InvalidArgumentError
-from zstrat.ids import IdGenerator, buckets_of, hashes_of, mixed
+from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.ids import IdGenerator, hashes_of, mixed
 from zstrat.ps.engine._arithmetic import gather
 from zstrat.ps.store._cell import Cell
 
 from ._growing_cell import GrowingCell
 from ._id_numbers import IdNumbers, IndexedIds
 from ._index import NO_ROW
-from ._waiting import COUNTS, WAITING, WaitingIds
+from ._waiting import COUNTS, WAITING, Sketch, WaitingIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +29,7 @@ IDS: Final = ".ids"
 
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
+TIMES: Final = ".times"
 CHANGED: Final = ".changed"
 CUT: Final = ".cut"
 GONE: Final = ".gone"
@@ -39,6 +40,9 @@ TALL: Final = (IDS, USES, CHANGED)
 _DRAWN: Final = 2**16
 """Elements of rows that are drawn at a time: what that takes stays in the cache, and
 takes less than half as long."""
+
+_MARKS: Final = 256
+"""Times that are noted, at most, and twice as many as an age is divided into."""
 
 _COIN: Final = np.uint64(0x5DEECE66D)
 _ID: Final = np.dtype(np.int64)
@@ -53,6 +57,10 @@ class IdTable(IndexedIds):
         who: Names the table in errors.
     """
 
+    gone_kept: ClassVar[int] = 2**20
+    """Removed ids that are noted in any case; more than that, as many as there are
+    rows."""
+
     def __init__(
         self, entry: TableEntry, code: bytes, initializer: Initializer, who: str
     ) -> None:
@@ -63,11 +71,16 @@ class IdTable(IndexedIds):
         """The push of the last gradient of each row, and the number of its gradients,
         uint32 ``[height, 2]``; None if that is not noted."""
         self._clock = Cell(np.zeros(1, _ID))
+        self._times = Cell(np.full((_MARKS, 2), -1.0))
+        """Times in seconds, ascending, and the number of pushes up to each, after those
+        that are not used, which are -1."""
         if entry.tracks:
             self.uses = GrowingCell((2,), np.dtype(np.uint32))
-        self.waiting: WaitingIds | None = None
+        self.waiting: WaitingIds | Sketch | None = None
         """Ids without rows; None if all are born at once."""
-        if entry.gradients > 1:
+        if entry.gradients > 1 and entry.sketch:
+            self.waiting = Sketch(entry.gradients, entry.sketch, entry.seed, who)
+        elif entry.gradients > 1:
             self.waiting = WaitingIds(entry.gradients, who)
         self.changed: GrowingCell | None = None
         """The number of the last change of each row, int64 ``[height]``."""
@@ -102,7 +115,7 @@ class IdTable(IndexedIds):
         """Returns what a copy or a snapshot has beside a value, by its name."""
         found: dict[str, Cell] = {IDS: self.ids}
         if self.uses is not None:
-            found |= {USES: self.uses, CLOCK: self._clock}
+            found |= {USES: self.uses, CLOCK: self._clock, TIMES: self._times}
         if self.waiting is not None:
             found |= {WAITING: self.waiting.ids, COUNTS: self.waiting.numbers}
         if self.changed is not None and self.gone is not None:
@@ -125,6 +138,34 @@ class IdTable(IndexedIds):
         uses[rows, 0] = now
         uses[rows, 1] += 1
         self.uses.settle()
+
+    def note_time(self, now: float, seconds: float) -> None:
+        """Notes how many pushes there were until now.
+
+        Args:
+            seconds: The age that is of interest. Times closer than a 128th of it are
+                not noted, and of those that are older only the last one is kept.
+        """
+        marks = self._times.look()
+        marks = marks[marks[:, 1] >= 0]
+        marks[:, 0] = np.minimum(marks[:, 0], now)  # the clock was set back
+        after = np.append(marks[1:, 0], np.inf)
+        marks = marks[(after > now - seconds) & (after > marks[:, 0])]
+        if not len(marks) or now - marks[-1, 0] >= seconds * 2 / _MARKS:
+            marks = np.append(marks, [[now, self.now]], axis=0)
+        if len(marks) > _MARKS:  # the age was less before
+            marks = marks[(len(marks) + 1) % 2 :: 2]
+        noted = self._times.overwrite()
+        noted[...] = -1.0
+        noted[len(noted) - len(marks) :] = marks
+        self._times.settle()
+
+    def pushes_until(self, time: float) -> int:
+        """Returns the number of pushes at the last noted time up to this one; -1 if
+        there is none."""
+        marks = self._times.look()
+        known = marks[(marks[:, 1] >= 0) & (marks[:, 0] <= time), 1]
+        return int(known.max(initial=-1))
 
     @property
     def cut(self) -> int:
@@ -161,8 +202,16 @@ class IdTable(IndexedIds):
         for each in rows:
             self.changed.begin_rows(each)[each] = number
             self.changed.settle()
-        self.gone.put(np.unique(removed), number)
-        self.set_cut(number, int(self._cut.look()[1]))
+        forgotten = int(self._cut.look()[1])
+        try:
+            self.gone.put(np.unique(removed), number)
+            is_full = len(self.gone) > max(self.gone_kept, self.ids.shape[0])
+        except ResourceExhaustedError:  # rows were written: it is too late to fail
+            is_full = True
+        if is_full:  # nobody asks, or all of the table is less to read
+            self.gone.clear()
+            forgotten = number
+        self.set_cut(number, forgotten)
 
     def forget_removed(self, cut: int) -> None:
         """Forgets which ids were removed up to a cut."""
@@ -173,11 +222,12 @@ class IdTable(IndexedIds):
             self.set_cut(self.cut, max(before, min(cut, self.cut)))
 
     def removed_since(self, cut: int, first: int, last: int) -> np.ndarray:
-        """Returns the ids of some buckets that were removed since a cut."""
+        """Returns the ids of some buckets that were removed since a cut, and have no
+        row now."""
         assert self.gone is not None
-        ids = self.gone.ids.look()[self.gone.numbers.look() > cut]
-        buckets = buckets_of(hashes_of(ids))
-        found: np.ndarray = ids[(buckets >= first) & (buckets < last)]
+        ids, places = self.gone.index.items(first, last)
+        ids = ids[self.gone.numbers.look().take(places) > cut]
+        found: np.ndarray = ids[self.index.rows(ids) == NO_ROW]
         return found
 
     def are_lucky(self, ids: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._eviction import Eviction
     from ._growing_cell import GrowingCell
     from ._id_table import IdTable
-    from ._waiting import Counted
+    from ._waiting import Counted, Sketched
 
 
 _NONE: Final = np.empty(0, np.int64)
@@ -51,11 +51,14 @@ class RowChanges:
         self._held, self._table = held, table
         self._height = held.cell.shape[0]
         self._changes: list[_IdChange] = []
-        self._counted: list[Counted] = []
+        self._counted: list[Counted | Sketched] = []
+        self._named: list[np.ndarray] = []
+        """Ids that were counted, by earlier updates of the push."""
         self._refused = 0
         self._trained: list[np.ndarray] = []
         self._written: list[np.ndarray] = []
         self._forgotten = -1
+        self._times: list[tuple[float, float]] = []
         self._dropped: list[np.ndarray] = []
 
     def rows_of(
@@ -125,8 +128,11 @@ class RowChanges:
         table = self._table
         admitted = table.are_lucky(ids)
         if table.waiting is not None:
+            for before in self._named:
+                admitted &= ~np.isin(ids, before)
             counted = table.waiting.count(ids[admitted])
             self._counted.append(counted)
+            self._named.append(ids[admitted])
             admitted[admitted] = counted.admitted
         self._refused += len(ids) - int(admitted.sum())
         return admitted
@@ -134,6 +140,10 @@ class RowChanges:
     def forget_removed(self, cut: int) -> None:
         """Forgets which ids were removed up to a cut."""
         self._forgotten = max(self._forgotten, cut)
+
+    def note_time(self, now: float, age: float) -> None:
+        """Notes a time, for eviction by age."""
+        self._times.append((now, age))
 
     def evict(self, eviction: Eviction) -> np.ndarray:
         """Removes the ids that a rule chooses, and returns them. Raises as `remove`."""
@@ -188,6 +198,8 @@ class RowChanges:
             table.note_changes(self._written, np.concatenate([_NONE, *ids]))
         if self._forgotten >= 0:
             table.forget_removed(self._forgotten)
+        for now, age in self._times:
+            table.note_time(now, age)
         for rows in self._trained:
             table.note_use(rows)
         if self._dropped and table.waiting is not None:

@@ -1,15 +1,18 @@
 """Ids that wait for admission to a table: they were pushed, and have no row yet.
 
 Each is counted once for a push that names it, and is admitted by the push that makes
-the count full. Counts are exact, as only pushes that are applied are counted, and each
-of these once.
+the count full. Only pushes that are applied are counted, and each of these once.
+`WaitingIds` counts exactly, `Sketch` in a fixed number of bytes.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Final, NamedTuple, final
 
 import numpy as np
+
+from zstrat.ids import buckets_of, hashes_of, mixed
 
 from ._id_numbers import IdNumbers
 from ._index import NO_ROW
@@ -59,3 +62,139 @@ class WaitingIds(IdNumbers):
         self.add(counted.places, -1)
         self.index.remove(counted.began)
         self.shrink(len(self) - len(counted.began))
+
+    @property
+    def waiting(self) -> int:
+        """How many ids wait."""
+        return len(self)
+
+    def least(self, first: int, last: int, left: int) -> np.ndarray:
+        """Returns the ids of some buckets with the least counts: all but ``left``."""
+        ids, places = self.index.items(first, last)
+        return ids.take(least(self.numbers.look().take(places), len(ids) - left))
+
+
+def least(keys: np.ndarray, count: int) -> np.ndarray:
+    """Returns the places of the ``count`` least keys; of equal ones the first go."""
+    if count <= 0:
+        return np.empty(0, np.intp)
+    if count >= len(keys):
+        return np.arange(len(keys))
+    bound = np.partition(keys, count - 1)[count - 1]
+    less = np.flatnonzero(keys < bound)
+    equal = np.flatnonzero(keys == bound)[: count - len(less)]
+    return np.concatenate([less, equal])
+
+
+_HASHES: Final = 4
+"""Counters of an id, one in each quarter of its bucket's."""
+
+_SAMPLE: Final = 64
+"""Counters of a bucket that say how full it is: their share is off by 0.06 or so."""
+
+
+class Sketched(NamedTuple):
+    """What one push has changed: buckets that began; counters ``[n, 4]``, with what
+    they were; and then buckets, with what they were, whose counts were halved.
+    ``admitted``: which ids of the push are born."""
+
+    began: np.ndarray
+    at: np.ndarray
+    before: np.ndarray
+    halved: np.ndarray
+    whole: np.ndarray
+    admitted: np.ndarray
+
+
+@final
+class Sketch(IdNumbers):
+    """Counts of ids in a fixed number of bytes: a count-min sketch [Cormode and
+    Muthukrishnan 2005] for each bucket of ids, so that a bucket is saved and moved
+    with its counts. ``numbers`` are uint8 ``[n, width]``, one row for a bucket that any
+    id was counted in, and its name among ``ids`` is an id of that bucket.
+
+    The count of an id is the least of its four counters, and only those that are less
+    than the next count are raised [Estan and Varghese 2002]. So it is never too small;
+    it is too large if all four are also those of other ids. When more than half of the
+    counters of a bucket are not zero, all of them are halved [Einziger et al. 2017]: so
+    that is the case for one id of 16 at most, and what came long ago is forgotten.
+
+    Args:
+        width: Counters of a bucket, a multiple of four.
+        seed: Of the table: other tables have other collisions.
+    """
+
+    def __init__(self, count: int, width: int, seed: int, who: str) -> None:
+        super().__init__(np.uint8, f"{who}, {WAITING}", (width,))
+        self._count, self._width = count, width
+        self._key = mixed(np.array([seed], np.uint64))
+
+    @property
+    def waiting(self) -> int:
+        return 0  # it does not know
+
+    def count(self, ids: np.ndarray) -> Sketched:
+        """Counts a push of distinct ids ``[n]`` that have no rows.
+
+        Raises:
+            ResourceExhaustedError: There is no memory for it; nothing has changed.
+        """
+        hashes = hashes_of(ids)
+        buckets, bucket = np.unique(buckets_of(hashes), return_inverse=True)
+        names = _names().take(buckets)
+        began = names[self.index.rows(names) == NO_ROW]
+        self.append(began, 0)
+        places = self.index.rows(names)
+        counters = self.numbers.begin_rows(places)
+        flat = counters.reshape(-1)
+        at = (places * self._width).take(bucket)[:, None] + self._columns(hashes)
+        counts = flat[at].min(axis=1, initial=255).astype(np.intp) + 1
+        admitted = counts >= self._count
+        at = at[~admitted]
+        before = flat[at]
+        wanted = counts[~admitted].astype(np.uint8)[:, None]
+        np.maximum.at(flat, at, np.broadcast_to(wanted, at.shape))
+        # Afterwards: what the next push finds is never too full.
+        used = np.count_nonzero(counters[places, :_SAMPLE], axis=1)
+        halved = places[used * 2 > _SAMPLE]
+        whole = counters[halved]
+        counters[halved] = whole >> 1
+        self.numbers.settle()
+        return Sketched(began, at, before, halved, whole, admitted)
+
+    def undo(self, counted: Sketched) -> None:
+        """Takes a count back; the last one first."""
+        rows = np.unique(np.append(counted.at // self._width, counted.halved))
+        counters = self.numbers.begin_rows(rows)
+        counters[counted.halved] = counted.whole
+        counters.reshape(-1)[counted.at] = counted.before
+        self.numbers.settle()
+        self.index.remove(counted.began)
+        self.shrink(len(self) - len(counted.began))
+
+    def drop(self, ids: np.ndarray) -> None:
+        """Does nothing: counters are not those of one id."""
+
+    def least(self, first: int, last: int, left: int) -> np.ndarray:
+        """Returns no ids: it has none."""
+        return np.empty(0, np.int64)
+
+    def _columns(self, hashes: np.ndarray) -> np.ndarray:
+        """Returns the counters of ids among those of their bucket, ``[n, 4]``."""
+        quarter = np.uint64(self._width // _HASHES)
+        words = mixed(
+            mixed(hashes ^ self._key)[:, None] ^ np.arange(2, dtype=np.uint64)
+        )
+        halves = words[:, :, None] >> np.array([0, 32], np.uint64) & np.uint64(
+            2**32 - 1
+        )
+        columns = halves.reshape(-1, _HASHES) * quarter >> np.uint64(32)
+        return (columns + np.arange(_HASHES, dtype=np.uint64) * quarter).view(np.int64)
+
+
+@functools.cache
+def _names() -> np.ndarray:
+    """Returns an id of each bucket."""
+    ids = np.arange(2**16)
+    _, first = np.unique(buckets_of(hashes_of(ids)), return_index=True)
+    return ids[first]

@@ -222,17 +222,22 @@ class ServerVariables(StrategyCreator):
 
     def table_sizes(
         self, parts: Sequence[VariableHandle]
-    ) -> list[tuple[int, int, int]]:
-        """Returns rows, bytes and cut of each part of a table."""
+    ) -> list[tuple[int, int, int, int]]:
+        """Returns rows, bytes, cut, and ids that wait, of each part of a table."""
         work = self._servers.table_sizes(_specs(parts))
         return self._session.run(work, "asking how large a table is")
 
     def table_rows(
-        self, part: VariableHandle, first: int, last: int, since: int = -1
+        self,
+        part: VariableHandle,
+        first: int,
+        last: int,
+        since: int = -1,
+        ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
         """Reads ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part; with
-        ``since`` as `PullTable` says."""
-        work = self._servers.table_rows(part.spec, first, last, since)
+        ``since`` or ``ids`` as `PullTable` says."""
+        work = self._servers.table_rows(part.spec, first, last, since, ids)
         return self._session.run(work, "reading rows of a table")
 
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
@@ -461,6 +466,7 @@ def _table_entry(spec: VariableSpec, request: TableRequest) -> TableEntry:
         rule.chance,
         request.eviction is not None and request.eviction.tracks,
         request.follows,
+        rule.sketch,
     )
 
 
