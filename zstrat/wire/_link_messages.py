@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 25
+PROTOCOL: Final = 26
 """Version of the protocol; HELLO refuses any other."""
 
 
