@@ -4,6 +4,7 @@ make of them, and each of them a variable as before."""
 import functools
 import sys
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -12,7 +13,7 @@ from ps_trees import bind, of_values
 
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
+from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry, in_sets
 
 SHAPES = {1: (32, 32), 2: (7,), 3: (5, 3, 2), 4: (33, 1), 5: (1,), 6: (32, 32), 7: ()}
 
@@ -122,7 +123,7 @@ class Lazy:
         self._run, self._pick = run, pick
 
     def block_until_ready(self):
-        self._value = self._pick(self._run())
+        self._value = jax.block_until_ready(self._pick(self._run()))
         return self
 
     def __array__(self, *_, **__):
@@ -134,8 +135,8 @@ def test_arrays_of_one_size_do_not_share_gradients(monkeypatch):
     shapes = dict.fromkeys(range(1, 9), (32, 32))
     together, alone = (store_of(optax.sgd(0.5), shapes) for _ in range(2))
     flat = together.engine.get(1).programs._flat
-    module = sys.modules[type(flat).__module__]
-    monkeypatch.setattr(module, "TOGETHER", 4 * 4 * 32 * 32)
+    module = sys.modules[in_sets.__module__]
+    monkeypatch.setattr(module, "SET_BYTES", 4 * 4 * 32 * 32)
     grads = {key: np.full(shape, key, "f4") for key, shape in shapes.items()}
     push(together, grads)
 

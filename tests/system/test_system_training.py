@@ -7,6 +7,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zstrat as zs
@@ -257,3 +258,42 @@ def test_run_and_reduce_inside_a_step(strategy, coordinator):
         return strategy.reduce("sum", per_replica, axis=None)
 
     assert coordinator.schedule(step, args=(np.float32(4.0),)).fetch() == 8.0
+
+
+def test_many_small_variables_train_as_in_optax(strategy, coordinator):
+    """Their gradients and values travel side by side; each is a variable still."""
+    shapes = [(4, 6), (6,), (3, 2), ()] * 12
+    rng = np.random.default_rng(0)
+    start = [np.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
+    rule = optax.adam(0.05)
+    with strategy.scope():
+        weights = [zs.Variable(value) for value in start]
+        optimizer = zs.Optimizer(rule)
+
+    def loss(values, x):
+        return sum(jnp.sum(jnp.tanh(value * x - 1.0) ** 2) for value in values)
+
+    @zs.function
+    def step(x):
+        error, gradients = zs.value_and_grad(loss)(weights, x)
+        optimizer.apply_gradients(gradients, weights)
+        return error
+
+    @jax.jit
+    def move(values, state, x):
+        error, gradients = jax.value_and_grad(loss)(values, x)
+        updates, state = rule.update(gradients, state, values)
+        return error, optax.apply_updates(values, updates), state
+
+    values, state = start, rule.init(start)
+    for turn in range(6):
+        x = np.float32(1 + turn)
+        got = coordinator.schedule(step, args=(x,)).fetch()
+        error, values, state = move(values, state, x)
+        np.testing.assert_allclose(got, error, rtol=1e-5)
+        if turn == 2:  # between two steps, by the program
+            weights[5].assign(np.ones(6, np.float32))
+            weights[6].assign_add(np.ones((3, 2), np.float32))
+            values[5], values[6] = np.ones(6, np.float32), values[6] + 1
+    for weight, value in zip(weights, values, strict=True):
+        np.testing.assert_allclose(weight.numpy(), value, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ from ._programs import WARN_AT as WARN_AT
 from ._programs import RetraceWarning as RetraceWarning
 from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
+from ._sets import read_sets as read_sets
 from .gradients._gradients import grad as grad
 from .gradients._gradients import value_and_grad as value_and_grad
 from .lookup._embedding import RaggedIds as RaggedIds

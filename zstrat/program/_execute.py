@@ -10,6 +10,7 @@ arrays again.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from zstrat.variables import Storage
 
     from ._programs import CompiledPrograms
+    from ._sets import UpdateSet
     from .trace._iterator import Draws
     from .trace._plan import Plan
 
@@ -181,6 +183,18 @@ class Prepared:
             results, operands = self._program(self._given, elements, given)
         return Computed(results, operands, lambda: _outgoing(self.plan, operands))
 
+    def _compute_in_sets(self, values: Sequence[np.ndarray]) -> Computed | None:
+        """Starts to compute with gradients side by side, if the plan has such sets."""
+        program = self._program
+        if not isinstance(program, CompiledProgram) or not program.sets:
+            return None
+        given, elements = self._given, _leaves(self._draws)
+        outputs = program.run_in_sets(given, elements, list(values))
+        results, operands, together = outputs
+        every = [*operands, together]
+        updates = partial(_outgoing_sets, self.plan, program.sets, operands, together)
+        return Computed(results, every, updates)
+
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step.
 
@@ -195,7 +209,7 @@ class Prepared:
         program = self._program
         if program.constant is not None:
             return program.constant
-        computed = self.compute(values)
+        computed = self._compute_in_sets(values) or self.compute(values)
         computed.to_host()
         leaves = [np.asarray(array) for array in computed.results]
         result = StepResult(leaves, self.plan.layout, computed.updates())
@@ -334,6 +348,28 @@ def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepU
     updates: list[StepUpdate] = []
     for update, arrays in zip(plan.updates, operands, strict=True):
         updates += outgoing(update, arrays)
+    return updates
+
+
+def _outgoing_sets(
+    plan: Plan,
+    sets: Sequence[UpdateSet],
+    operands: Sequence[Sequence[jax.Array]],
+    together: Sequence[jax.Array],
+) -> list[StepUpdate]:
+    """Makes the updates of a step whose sets have their gradients side by side; a set
+    is in the place of its first update."""
+    firsts = {each.updates[0]: n for n, each in enumerate(sets)}
+    taken = {number for each in sets for number in each.updates}
+    updates: list[StepUpdate] = []
+    for number, (update, arrays) in enumerate(zip(plan.updates, operands, strict=True)):
+        if number in firsts:
+            at = firsts[number]
+            pair = sets[at].keys, np.asarray(together[at])
+            op = UpdateOp.OPTIMIZE_SET
+            updates.append(StepUpdate(update.spec, op, update.optimizer, pair))
+        elif number not in taken:
+            updates += outgoing(update, arrays)
     return updates
 
 

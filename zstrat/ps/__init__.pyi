@@ -8,6 +8,7 @@ from .client._pushing import PsUpdate as PsUpdate
 from .client._reading import Clocks as Clocks
 from .client._reading import Ref as Ref
 from .client._reading import RowsRef as RowsRef
+from .client._reading import SetRef as SetRef
 from .client._snapshot_client import PinnedTensor as PinnedTensor
 from .engine._engine import OptimizerEngine as OptimizerEngine
 from .handover._handover import Handover as Handover

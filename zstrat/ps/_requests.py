@@ -41,7 +41,9 @@ from zstrat.wire import (
     Pushed,
     PushPart,
     TableSizes,
+    UpdateOp,
     Withdraw,
+    is_keys,
 )
 
 from .store._creating import CreatePlan
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.wire import PlainTree, Read, Update
+    from zstrat.wire import PlainTree, Read
 
     from .store._decoding import CodedMessage
     from .store._fold import Fold
@@ -186,7 +188,8 @@ def _decoded(store: Store, message: Push | PushPart) -> Running[Outcome]:
 def _narrowed(store: Store, message: Pull | PullRows) -> Running[Outcome]:
     if isinstance(message, Pull):
         return (yield from pull(store, message.reads, (), ()))
-    return (yield from pull(store, message.reads, message.rows, message.arrays))
+    rows, arrays, sets = message.rows, message.arrays, message.sets
+    return (yield from pull(store, message.reads, rows, arrays, sets))
 
 
 def compute_short(store: Store, plan: Plan, limit: int) -> bool:
@@ -217,9 +220,9 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
         case PushPart():
             return store.plan_part(message)
         case Pull(reads=reads):
-            return _pulled(store, reads, (), ())
-        case PullRows(reads=reads, rows=rows, arrays=arrays):
-            return _pulled(store, reads, rows, arrays)
+            return _pulled(store, reads, (), (), ())
+        case PullRows(reads=reads, rows=rows, arrays=arrays, sets=sets):
+            return _pulled(store, reads, rows, arrays, sets)
         case PullTable():
             return store.plan_items(message)
         case AskTables(keys=keys):
@@ -267,11 +270,12 @@ def exchange(
         InvalidArgumentError: It cannot be cut into its parts; nothing has changed.
     """
     reads, rows, arrays = message.reads, message.rows, message.arrays
-    operands = len(arrays) - len(rows)
+    operands = len(arrays) - len(rows) - len(message.sets)
     if operands < 0:
         raise InvalidArgumentError(
-            f"{store.variables.task}: rows of {len(rows)} variables are wanted by "
-            f"{len(arrays)} arrays of indices"
+            f"{store.variables.task}: rows of {len(rows)} variables and "
+            f"{len(message.sets)} sets are wanted by {len(arrays)} arrays of indices "
+            "and keys"
         )
     push = Push(
         message.session,
@@ -300,7 +304,8 @@ def exchange(
         applied = pushed.applied
     try:
         check(message.session)  # it may have ended while the push computed
-        pulled = yield from pull(store, reads, rows, arrays[operands:])
+        asked = arrays[operands:]
+        pulled = yield from pull(store, reads, rows, asked, message.sets)
     except Exception as error:  # goes to the caller, as the outcome of the pull
         clock = store.counts.pushes
         return Exchanged(applied, push_error, refuse(error), [], (), clock)
@@ -312,14 +317,15 @@ def pull(
     store: Store,
     reads: Sequence[Read],
     rows: Sequence[int],
-    indices: Sequence[np.ndarray],
+    arrays: Sequence[np.ndarray],
+    sets: Sequence[int] = (),
 ) -> Running[Pulled]:
-    """Serves a pull.
+    """Serves a pull; ``arrays`` are the indices of ``rows`` and the keys of ``sets``.
 
     Raises:
         ZstratError: It is refused.
     """
-    pulled = _pulled(store, reads, rows, indices)
+    pulled = _pulled(store, reads, rows, arrays, sets)
     if isinstance(pulled, RowsPlan):
         if not compute_short(store, pulled, INLINE):
             yield pulled
@@ -343,11 +349,20 @@ def _pulled(
     store: Store,
     reads: Sequence[Read],
     rows: Sequence[int],
-    indices: Sequence[np.ndarray],
+    arrays: Sequence[np.ndarray],
+    sets: Sequence[int],
 ) -> Outcome | RowsPlan:
-    if rows or indices:
-        return store.plan_rows(reads, rows, indices)
-    return Pulled(*store.read(reads), store.counts.pushes)
+    keys: Sequence[np.ndarray] = ()
+    if sets:
+        if len(arrays) < len(sets):
+            raise InvalidArgumentError(
+                f"{store.variables.task}: {len(sets)} sets are wanted by {len(arrays)} "
+                "arrays of keys"
+            )
+        arrays, keys = arrays[: -len(sets)], arrays[-len(sets) :]
+    if rows or arrays:
+        return store.plan_rows(reads, rows, arrays, sets, keys)
+    return Pulled(*store.read(reads, sets, keys), store.counts.pushes)
 
 
 def names_of(message: Request) -> list[Hashable]:
@@ -355,19 +370,21 @@ def names_of(message: Request) -> list[Hashable]:
     match message:
         case Folded(message=push):
             return names_of(push)
-        case Exchange(step=step, part=part, updates=updates):
-            names = _names_of_push(0, step, part, updates)
+        case Exchange():
+            names = _names_of_push(0, message)
             names += [read.key for read in message.reads]
             names += message.rows
+            names += _keys_of_sets(message)
             return names
-        case Push(step=step, part=part, updates=updates, writer=writer):
-            return _names_of_push(writer, step, part, updates)
-        case PushPart(step=step, part=part, updates=updates):
-            return _names_of_push(0, step, part, updates)
+        case Push(writer=writer):
+            return _names_of_push(writer, message)
+        case PushPart():
+            return _names_of_push(0, message)
         case Pull(reads=reads):
             return [read.key for read in reads]
         case PullRows(reads=reads, rows=rows):
-            return [*(read.key for read in reads), *rows]
+            keys = _keys_of_sets(message)
+            return [*(read.key for read in reads), *rows, *keys]
         case PullTable(key=key):
             return [key]
         case CreateTables(tables=tables):
@@ -386,12 +403,27 @@ def names_of(message: Request) -> list[Hashable]:
             assert_never(message)
 
 
-def _names_of_push(
-    writer: int, step: int, part: int, updates: Sequence[Update]
-) -> list[Hashable]:
+def _names_of_push(writer: int, message: Push | PushPart | Exchange) -> list[Hashable]:
+    step, updates = message.step, message.updates
     names: list[Hashable] = [update.key for update in updates]
     names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
+    if any([update.op == UpdateOp.OPTIMIZE_SET for update in updates]):  # noqa: C419 (a generator is slower)
+        at = 0
+        for update in updates:
+            if update.op == UpdateOp.OPTIMIZE_SET:
+                names += _keys_of(message.arrays[at : at + 1])
+            at += update.operands
     # The same push that comes twice takes its turn after itself, as a duplicate.
     if step != UNNAMED:
-        names.append(("step", writer, step, part))
+        names.append(("step", writer, step, message.part))
     return names
+
+
+def _keys_of_sets(message: Exchange | PullRows) -> list[int]:
+    count = len(message.sets)
+    return _keys_of(message.arrays[-count:]) if count else []
+
+
+def _keys_of(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Returns the keys of sets. What are none is refused when the request is served."""
+    return [key for each in arrays if is_keys(each) for key in each.tolist()]

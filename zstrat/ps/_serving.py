@@ -237,6 +237,8 @@ class Serving:
         """Starts to apply a push while its body arrives, if it need not wait; then
         `take` a `Folded`. A push that is to be refused or to wait is handled when all
         of it is here."""
+        if len(specs) != 1:
+            return None
         try:
             self._check(message.session)
             self._admit()

@@ -81,6 +81,12 @@ from ._schema import PlainTree as PlainTree
 from ._session import AbsentPeer as AbsentPeer
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership
+from ._sets import SET_BYTES as SET_BYTES
+from ._sets import SET_KEYS as SET_KEYS
+from ._sets import SetPart as SetPart
+from ._sets import in_sets as in_sets
+from ._sets import is_keys as is_keys
+from ._sets import parts_of as parts_of
 from ._snapshot_messages import LoadEntry as LoadEntry
 from ._snapshot_messages import LoadTable as LoadTable
 from ._snapshot_messages import LoadTensors as LoadTensors

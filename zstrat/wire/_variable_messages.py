@@ -31,6 +31,8 @@ class UpdateOp(enum.IntEnum):
     EVICT_ROWS = 14  # rule, limit, first bucket, end: float64 [4], `EvictionRule`
     FORGET_REMOVED = 15  # cut: int64 [1], of a table; which ids were removed up to it
     NOTE_TIME = 16  # now, age: float64 [2], seconds: a time for `EvictionRule.AGE`
+    OPTIMIZE_SET = 17  # keys: int64 [n]; gradients of these small variables, in order
+    # and side by side, [elements]: as OPTIMIZE of each (`in_sets`)
 
 
 class EvictionRule(enum.IntEnum):
@@ -265,10 +267,17 @@ class Pull:
 
 @request(by=READING, repeat=Repeat.SAFE)
 class PullRows:
-    """Reads several variables, as `Pull`, and rows of others. Answered by `Pulled`.
+    """Reads several variables, as `Pull`, and rows of others, and sets of variables.
+    Answered by `Pulled`.
 
     ``rows`` are the keys of the variables whose rows are read; the array at the same
     position has the indices, ``[n]`` integers of the variable's first axis.
+
+    ``sets`` are variables of one dtype that are read side by side, as one array: for
+    each the version that the reader has, -1 for none. The array at the same position
+    after those of ``rows`` has their keys, int64 ``[n]``. The version of a set is the
+    sum of those of its variables: none of these falls, so it returns only if none of
+    them has changed.
     """
 
     kind: ClassVar = 61
@@ -276,13 +285,15 @@ class PullRows:
     reads: list[Read]
     rows: list[int]
     arrays: Arrays
+    sets: list[int] = field(default_factory=list)
 
 
 @message
 class Pulled:
-    """Answers a pull: one version per read, in order. ``arrays`` has the values of the
-    reads whose version differs from the known one, in order, and then the rows
-    ``[n, ...]`` for each of `PullRows.rows`. ``clock`` is the number of pushes to any
+    """Answers a pull: one version per read, in order, and one per set. ``arrays`` has
+    the values of those whose version differs from the known one, in order, of sets
+    ``[elements]``, and then the rows ``[n, ...]`` for each of `PullRows.rows`.
+    ``clock`` is the number of pushes to any
     variables that the server has applied: the difference of two clocks is the number of
     pushes in between. It is ignored in comparisons."""
 
@@ -295,6 +306,8 @@ class Pulled:
 class Update(NamedTuple):
     """One change of one variable. ``op`` is an `UpdateOp`, with the `Codec` of the
     gradient (`CODED`). ``operands`` is the number of its arrays in the push.
+
+    The ``key`` of OPTIMIZE_SET is the first one of its set.
 
     ``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS. Such an
     update changes nothing by itself: all updates of the same optimizer that follow in
@@ -458,7 +471,7 @@ class Exchange:
     in one message. Answered by `Exchanged`.
 
     ``arrays``: the operands of the updates in order, then the indices for each of
-    ``rows``.
+    ``rows``, then the keys for each of ``sets``.
     """
 
     kind: ClassVar = 62
@@ -471,6 +484,7 @@ class Exchange:
     rows: list[int]
     arrays: Arrays
     leases: bytes = b""
+    sets: list[int] = field(default_factory=list)
 
 
 @message

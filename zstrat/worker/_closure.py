@@ -18,9 +18,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from zstrat import errors
-from zstrat.program import COPY, FLAGS_ARE_NOT_HERE, Plan, resident_name, trim
-from zstrat.ps import PsUpdate, Ref, RowsRef
+from zstrat.program import (
+    COPY,
+    FLAGS_ARE_NOT_HERE,
+    Plan,
+    read_sets,
+    resident_name,
+    trim,
+)
+from zstrat.ps import PsUpdate, Ref, RowsRef, SetRef
 from zstrat.telemetry import StepTimes
 from zstrat.variables import RESIDENT
 from zstrat.wire import (
@@ -34,12 +43,11 @@ from zstrat.wire import (
     UpdateOp,
     decode,
     encode,
+    parts_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
-
-    import numpy as np
 
     from zstrat.codecs import Wire
     from zstrat.config import Limits
@@ -351,6 +359,8 @@ class Reads(NamedTuple):
     waits: bool = True
     """Whether it waits for the end of the rounds to which this worker has
     contributed."""
+    sets: tuple[SetRef, ...] = ()
+    """Which of the variables are read side by side."""
 
 
 @final
@@ -424,7 +434,7 @@ class Catalog:
         narrow = _narrow(plan)
         return Needs(
             shared,
-            self._whole(shared, rounds, narrow),
+            self._whole(shared, rounds, narrow, _sets(plan, rounds, narrow)),
             _nbytes(shared),
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
@@ -450,11 +460,13 @@ class Catalog:
         specs: Sequence[VariableSpec],
         rounds: tuple[int, ...],
         narrow: frozenset[int],
+        sets: tuple[SetRef, ...] = (),
     ) -> Reads | None:
         refs = _refs(specs, narrow)
         if not refs:
             return None
-        return self._reads.setdefault((refs, rounds), Reads(refs, (), rounds))
+        name = refs, rounds, tuple([each.places for each in sets])
+        return self._reads.setdefault(name, Reads(refs, (), rounds, sets=sets))
 
     def _row_nbytes(self, spec: VariableSpec) -> int:
         nbytes = self._row_bytes.get(spec.key)
@@ -471,6 +483,24 @@ def _is_kept(update: PlannedUpdate) -> bool:
 def _refs(specs: Sequence[VariableSpec], narrow: frozenset[int]) -> tuple[Ref, ...]:
     code = int(Codec.BFLOAT16)
     return tuple([Ref(x.ps, x.key, code if x.key in narrow else 0) for x in specs])
+
+
+def _sets(
+    plan: Plan, rounds: tuple[int, ...], narrow: frozenset[int]
+) -> tuple[SetRef, ...]:
+    """Returns which variables of a plan are read side by side."""
+    if plan.has_lookups or rounds or narrow:
+        return ()
+    if any(spec.ps == RESIDENT for spec in plan.reads):
+        return ()
+    found: list[SetRef] = []
+    for places in read_sets(plan):
+        specs = [plan.reads[place] for place in places]
+        keys = np.array([spec.key for spec in specs], np.int64)
+        found.append(
+            SetRef(specs[0].ps, tuple(places), keys, parts_of([x.shape for x in specs]))
+        )
+    return tuple(found)
 
 
 def _narrow(plan: Plan) -> frozenset[int]:

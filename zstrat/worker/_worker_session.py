@@ -326,7 +326,7 @@ class WorkerSession:
         pull: SharedPull,
         now: float,
     ) -> None:
-        step, (refs, rows, _, _) = ending.completion.step, pull.reads
+        step, reads = ending.completion.step, pull.reads
         push = _PushUnderWay(ending, read_at, now)
         try:
             pushed, pulled = self.client.exchange(
@@ -334,8 +334,9 @@ class WorkerSession:
                 0,
                 self._low_water,
                 updates,
-                refs,
-                rows,
+                reads.refs,
+                reads.rows,
+                reads.sets,
                 clocks=(push.clocks, pull.clocks),
                 leases=ending.leases,
             )
@@ -450,7 +451,7 @@ class WorkerSession:
                 recorder.stale(f"ps:{ps}", behind)
 
     def _pull(self, pull: SharedPull) -> None:
-        refs, rows, rounds, waits = pull.reads
+        refs, rows, rounds, waits, sets = pull.reads
         clocks = pull.clocks
         try:
             if rounds:
@@ -462,7 +463,7 @@ class WorkerSession:
                     after, refs, rows, clocks=clocks, numbers=pull.rounds
                 )
             else:
-                future = self.client.pull(refs, rows, clocks=clocks)
+                future = self.client.pull(refs, rows, sets, clocks=clocks)
         except Exception as error:  # goes to the coordinator as the steps' outcome
             self._arrived(pull, None, error)
         else:

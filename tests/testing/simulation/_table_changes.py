@@ -16,6 +16,7 @@ import numpy as np
 from zstrat.errors import ZstratError
 from zstrat.ids import BUCKETS, hashes_of
 from zstrat.initializers import constant
+from zstrat.program import dump_code
 from zstrat.variables import VariableSpec
 from zstrat.wire import EvictionRule, TableEntry, TableLeaf, UpdateOp
 

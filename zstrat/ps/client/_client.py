@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from zstrat.transport import TaskLink
 
     from ._pushing import PsUpdate
-    from ._reading import Clocks, Ref, RowsRef
+    from ._reading import Clocks, Ref, RowsRef, SetRef
 
 MEMORY: Final = 256 * 2**20
 """Default bound in bytes of the values that a client remembers."""
@@ -102,12 +102,14 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         self,
         refs: Sequence[Ref],
         rows: Sequence[RowsRef] = (),
+        sets: Sequence[SetRef] = (),
         *,
         deadline: float | None = None,
         clocks: Clocks | None = None,
     ) -> asyncio.Future[list[np.ndarray]]:
         """Reads variables, and rows of variables: read-only arrays, first the values in
-        the order of ``refs``, then ``[n, ...]`` for each of ``rows``.
+        the order of ``refs``, then ``[n, ...]`` for each of ``rows``. Which of ``refs``
+        are read as one array say ``sets``.
 
         Each is of one whole version of its variable; together they are not a snapshot.
 
@@ -121,7 +123,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
                 there; names the variable.
             NotFoundError, StaleSessionError: As the server says.
         """
-        reading = self._reading(refs, rows, clocks)
+        reading = self._reading(refs, rows, clocks, sets)
         parts = [
             CallPart(asked.ps, asked.message(self.session), Pulled, asked.take)
             for asked in reading.messages()
@@ -293,6 +295,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         updates: Sequence[PsUpdate],
         refs: Sequence[Ref],
         rows: Sequence[RowsRef] = (),
+        sets: Sequence[SetRef] = (),
         *,
         deadline: float | None = None,
         clocks: tuple[Clocks, Clocks] | None = None,
@@ -314,14 +317,19 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             self.session, step, part, low_water, updates,
             clocks=push_clocks, leases=leases,
         )  # fmt: skip
-        reading = self._reading(refs, rows, pull_clocks)
+        reading = self._reading(refs, rows, pull_clocks, sets)
         return exchange(self.lines, self.session, pushing, reading, deadline)
 
     def _reading(
-        self, refs: Sequence[Ref], rows: Sequence[RowsRef], clocks: Clocks | None
+        self,
+        refs: Sequence[Ref],
+        rows: Sequence[RowsRef],
+        clocks: Clocks | None,
+        sets: Sequence[SetRef] = (),
     ) -> Reading:
         self._forget_restarted()
-        return Reading(refs, rows, self._known, clocks, self.shares_memory, self.counts)
+        shares = self.shares_memory
+        return Reading(refs, rows, self._known, clocks, shares, self.counts, sets)
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [

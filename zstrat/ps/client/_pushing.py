@@ -196,8 +196,9 @@ class _Both:
             push.updates,
             asked.reads,
             asked.rows,
-            (*push.arrays, *asked.indices),
+            (*push.arrays, *asked.arrays),
             push.leases,
+            asked.sets,
         )
         try:
             reply = line.submit(message, deadline=self._deadline)

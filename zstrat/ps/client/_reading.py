@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    from zstrat.wire import Exchanged, Pulled, PulledRound
+    from zstrat.wire import Exchanged, Pulled, PulledRound, SetPart
 
 
 class Value(NamedTuple):
@@ -88,6 +88,10 @@ ROWS: Final = 1024
 """Variables of which rows are read by one message, beside those that are read whole."""
 
 
+SETS: Final = 32
+"""Sets of small variables that one message reads: to put these together takes 10 ms."""
+
+
 class Ref(NamedTuple):
     """A variable: which parameter server, and its key there; a `Codec` for a float32
     value on a network."""
@@ -105,20 +109,38 @@ class RowsRef(NamedTuple):
     indices: np.ndarray
 
 
+class SetRef(NamedTuple):
+    """Small variables of one server and dtype that are read as one array: ``places``
+    in the refs of the pull, ``keys`` (int64 ``[n]``), and the part that each has."""
+
+    ps: int
+    places: tuple[int, ...]
+    keys: np.ndarray
+    parts: tuple[SetPart, ...]
+
+    @property
+    def name(self) -> Hashable:
+        """What the value is remembered by."""
+        return self.ps, self.keys.tobytes()
+
+
 class ServerPull(NamedTuple):
     """One message of a pull to one server. ``take`` receives the answer; it raises
-    ValueError or StopIteration if that is malformed."""
+    ValueError or StopIteration if that is malformed. ``arrays`` are the indices for
+    each of ``rows``, then the keys of each of ``sets``."""
 
     ps: int
     reads: list[Read]
     rows: list[int]
-    indices: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray, ...]
+    sets: list[int]
     take: Callable[[Pulled | PulledRound | Exchanged], None]
 
     def message(self, session: int) -> Pull | PullRows:
         """Returns a message that asks for nothing else."""
-        if self.rows:
-            return PullRows(session, self.reads, self.rows, self.indices)
+        if self.arrays:
+            rows, arrays = self.rows, self.arrays
+            return PullRows(session, self.reads, rows, arrays, self.sets)
         return Pull(session, self.reads)
 
 
@@ -132,6 +154,7 @@ class Reading:
         "_known",
         "_refs",
         "_rows",
+        "_sets",
         "_shares_memory",
         "_values",
     )
@@ -144,29 +167,41 @@ class Reading:
         clocks: Clocks | None = None,
         shares_memory: Callable[[int], bool] = lambda ps: False,
         counts: Counter[str] | None = None,
+        sets: Sequence[SetRef] = (),
     ) -> None:
         self._refs, self._rows, self._known = refs, rows, known
+        self._sets = sets
         self._shares_memory, self._counts = shares_memory, counts
         self._clocks = {} if clocks is None else clocks
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
     def messages(self) -> Iterator[ServerPull]:
         """Yields the requests: one per server, more for thousands of variables."""
-        refs, rows = self._refs, self._rows
-        by_ps: dict[int, tuple[list[int], list[int]]] = {}
+        refs, rows, sets = self._refs, self._rows, self._sets
+        by_ps: dict[int, tuple[list[int], list[int], list[SetRef]]] = {}
+        for each in sets:
+            by_ps.setdefault(each.ps, ([], [], []))[2].append(each)
+        taken = {place for each in sets for place in each.places} if sets else ()
         for place, ref in enumerate(refs):
+            if place in taken:
+                continue
             if ref[0] not in by_ps:
-                by_ps[ref[0]] = ([], [])
+                by_ps[ref[0]] = ([], [], [])
             by_ps[ref[0]][0].append(place)
         for place, some in enumerate(rows):
-            by_ps.setdefault(some[0], ([], []))[1].append(place)
-        for ps, (whole, parts) in by_ps.items():
-            count = max(-(-len(whole) // READS), -(-len(parts) // ROWS))
+            by_ps.setdefault(some[0], ([], [], []))[1].append(place)
+        for ps, (whole, parts, together) in by_ps.items():
+            count = max(
+                -(-len(whole) // READS),
+                -(-len(parts) // ROWS),
+                -(-len(together) // SETS),
+            )
             for at in range(count):
                 yield self._asked(
                     ps,
                     whole[at * READS : (at + 1) * READS],
                     parts[at * ROWS : (at + 1) * ROWS],
+                    together[at * SETS : (at + 1) * SETS],
                 )
 
     def result(self) -> list[np.ndarray]:
@@ -174,7 +209,9 @@ class Reading:
         here."""
         return [value for value in self._values if value is not None]
 
-    def _asked(self, ps: int, whole: list[int], parts: list[int]) -> ServerPull:
+    def _asked(
+        self, ps: int, whole: list[int], parts: list[int], sets: list[SetRef]
+    ) -> ServerPull:
         refs, rows, known = self._refs, self._rows, self._known
         values = [known.get(refs[place]) for place in whole]
         reads = [
@@ -187,9 +224,11 @@ class Reading:
         ]
         keys = [rows[place].key for place in parts]
         indices = tuple([rows[place].indices for place in parts])
-        return ServerPull(
-            ps, reads, keys, indices, partial(self._take, ps, whole, values, parts)
-        )
+        given = (*indices, *(each.keys for each in sets))
+        together = [(each, known.get(each.name)) for each in sets]
+        versions = [-1 if value is None else value.version for _, value in together]
+        take = partial(self._take, ps, whole, values, parts, together)
+        return ServerPull(ps, reads, keys, given, versions, take)
 
     def _take(
         self,
@@ -197,6 +236,7 @@ class Reading:
         whole: list[int],
         known: list[Value | None],
         parts: list[int],
+        sets: list[tuple[SetRef, Value | None]],
         answer: Pulled | PulledRound | Exchanged,
     ) -> None:
         changed = len(answer.arrays) - len(parts)
@@ -206,7 +246,10 @@ class Reading:
         arrays = iter(answer.arrays)
         copy_below = _copy_below(answer.arrays, changed)
         values, refs, put = self._values, self._refs, self._known.put
-        for place, old, version in zip(whole, known, answer.versions, strict=True):
+        versions = answer.versions
+        if len(versions) != len(whole) + len(sets):
+            raise ValueError(f"{len(versions)} versions")
+        for place, old, version in zip(whole, known, versions, strict=False):
             # What was known when the request was sent: by now it may have been dropped,
             # or replaced by a later one.
             if old is not None and old.version == version:
@@ -226,6 +269,21 @@ class Reading:
                 array.setflags(write=False)
             values[place] = array
             put(ref, Value(version, array))
+        for (one, old), version in zip(sets, versions[len(whole) :], strict=True):
+            value = old
+            if value is None or value.version != version:
+                array = next(arrays)
+                changed -= 1
+                if array.shape != (one.parts[-1].stop,):
+                    raise ValueError(f"a set of shape {array.shape}")
+                if array.nbytes < copy_below:
+                    array = array.copy()
+                    array.setflags(write=False)
+                value = Value(version, array)
+                put(one.name, value)
+            array = value.array
+            for place, part in zip(one.places, one.parts, strict=True):
+                values[place] = part.of(array)
         if changed:
             raise ValueError(f"{changed} values of variables that did not change")
         for place, found in zip(parts, arrays, strict=True):

@@ -92,7 +92,7 @@ class RoundCalls(AskedServers, abc.ABC):
             CallPart(
                 asked.ps,
                 PullRound(
-                    self.session, list(after), asked.reads, asked.rows, asked.indices
+                    self.session, list(after), asked.reads, asked.rows, asked.arrays
                 ),
                 PulledRound,
                 partial(take, asked),

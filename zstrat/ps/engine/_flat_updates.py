@@ -6,9 +6,10 @@ values, slots and gradients of small variables that are moved alike lie side by 
 (`zstrat.ps.store._flat`), and one program of one array each updates all of them. Every
 element is computed by the same operations either way.
 
-The gradients of a push are copied together. Values and slots are as the last update has
-left them, unless the push is of other variables than that one, or something else has
-changed one of them; then they are copied together once more.
+The gradients of a push are copied together, unless they came side by side
+(`zstrat.wire`). Values and slots are as the last update has left them, unless the push
+is of other variables than that one, or something else has changed one of them; then
+they are copied together once more.
 
 Nothing is donated, so that an update which fails has changed nothing.
 """
@@ -26,6 +27,7 @@ from zstrat.errors import ResourceExhaustedError
 from zstrat.memory import aligned
 from zstrat.optimizers import elementwise
 from zstrat.ps.store._flat import Flat
+from zstrat.wire import in_sets
 
 from ._slot_layouts import operands_of, shape
 
@@ -36,14 +38,7 @@ if TYPE_CHECKING:
     from zstrat.ps.store._cell import Cell
 
     from ._slot_layouts import SlotLayouts
-    from ._slots import SlotStep
-
-LARGEST: Final = 64 * 1024
-"""Bytes of a variable above which copying its gradient costs what a program does."""
-
-TOGETHER: Final = 2**20
-"""Bytes of variables in one array: a reader of one of them keeps the memory of all, and
-larger arrays are in pages that are new each time, which cost more than the update."""
+    from ._slots import SideBySide, SlotStep
 
 FEWEST: Final = 4
 """Variables that are worth an array of their own."""
@@ -140,22 +135,27 @@ class FlatUpdates:
         self.programs[group.key] = call
         self._gradients[group.key] = aligned((count,), step.gradient.dtype)
 
-    def start(self, group: FlatGroup) -> StartedUpdate:
+    def start(
+        self, group: FlatGroup, given: Sequence[SideBySide] = ()
+    ) -> StartedUpdate:
         """Hands the work to XLA, which may do it later; changes nothing.
+
+        Args:
+            given: Gradients that came side by side.
 
         Raises:
             UnavailableError: A value was lost.
             ResourceExhaustedError: There is no memory to copy values together.
         """
         try:
-            return self._start(group)
+            return self._start(group, _given(group.places, given))
         except MemoryError:
             raise ResourceExhaustedError(
                 f"{group.steps[0].cell.who}: not enough memory to copy it together "
                 f"with {len(group.steps) - 1} others"
             ) from None
 
-    def _start(self, group: FlatGroup) -> StartedUpdate:
+    def _start(self, group: FlatGroup, given: np.ndarray | None) -> StartedUpdate:
         steps = group.steps
         slots = [step.slots[self.optimizer].cells for step in steps]
         cells = [[step.cell for step in steps], *zip(*slots, strict=True)]
@@ -165,31 +165,34 @@ class FlatUpdates:
             flat.value if flat is not None else _joined(each, by_element)
             for each, flat, by_element in zip(cells, flats, is_flat, strict=True)
         ]
-        gradient = self._gradients[group.key]
-        np.concatenate([step.gradient.reshape(-1) for step in steps], out=gradient)
+        gradient = given
+        if gradient is None:
+            gradient = self._gradients[group.key]
+            np.concatenate([step.gradient.reshape(-1) for step in steps], out=gradient)
         with steps[0].rule.tree.arithmetic():
             call = self.programs[group.key]
             moved, after = call(value, others, gradient, steps[0].operands)
-        return StartedUpdate(cells, flats, [moved, *after])
+        update = StartedUpdate(cells, flats, [moved, *after])
+        if given is None:
+            # A group of as many elements has the same memory for gradients, and XLA
+            # reads them where they are.
+            update.wait()
+        return update
 
     def _divide(self, kinds: Kinds) -> list[list[int]]:
         """Returns the places of those that have one update of an element, as many
         together as fit."""
-        found: dict[Any, list[list[int]]] = {}
-        room: dict[Any, int] = {}
+        found: dict[Any, list[int]] = {}
         for place, kind in enumerate(kinds):
             rule = self._rule(*kind)
-            nbytes = _bytes_of(self.layouts[kind[0]].value)
-            if rule is None or nbytes > LARGEST:
-                continue
-            sets = found.setdefault(rule.form, [])
-            if not sets or nbytes > room[rule.form]:
-                sets.append([])
-                room[rule.form] = TOGETHER
-            sets[-1].append(place)
-            room[rule.form] -= nbytes
-        every = [places for sets in found.values() for places in sets]
-        return [places for places in every if len(places) >= FEWEST]
+            if rule is not None:
+                found.setdefault(rule.form, []).append(place)
+        divided: list[list[int]] = []
+        for places in found.values():
+            sizes = [_bytes_of(self.layouts[kinds[at][0]].value) for at in places]
+            for some in in_sets(sizes, FEWEST):
+                divided.append([places[at] for at in some])  # noqa: PERF401 (clearer)
+        return divided
 
     def _group(
         self, places: Sequence[int], steps: Sequence[SlotStep], kinds: Kinds
@@ -218,6 +221,19 @@ class FlatUpdates:
                 found = elementwise(layout.rule, layout.value.shape, dtypes)
             self._rules[kind] = found
         return self._rules[kind]
+
+
+def _given(places: Sequence[int], given: Sequence[SideBySide]) -> np.ndarray | None:
+    """Returns the gradients of these updates as they came, if they came side by
+    side."""
+    count = len(places)
+    if places[-1] - places[0] + 1 != count:  # they ascend
+        return None
+    for first, starts, array in given:
+        at = places[0] - first
+        if at >= 0 and at + count < len(starts):
+            return array[starts[at] : starts[at + count]]
+    return None
 
 
 def _bytes_of(value: Any) -> int:

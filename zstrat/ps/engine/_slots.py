@@ -91,6 +91,15 @@ class HeldVariable:
     """Which ids its rows have, if it is a table of any id."""
 
 
+class SideBySide(NamedTuple):
+    """The gradients of some updates of a push as they came, in one array: of those from
+    the place ``first`` on, where each begins, and the number of all elements."""
+
+    first: int
+    starts: Sequence[int]
+    array: np.ndarray
+
+
 class SlotStep(NamedTuple):
     """One gradient to apply to one variable. ``slots`` holds the variable's slots by
     optimizer. ``rule`` is shared by all variables that are updated by the same

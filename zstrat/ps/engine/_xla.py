@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from zstrat.optimizers import LeafRule, TreeRule
 
     from ._row_updates import RowCalls
-    from ._slots import RowStep
+    from ._slots import RowStep, SideBySide
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +171,16 @@ class UpdatePrograms:
         rows: Sequence[RowStep] = (),
         ready: Sequence[RowCalls] | None = None,
         division: Division | None = None,
+        given: Sequence[SideBySide] = (),
     ) -> None:
         """Applies one gradient to each variable, which occurs once, and waits.
 
         Args:
             ready: What ``rows.ready`` has found for ``rows``.
             division: What `division` has found for ``steps``.
+            given: Gradients of ``steps`` that came side by side.
         """
-        self._apply(steps, division)
+        self._apply(steps, division, given)
         if rows:
             try:
                 self.rows.apply(rows, ready)
@@ -286,7 +288,12 @@ class UpdatePrograms:
             return False
         return self._are_steady(kinds) and self._joint.takes(steps, kinds)
 
-    def _apply(self, steps: Sequence[SlotStep], division: Division | None) -> None:
+    def _apply(
+        self,
+        steps: Sequence[SlotStep],
+        division: Division | None,
+        given: Sequence[SideBySide],
+    ) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
         together: list[StartedUpdate] = []
@@ -301,12 +308,9 @@ class UpdatePrograms:
                 values = self._joint.start(steps, kinds)
                 started = list(zip(steps, values, strict=True))
             else:
-                for group in found.groups:
-                    update = self._flat.start(group)
-                    # A group of as many elements has the same memory for gradients, and
-                    # XLA reads them where they are.
-                    update.wait()
-                    together.append(update)
+                together.extend(
+                    [self._flat.start(group, given) for group in found.groups]
+                )
                 for place in found.alone:
                     step, number = steps[place], kinds[place][0]
                     started.append((step, None))
@@ -314,6 +318,8 @@ class UpdatePrograms:
                     started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
+            for update in together:
+                update.wait()
             for update in together:
                 update.finish()
         except Exception as error:

@@ -1,6 +1,7 @@
 """Pushes that are like the one before.
 
-A worker sends whole gradients of the same variables at each step. That they fit was
+A worker sends whole gradients of the same variables at each step, each by itself or
+those of small ones side by side. That they fit was
 checked when the first of these pushes came, and is so until variables, bindings, or the
 shapes and dtypes of the gradients change.
 """
@@ -10,21 +11,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from zstrat.ps.engine._slots import SlotStep
+from zstrat.ps.engine._slots import SideBySide, SlotStep
+from zstrat.wire import UpdateOp
 
 from ._plans import PushPlan, ServerUpdate, UpdateRun, push_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
     from zstrat.optimizers import LeafRule
     from zstrat.ps.engine._engine import OptimizerEngine, Registered
     from zstrat.wire import Push, Update
 
+    from ._sets import HeldSet
     from ._variables import HeldVariables
 
 MANY: Final = 16
 """Updates that are worth remembering."""
+
+_WHOLE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_SET)
 
 
 @dataclass(slots=True)
@@ -37,6 +44,8 @@ class AlikePushes:
     _optimizer: Registered | None = None
     _planned: Sequence[ServerUpdate] = ()
     _rules: Sequence[LeafRule] = ()
+    _sets: Sequence[HeldSet | None] = ()
+    """Which set each update is of, if it is of one."""
     _work: int = 0
 
     def plan(
@@ -62,12 +71,25 @@ class AlikePushes:
             or _kinds_of(push) != self._kinds
         ):
             return None
-        each = zip(self._planned, self._rules, push.arrays, strict=True)
+        sets = _sets_of(push, variables)
+        if sets != self._sets:
+            return None
+        arrays = iter(push.arrays)
+        gradients: list[np.ndarray] = []
+        given: list[SideBySide] = []
+        for one in sets:
+            if one is not None:
+                next(arrays)  # its keys
+                given.append(SideBySide(len(gradients), one.starts, next(arrays)))
+                gradients += one.parts_in(given[-1].array)
+            else:
+                gradients.append(next(arrays))
+        each = zip(self._planned, self._rules, gradients, strict=True)
         steps = [
             SlotStep(update.held.cell, update.held.slots, rule, gradient)
             for update, rule, gradient in each
         ]
-        runs = [UpdateRun(known, steps)]
+        runs = [UpdateRun(known, steps, given=given)]
         generation = variables.generation
         return PushPlan(generation, push, self._planned, self._work, runs, engine)
 
@@ -80,22 +102,36 @@ class AlikePushes:
         if len(plan.updates) < MANY or len(runs) != 1 or runs[0].optimizer is None:
             return
         known, steps = runs[0].optimizer, runs[0].steps
-        pairs = zip(steps, plan.push.arrays, strict=False)
-        if len(steps) != len(plan.push.arrays) or any(
-            step.operands or step.late or step.gradient is not array
-            for step, array in pairs
+        pairs = zip(steps, plan.updates, strict=False)
+        if len(steps) != len(plan.updates) or any(
+            step.operands or step.late or step.gradient is not update.operands[0]
+            for step, update in pairs
         ):
+            return
+        if any(update.op not in _WHOLE for update in plan.push.updates):
             return
         self._updates, self._kinds = list(plan.push.updates), _kinds_of(plan.push)
         self._state = _state_of(variables, engine, known)
         self._optimizer, self._rules = known, [step.rule for step in steps]
         # Without the gradients, whose memory is another's.
         self._planned = [replace(update, operands=()) for update in plan.updates]
-        self._work = plan.work
+        self._sets, self._work = _sets_of(plan.push, variables), plan.work
 
 
 def _kinds_of(push: Push) -> list[tuple[object, ...]]:
     return [(array.shape, array.dtype) for array in push.arrays]
+
+
+def _sets_of(push: Push, variables: HeldVariables) -> list[HeldSet | None]:
+    """Returns which set each update of a push is of, if it is of one."""
+    found: list[HeldSet | None] = []
+    at = 0
+    for update in push.updates:
+        is_set = update.op == UpdateOp.OPTIMIZE_SET
+        keys = push.arrays[at]
+        found.append(variables.sets.find(keys, variables) if is_set else None)
+        at += update.operands
+    return found
 
 
 def _state_of(

@@ -141,13 +141,13 @@ class Cell:
 
     __slots__ = (
         "_buffer",
-        "_device",
         "_idle",
         "_lost",
         "_pins",
         "_reserved",
         "_spare",
         "_writing",
+        "device",
         "dtype",
         "nbytes",
         "shape",
@@ -190,7 +190,8 @@ class Cell:
     ) -> None:
         self.shape, self.dtype = shape, dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
-        self._buffer, self._device = buffer, device
+        self._buffer, self.device = buffer, device
+        """``device``: the value of XLA's, or the `Part` of a `Flat`, if it is that."""
         self.who = "a value"
         """Names it in errors."""
         self._spare: Buffer | None = None
@@ -222,7 +223,7 @@ class Cell:
     @property
     def part(self) -> Part | None:
         """The value, if it is a part of a `Flat`."""
-        device = self._device
+        device = self.device
         return device if isinstance(device, Part) else None
 
     @property
@@ -360,7 +361,7 @@ class Cell:
         if self._buffer is not None and self._buffer is not self._writing:
             self._leave(self._buffer)
             self._spare = self._buffer
-        self._buffer, self._device, self._writing = self._writing, None, None
+        self._buffer, self.device, self._writing = self._writing, None, None
         self._lost = ""
 
     def sibling(
@@ -382,7 +383,7 @@ class Cell:
         if self._buffer is not None:
             self._leave(self._buffer)
         self._rest()
-        self._buffer, self._device = Buffer(array), None
+        self._buffer, self.device = Buffer(array), None
 
     def give(self) -> object:
         """Returns the value for XLA: an array that it may donate, or memory that it
@@ -394,21 +395,21 @@ class Cell:
         self.require()
         if self._buffer is not None:
             return self._buffer.array
-        device = self._device
+        device = self.device
         return device.view() if isinstance(device, Part) else device
 
     def take_back(self, value: object) -> None:
         """Makes a fresh, immutable array of XLA's the value, or a `Part` of one."""
         if self._buffer is not None:
             self._leave(self._buffer)
-        self._device, self._buffer, self._spare = value, None, None
+        self.device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
         """Drops the value until it is assigned, as an optimizer failed while it
         wrote."""
         if self._buffer is not None:
             self._leave(self._buffer)
-        self._device, self._buffer, self._spare, self._lost = None, None, None, why
+        self.device, self._buffer, self._spare, self._lost = None, None, None, why
         self._reserved.clear()
 
     def _beside(self) -> Buffer:
@@ -431,7 +432,7 @@ class Cell:
 
     def _view(self) -> np.ndarray:
         self.require()
-        device = self._device
+        device = self.device
         return device.view() if isinstance(device, Part) else np.asarray(device)
 
     def _rest(self) -> None:

@@ -121,7 +121,7 @@ class Narrowing:
 
     def __init__(self, task: str, reads: Sequence[Read], pulled: Pulled) -> None:
         self.arrays = pulled.arrays
-        versions = zip(reads, pulled.versions, strict=True)
+        versions = zip(reads, pulled.versions, strict=False)  # and those of sets
         sent = [read for read, version in versions if read.known != version]
         self._coded = [at for at, read in enumerate(sent) if read.codec]
         for at in self._coded:

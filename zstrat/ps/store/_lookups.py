@@ -229,9 +229,10 @@ def promise_large_reply(
     Args:
         promise: `Caller.promise` of the sender.
     """
-    nbytes, operands = 0, len(message.arrays) - len(message.rows)
+    nbytes = 0
+    operands = len(message.arrays) - len(message.rows) - len(message.sets)
     # Not validated yet: as far as its variables exist.
-    for key, at in zip(message.rows, message.arrays[operands:], strict=False):
+    for key, at in zip(message.rows, message.arrays[max(0, operands) :], strict=False):
         held = variables.get(key)
         if held is not None and held.cell.shape:
             nbytes += at.size * held.cell.row_bytes

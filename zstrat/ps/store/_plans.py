@@ -21,7 +21,7 @@ from zstrat.ps.engine._arithmetic import (
     compute,
 )
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
-from zstrat.ps.engine._slots import Ahead, RowStep, SlotStep, lose
+from zstrat.ps.engine._slots import Ahead, RowStep, SideBySide, SlotStep, lose
 from zstrat.ps.tables._eviction import Eviction
 from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.wire import EvictionRule, UpdateOp
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Push
 
     from ._cell import Cell
+    from ._sets import HeldSet
     from ._variables import HeldVariables
 
 
@@ -107,6 +108,8 @@ class UpdateRun:
     plain: list[ServerUpdate] = field(default_factory=list)
     ready: list[RowCalls] | None = None
     """The rows, if they need nothing but to be updated where they are (`look`)."""
+    given: Sequence[SideBySide] = ()
+    """Gradients of ``steps`` that came side by side."""
     division: Division | None = None
     """Which whole variables share programs, if their slots are there (`look`)."""
 
@@ -184,7 +187,7 @@ class UpdateRun:
             programs = self.optimizer.programs
             if self.is_late:
                 programs.complete(self.steps, self.rows, ahead)
-            programs.apply(self.steps, self.rows, self.ready, self.division)
+            programs.apply(self.steps, self.rows, self.ready, self.division, self.given)
         for at, update in enumerate(self.plain):
             try:
                 update.compute()
@@ -344,6 +347,11 @@ def push_plan(
         if op is UpdateOp.OPERANDS:
             shared[engine.get(optimizer).optimizer] = operands
             continue
+        if op is UpdateOp.OPTIMIZE_SET:
+            one, given = variables.sets.find(operands[0], variables), operands[1:]
+            planned += _of_set(one, optimizer, given, engine, shared.get(optimizer))
+            work += sum([16 * cell.nbytes for cell in one.cells])
+            continue
         if op in OPTIMIZERS:
             known = engine.check(optimizer, op, held, operands, shared.get(optimizer))
             planned.append(ServerUpdate(held, op, operands, known))
@@ -357,6 +365,25 @@ def push_plan(
         )
     runs = runs_of(planned)
     return PushPlan(variables.generation, push, planned, work, runs, engine)
+
+
+def _of_set(
+    one: HeldSet,
+    optimizer: int,
+    gradients: Sequence[np.ndarray],
+    engine: OptimizerEngine,
+    operands: Sequence[np.ndarray] | None,
+) -> Iterator[ServerUpdate]:
+    """Yields the updates of the variables of a set. Raises as `push_plan`."""
+    if len(gradients) != 1:
+        raise InvalidArgumentError(
+            f"{one.cells[0].who}: expected keys and gradients of its set, got "
+            f"{1 + len(gradients)} arrays"
+        )
+    op = UpdateOp.OPTIMIZE
+    for held, gradient in zip(one.held, one.parts_in(gradients[0]), strict=True):
+        known = engine.check(optimizer, op, held, (gradient,), operands)
+        yield ServerUpdate(held, op, (gradient,), known)
 
 
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:

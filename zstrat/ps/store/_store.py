@@ -23,7 +23,7 @@ from zstrat.errors import (
     InvalidArgumentError,
     StaleSessionError,
 )
-from zstrat.ps.client._reading import READS
+from zstrat.ps.client._reading import READS, SETS
 from zstrat.ps.engine._slots import Unbound
 from zstrat.wire import (
     Again,
@@ -126,18 +126,26 @@ class Store:
     def __contains__(self, key: int) -> bool:
         return key in self.variables
 
-    def read(self, reads: Sequence[Read]) -> tuple[list[int], tuple[np.ndarray, ...]]:
-        """Returns the versions of all, and the values that the reader lacks.
+    def read(
+        self,
+        reads: Sequence[Read],
+        sets: Sequence[int] = (),
+        keys: Sequence[np.ndarray] = (),
+    ) -> tuple[list[int], tuple[np.ndarray, ...]]:
+        """Returns the versions of all, and the values that the reader lacks: of
+        ``reads``, and of ``sets`` with these keys, as one array each.
 
         The arrays are read-only views of live memory whose content never changes.
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: They are more than `READS`, or one is a table of any
-                id.
+            InvalidArgumentError: They are more than `READS` and `SETS`, or one is a
+                table of any id, or keys are not those of a set.
         """
         if len(reads) > READS:
             raise too_many(self._task, "reads", len(reads), READS)
+        if len(sets) > SETS:
+            raise too_many(self._task, "reads sets of", len(sets), SETS)
         variables, versions, arrays = self.variables, [], []
         for key, known, _ in reads:
             held = variables[key]
@@ -153,10 +161,24 @@ class Store:
         counts.pulls += 1
         counts.reads += len(versions)
         counts.unchanged += len(versions) - len(arrays)
+        for known, named in zip(sets, keys, strict=True):
+            one = variables.sets.find(named, variables)
+            version = one.version
+            versions.append(version)
+            counts.reads += len(one.keys)
+            if version != known:
+                arrays.append(one.value())
+            else:
+                counts.unchanged += len(one.keys)
         return versions, tuple(arrays)
 
     def plan_rows(
-        self, reads: Sequence[Read], rows: Sequence[int], indices: Sequence[np.ndarray]
+        self,
+        reads: Sequence[Read],
+        rows: Sequence[int],
+        indices: Sequence[np.ndarray],
+        sets: Sequence[int] = (),
+        keys: Sequence[np.ndarray] = (),
     ) -> RowsPlan:
         """Plans a `read`, and one of rows of variables: many rows take long.
 
@@ -167,7 +189,7 @@ class Store:
             ResourceExhaustedError: The machine lacks four times the memory for it.
         """
         plan = rows_plan(self.variables, rows, indices, self._largest)
-        plan.versions, plan.leases = self.read(reads)
+        plan.versions, plan.leases = self.read(reads, sets, keys)
         return plan
 
     def plan_create(

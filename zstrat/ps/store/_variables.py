@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, final
 from zstrat.errors import NotFoundError
 from zstrat.ps.engine._slots import HeldVariable
 
+from ._sets import HeldSets
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
@@ -39,6 +41,7 @@ class HeldVariables(dict[int, HeldVariable]):
         """Of a new variable: above all of those that were deleted."""
         self.changes = 0
         """How often variables came or went."""
+        self.sets = HeldSets()
 
     def __missing__(self, key: int) -> HeldVariable:
         raise NotFoundError(

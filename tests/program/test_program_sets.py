@@ -1,0 +1,82 @@
+"""Gradients of small variables leave a step side by side, as one array."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zstrat.program as zs
+import zstrat.variables as zv
+from zstrat.codecs import wire_format
+from zstrat.wire import UpdateOp
+
+SHAPES = [(4, 8), (7,), (3, 5), ()] * 5
+RNG = np.random.default_rng(5)
+
+
+def loss(weights, x):
+    each = [jnp.sum(jnp.tanh(w * x.astype(w.dtype)) ** 2) for w in weights]
+    return sum(part.astype(jnp.float32) for part in each)
+
+
+def prepared_step(storage, values, *, optimizer=None, twice=False):
+    """A step of these variables, and of them those that it reads, in order."""
+    variables = [storage.variable(x, f"v{n}") for n, x in enumerate(values)]
+    optimizer = optimizer or storage.optimizer(optax.sgd(0.1))
+
+    @zs.function
+    def step(x):
+        _, gradients = zs.value_and_grad(loss)(variables, x)
+        optimizer.apply_gradients(gradients, variables)
+        if twice:
+            variables[3].assign_add(jnp.ones(values[3].shape, values[3].dtype))
+
+    prepared = zs.prepare(step, (np.float32(0.5),), {})
+    read = [storage.values[spec.key] for spec in prepared.plan.reads]
+    return prepared, read
+
+
+def made(*others, dtype="f4"):
+    small = [np.asarray(RNG.normal(size=shape), dtype) for shape in SHAPES]
+    return [*small, *others]
+
+
+def test_a_set_has_the_bits_of_its_gradients(storage):
+    large = np.ones((200, 200), "f4")
+    values = made(large, *made(dtype=jnp.bfloat16))
+    values.insert(3, large)
+    prepared, read = prepared_step(storage, values)
+    each = prepared.compute(read).updates()
+    by_key = {update.spec.key: update.arrays[0] for update in each}
+    sent = prepared.run(read).updates
+    ops = [update.op for update in sent]
+    assert ops.count(UpdateOp.OPTIMIZE_SET) == 2
+    assert ops.count(UpdateOp.OPTIMIZE) == 2
+    found = {}
+    for spec, op, _, arrays, _ in sent:
+        if op is UpdateOp.OPTIMIZE:
+            found[spec.key] = arrays[0].tobytes()
+            continue
+        keys, side = arrays
+        assert (keys[0], keys.dtype, side.ndim) == (spec.key, np.int64, 1)
+        ends = np.cumsum([by_key[key].size for key in keys.tolist()])
+        parts = np.split(side, ends[:-1])
+        assert ends[-1] == side.size
+        for key, part in zip(keys.tolist(), parts, strict=True):
+            found[key] = part.tobytes()
+    assert found == {key: array.tobytes() for key, array in by_key.items()}
+
+
+def test_what_is_not_sent_as_it_is_stays_by_itself(storage):
+    rounds = storage.optimizer(optax.sgd(0.1))
+    rounds.rounds = zv.Rounds()
+    coded = storage.optimizer(optax.sgd(0.1))
+    coded.wire = wire_format("int8")
+    for prepared, read in (
+        prepared_step(storage, made()[:15]),
+        prepared_step(storage, made(), twice=True),  # in the order of the step
+        prepared_step(storage, made(), optimizer=rounds),
+        prepared_step(storage, made(), optimizer=coded),
+    ):
+        ops = {update.op for update in prepared.run(read).updates}
+        assert UpdateOp.OPTIMIZE in ops
+        assert UpdateOp.OPTIMIZE_SET not in ops
