@@ -19,9 +19,8 @@ from . import _lineage as lineage
 from ._dataset import Dataset
 from ._foreign import Foreign, foreign
 from ._leaves import node_of
-from ._options import AutoShardPolicy
 from ._passes import INFINITE
-from ._replica_rows import cutter
+from ._replica_rows import AutoShardPolicy, cutter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from . import _passes as passes
-from ._batches import PaddedBatches, Rebatched, Unbatched
+from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._folded import folded, looked_at
-from ._indexed_pass import IndexedPass
 from ._leased import LeasedSource
 from ._lineage import Hinted, Opted, options_of
-from ._options import SHARD_HINT, Options
 from ._parallel import threads_of
 from ._position import DatasetIterator
+from ._replica_rows import SHARD_HINT, Options
 from ._several import Concatenated, Interleaved
 from ._shuffle import Shuffled
 from ._sources import Sources

@@ -17,8 +17,8 @@ import numpy as np
 
 from ._elements import ending
 from ._leaves import SCALARS, Array, require_data
-from ._options import AutoShardPolicy
 from ._passes import INFINITE, UNKNOWN, Recipe
+from ._replica_rows import AutoShardPolicy
 from ._spec import common_first_axis
 from ._tree import as_element, leaves
 

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ._batches import PaddedBatches, Rebatched, Unbatched
+from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._foreign import Foreign
-from ._indexed_pass import IndexedPass
-from ._options import AutoShardPolicy, Options
 from ._passes import (
     INFINITE,
     Batched,
@@ -36,6 +34,7 @@ from ._passes import (
     Repeated,
     Rows,
 )
+from ._replica_rows import AutoShardPolicy, Options
 from ._several import Concatenated, Interleaved, Several
 from ._shuffle import Shuffled
 from ._spec import common_first_axis, first_axis, unknown

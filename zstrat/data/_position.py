@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError, InvalidArgumentError
 
-from ._batches import Rebatched, Unbatched
+from ._batches import IndexedPass, Rebatched, Unbatched
 from ._cached import Cached
 from ._elements import Elements
-from ._indexed_pass import IndexedPass
 from ._lineage import walk
 from ._passes import Batching, Filtered
 from ._several import Interleaved

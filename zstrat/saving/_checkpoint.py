@@ -20,7 +20,7 @@ from ._state import update_state, writer_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._differences import Base
+    from ._tables import Base
 
 _OWN: Final = frozenset({"_tracked", "_restore", SAVE_COUNTER})
 

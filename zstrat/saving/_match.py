@@ -19,8 +19,7 @@ from zstrat.program import LocalOptimizer
 from zstrat.variables import AbstractVariable, HashTable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
-from ._slot_names import matched_slots
-from ._tensors import IDS
+from ._tensors import IDS, matched_slots
 from ._windows import RestoredWindows
 
 if TYPE_CHECKING:

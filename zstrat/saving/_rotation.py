@@ -15,7 +15,6 @@ from zstrat.checkpoint import absolute, make_folder, remove
 from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
 from zstrat.variables import user_line
 
-from ._differences import Base, cuts_of
 from ._graph import graph_of
 from ._operation import FileThread, in_turn, run_blocking
 from ._state import (
@@ -27,6 +26,7 @@ from ._state import (
     update_state,
     writer_of,
 )
+from ._tables import Base, cuts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

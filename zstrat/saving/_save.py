@@ -19,11 +19,11 @@ from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
 from zstrat.variables import HashTable
 
-from ._differences import with_base
 from ._load import remember_saved
 from ._operation import FileThread, ProgressBar
 from ._servers import clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
+from ._tables import with_base
 from ._tensors import logical_tensors, plain_graph
 from ._windows import PinnedWindows, WorkerLostError
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from zstrat.coordinator import SessionCut
     from zstrat.variables import Variable
 
-    from ._differences import Base
     from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SnapshotSource, SourceTensor, Written
+    from ._tables import Base
     from ._tensors import Logical
 
 log = logging.getLogger("zstrat.saving")

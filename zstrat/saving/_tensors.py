@@ -1,14 +1,25 @@
 """Pinned tensors as logical ones: one a variable, and one for each of its slots.
 
-On however many servers a variable is, a checkpoint has one tensor of it. Slots
-that follow its rows are put together in the same way, and so are the ids of the rows of
-a table of any id. What an optimizer keeps once for
-each component (a count of steps) is stored once for each, for the rows that it goes
-with. A component that no gradient has reached has no slots: these rows are left out.
+On however many servers a variable is, a checkpoint has one tensor of it. Slots that
+follow its rows are put together in the same way, and so are the ids of the rows of a
+table of any id. What an optimizer keeps once for each component (a count of steps) is
+stored once for each, for the rows that it goes with. A component that no gradient has
+reached has no slots: these rows are left out.
+
+A slot's name is its path in the state of the optimizer: ``[0].mu``. The last key is a
+field of the state of one transformation, and the keys before it say where that is in
+the chain. Fields of one state stay together, so a state that has moved, as adam's does
+in ``optax.chain(clip, adam)``, is found by its kind: the names of its fields.
+
+Law of matching slots: nothing is guessed. States of one kind of which there are several
+are matched only if they all have their old paths, or all moved into (or out of) one
+place.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,10 +31,13 @@ from zstrat.variables import HashTable
 from ._windows import number_in_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SourceTensor
+
+    StatePaths = Mapping[frozenset[str], list[str]]
+    """Where the states of each kind are, sorted."""
 
 
 IDS: Final = ".ids"
@@ -253,3 +267,59 @@ def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> Store
                 if places <= set(range(count)) and names <= set(manifest.tensors):
                     return node
     raise DataLossError(file, "", f"damaged object: {plain!r:.80}")
+
+
+_KEY: Final = re.compile(
+    r"""\.\w+|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]'"]*)\]"""
+)
+"""One key of a path as `jax.tree_util.keystr` writes it."""
+
+
+def matched_slots(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Returns the stored slot for each slot that an optimizer keeps, as far as there is
+    one."""
+    here, there = _by_kind(wanted), _by_kind(stored)
+    kinds = here.keys() & there.keys()
+    found = {
+        path + name: old + name
+        for kind in kinds
+        for path, old in _paired(here[kind], there[kind])
+        for name in kind
+    }
+    # A state with more fields, or fewer, than it had.
+    others = _names(here, kinds) & _names(there, kinds)
+    return found | {name: name for name in others}
+
+
+def _by_kind(names: Iterable[str]) -> StatePaths:
+    fields: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        keys = _KEY.findall(name)
+        last = keys[-1] if keys and "".join(keys) == name else name
+        fields[name.removesuffix(last)].add(last)
+    found: dict[frozenset[str], list[str]] = defaultdict(list)
+    for path in sorted(fields):
+        found[frozenset(fields[path])].append(path)
+    return found
+
+
+def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
+    """Returns the paths of states of one kind, here and in the checkpoint."""
+    if len(here) != len(there):
+        return []
+    pairs = list(zip(here, there, strict=True))
+    if len(pairs) == 1 or _is_moved(pairs) or _is_moved([(b, a) for a, b in pairs]):
+        return pairs
+    return []
+
+
+def _is_moved(pairs: list[tuple[str, str]]) -> bool:
+    """Returns whether each path is the other one after a common prefix, or without
+    one."""
+    prefixes = {path.removesuffix(old) for path, old in pairs if path.endswith(old)}
+    return len(prefixes) == 1 and all(path.endswith(old) for path, old in pairs)
+
+
+def _names(states: StatePaths, without: Iterable[frozenset[str]]) -> set[str]:
+    kinds = states.keys() - set(without)
+    return {path + name for kind in kinds for path in states[kind] for name in kind}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zstrat.collectives import ReduceOp
     from zstrat.variables import VariableHandle
 
-    from ._abstract import AbstractStrategy
+    from ._frames import AbstractStrategy
 
     Colocated = Callable[[AbstractVariable], AbstractContextManager[None]]
     Pairs = Sequence[tuple[Any, Any]]

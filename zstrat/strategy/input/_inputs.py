@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.data import Allotment, Dataset, Recipe
-    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.strategy._frames import AbstractStrategy
 
     from ._epoch_sync import AllMax
     from ._feed import FeedPosition, Place

@@ -42,7 +42,7 @@ from zstrat.variables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.strategy._frames import AbstractStrategy
     from zstrat.variables import AbstractVariable, VariableHandle
 
 

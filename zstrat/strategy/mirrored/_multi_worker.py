@@ -32,7 +32,7 @@ from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.replica._collective import Team
-from zstrat.strategy.replica._layout import MeshLayout
+from zstrat.strategy.replica._local_run import MeshLayout
 from zstrat.strategy.replica._mapped import mesh_over
 
 from ._mirrored_store import MirroredVariables
