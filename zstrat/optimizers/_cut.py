@@ -98,7 +98,10 @@ class TreeCut:
         self.coupling, found = _by_leaf(tree, state, owners, program)
         # What is computed inside of a branch cannot be an operand. Where all branches
         # are computed and one is selected, it can, and leaves may come apart after all.
-        if self.coupling is not None and _has_branches(program):
+        has_branches = any(
+            eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns
+        )
+        if self.coupling is not None and has_branches:
             selected = update(selects=True)
             coupling, again = _by_leaf(tree, state, owners, selected)
             if coupling is None:
@@ -413,7 +416,3 @@ def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[
     jaxpr = program.closed.jaxpr
     order = [*jaxpr.invars, *[var for eqn in jaxpr.eqns for var in eqn.outvars]]
     return [var for var in order if var in wanted]
-
-
-def _has_branches(program: TreeProgram) -> bool:
-    return any(eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns)

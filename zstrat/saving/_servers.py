@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from zstrat.coordinator import until_settled
 from zstrat.strategy import ServerVariables
@@ -19,26 +19,13 @@ if TYPE_CHECKING:
     )
 
     from zstrat.coordinator import ClusterSession, SessionCut
-    from zstrat.ps import PsClient
     from zstrat.variables import VariableHandle
 
 T = TypeVar("T")
 
-
-class AskedCluster(Protocol):
-    """A cluster whose parameter servers can be asked."""
-
-    @property
-    def client(self) -> PsClient:
-        """The client that asks the servers, in coroutines that `run_async` runs."""
-        ...
-
-    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Runs a coroutine on the loop of the cluster; from any loop.
-
-        Cancellation: cancels the work.
-        """
-        ...
+Run: TypeAlias = "Callable[[Coroutine[Any, Any, Any], str], Awaitable[Any]]"
+"""Runs a coroutine of a `PsClient` on the loop of its cluster, from any loop, as
+`ClusterSession.run_async` does. Cancellation: cancels the coroutine."""
 
 
 class ClusterMoment(NamedTuple):

@@ -7,11 +7,12 @@ in pieces of a bounded size and written here.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
@@ -61,34 +62,34 @@ class Written(NamedTuple):
     size: int
 
 
-class SnapshotSource(Protocol):
-    """One place with pinned tensors."""
+class SnapshotSource(abc.ABC):
+    """One process with pinned tensors. One that can write files overrides `shares` and
+    `write`."""
 
-    @property
-    def name(self) -> str:
-        """The source as file names say it: "ps0", "local"."""
-        ...
+    name: str
+    """The source as file names say it: "ps0", "local"."""
 
     async def shares(self, path: str) -> bool:
         """Returns whether it can write beside this file itself."""
-        ...
+        del path
+        return False
 
     async def write(
         self, path: str, places: Sequence[int], names: Sequence[str]
     ) -> Written:
         """Writes tensors to a new file; see `shares`."""
-        ...
+        raise NotImplementedError(f"{self.name} does not write {path}")
 
+    @abc.abstractmethod
     async def fetch(self, place: int, offset: int, size: int) -> Buffer:
         """Fetches some bytes of a tensor."""
-        ...
 
 
-class LocalSnapshotSource:
+class LocalSnapshotSource(SnapshotSource):
     """Variables of this process. Their values are never written to, so that holding
     them is pinning them."""
 
-    name: Final = "local"
+    name = "local"
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
@@ -120,20 +121,11 @@ class LocalSnapshotSource:
         )
         return SourceTensor(self, len(self._arrays) - 1, entry)
 
-    async def shares(self, path: str) -> bool:
-        del path
-        return False
-
-    async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
-    ) -> Written:
-        raise NotImplementedError  # `shares` says no, so `stream` writes for it
-
     async def fetch(self, place: int, offset: int, size: int) -> Buffer:
         return raw(self._arrays[place])[offset : offset + size]
 
 
-class ServerSnapshotSource:
+class ServerSnapshotSource(SnapshotSource):
     """One parameter server, in one snapshot."""
 
     def __init__(self, cluster: ClusterSession, snapshot: int, ps: int) -> None:

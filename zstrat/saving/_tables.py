@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from zstrat.checkpoint import CheckpointFiles, CheckpointFolder, StoredPiece
+    from zstrat.ps import PsClient
     from zstrat.variables import AbstractVariable, VariableSpec
 
     from ._graph import Graph
     from ._match import Load
     from ._operation import FileThread
-    from ._servers import AskedCluster
+    from ._servers import Run
     from ._tensors import Logical
 
 
@@ -172,7 +173,8 @@ def _ids_of(piece: StoredPiece, ids: StoredTensor) -> str:
 
 
 async def load_table(
-    cluster: AskedCluster,
+    client: PsClient,
+    run: Run,
     ps: int,
     table: TableLoad,
     files: CheckpointFiles,
@@ -185,7 +187,7 @@ async def load_table(
         DataLossError, OSError: A file has changed or cannot be read.
         InvalidArgumentError: The server does not keep such a slot.
     """
-    client, run, spec = cluster.client, cluster.run_async, table.spec
+    spec = table.spec
     assert spec.buckets is not None
     first, last = spec.buckets
     probe = table.tensors[0].path

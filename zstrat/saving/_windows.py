@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zstrat.coordinator import RestoredRounds
 from zstrat.wire import (
@@ -22,7 +22,7 @@ from zstrat.wire import (
 )
 
 from ._servers import cluster_of
-from ._snapshot_sources import SourceTensor
+from ._snapshot_sources import SnapshotSource, SourceTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._operation import FileThread
-    from ._snapshot_sources import Written
 
 
 class RestoredWindows(NamedTuple):
@@ -54,21 +53,12 @@ class WorkerLostError(Exception):
     """A worker was lost while a checkpoint with its windows was written."""
 
 
-class _WorkerSource:
+class _WorkerSource(SnapshotSource):
     """The arrays that one worker has pinned."""
 
     def __init__(self, cluster: ClusterSession, snapshot: int, worker: int) -> None:
         self._cluster, self._snapshot, self._worker = cluster, snapshot, worker
-        self.name: Final = f"worker{worker}"
-
-    async def shares(self, path: str) -> bool:
-        del path
-        return False
-
-    async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
-    ) -> Written:
-        raise NotImplementedError  # `shares` says no, so `stream` writes for it
+        self.name = f"worker{worker}"
 
     async def fetch(self, place: int, offset: int, size: int) -> Buffer:
         """Fetches some bytes of an array.

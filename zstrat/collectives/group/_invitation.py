@@ -123,7 +123,8 @@ def invitation_of(
             or the transport is invalid.
     """
     settings = settings or settings_from(environment())
-    resolver = resolver or _default_resolver()
+    if resolver is None:  # in a daemon the task is known otherwise
+        resolver = TFConfigClusterResolver() if only_daemon() else detect()
     not_negative("bytes_per_pack", bytes_per_pack)
     seats = seats_of(resolver, tasks)
     seat = own_seat(resolver, seats)
@@ -141,8 +142,3 @@ def invitation_of(
         seat.address if bind is None else bind,
         settings,
     )
-
-
-def _default_resolver() -> ClusterResolver:
-    """Returns the default resolver. In a daemon the task is known otherwise."""
-    return TFConfigClusterResolver() if only_daemon() else detect()

@@ -162,7 +162,10 @@ def updated(
         with entered(Frame(strategy, update=number)):
             results.append(fn(*own_args, **own_kwargs))
     if not group:
-        return _listed(results)
+        # One tree, in which each leaf is the list of the leaves of the results.
+        return jax.tree.map(
+            lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
+        )
     return results[0] if len(results) == 1 else regroup(results)
 
 
@@ -222,11 +225,3 @@ def _own(component: int, tree: Any) -> Any:
         return leaf.values[component if leaf.replicas > 1 else 0]
 
     return jax.tree.map(own, tree, is_leaf=is_distributed)
-
-
-def _listed(results: Sequence[Any]) -> Any:
-    """Merges the results into one tree, in which each leaf is the list of the leaves of
-    the results."""
-    return jax.tree.map(
-        lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
-    )

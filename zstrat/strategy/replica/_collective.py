@@ -363,7 +363,7 @@ def aggregation_rule(
                 "only supported with VariableAggregation.ONLY_FIRST_REPLICA, "
                 f"not with {aggregation.name}"
             )
-        case VariableAggregation.MEAN if op in _FACTORS and _is_integer(variable):
+        case VariableAggregation.MEAN if op in _FACTORS and variable.dtype.kind in "iu":
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context: the mean of "
                 "the factors of its replicas is not an integer. Create it with "
@@ -371,7 +371,3 @@ def aggregation_rule(
                 "VariableAggregation.ONLY_FIRST_REPLICA"
             )
     return variable.aggregation
-
-
-def _is_integer(variable: VariableHandle) -> bool:
-    return variable.dtype.kind in "iu"

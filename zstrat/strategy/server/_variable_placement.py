@@ -161,7 +161,7 @@ def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
     right = (
         isinstance(parts, list | tuple)
         and len(parts) == len(shape)
-        and all(_is_count(n) for n in parts)
+        and all(isinstance(n, int | np.integer) and int(n) > 0 for n in parts)
         and all(n == 1 for n in parts[1:])
     )
     if not right:
@@ -171,10 +171,6 @@ def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
             f"{name!r} of shape {tuple(shape)} it returned {parts!r}"
         )
     return int(parts[0])
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int | np.integer) and int(number) > 0
 
 
 _BLOCK_BITS: Final = 20

@@ -118,7 +118,7 @@ class RunPicture:
             "words": look.words,
             "seconds": _at(metrics, now - self._began)
             if metrics
-            else self._last_seconds(),
+            else self._about.get("seconds", 0.0),
         }
         if metrics:
             self._held_up = [{**each} for each in held_up(metrics)]
@@ -152,9 +152,6 @@ class RunPicture:
         if look.run != self._run:
             return "ended"
         return look.state
-
-    def _last_seconds(self) -> PlainTree:
-        return self._about.get("seconds", 0.0)
 
     def _store(self, metrics: Metrics, seconds: float) -> None:
         before, self._metrics = self._metrics, metrics
