@@ -177,7 +177,7 @@ class Manifest:
         """Makes the folder a checkpoint; replaces the one that it was.
 
         Args:
-            mark: Tells temporary files of this writer from those of others.
+            mark: Distinguishes temporary files of this writer from those of others.
 
         Raises:
             ResourceExhaustedError: The disk is full; nothing changed.

@@ -212,7 +212,7 @@ class Dataset(Sources):
 
         Args:
             num_parallel_calls: Number of open datasets to read ahead, a block
-                each, on threads of their own; -1 (`AUTOTUNE`): all.
+                each, on separate threads; -1 (`AUTOTUNE`): all.
 
         Raises:
             ValueError: A number is not positive; more parallel calls than datasets.
@@ -415,7 +415,7 @@ class Dataset(Sources):
 
         Known of arrays, files, numbers, a generator with a signature, and all that
         keeps or stacks their elements. Where it is not (after `map` and `interleave`,
-        of other generators) the first element is drawn, by a pass of its own that no
+        of other generators) the first element is drawn, by a separate pass that no
         other pass counts, and its lengths are reported unchanged.
 
         Raises:

@@ -81,7 +81,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def looked_at(recipe: Recipe) -> Spec:
-    """Returns the spec of the dataset's first element, drawn from a pass of its own
+    """Returns the spec of the dataset's first element, drawn from a separate pass
     that does not change the order of later passes.
 
     Raises:

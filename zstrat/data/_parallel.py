@@ -277,7 +277,7 @@ class Callers:
 
     def call(self, results: Results, function: Callable[..., Any], *args: Any) -> None:
         """Begins a call in the reader's context; its result goes to ``results``."""
-        run = contextvars.copy_context().run  # of its own: two may not share one
+        run = contextvars.copy_context().run  # one each: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
         if self._is_ended:  # after the last look at the calls: no thread makes it
             results.put(_dropped())

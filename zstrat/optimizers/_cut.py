@@ -327,7 +327,7 @@ class _Search:
                 before = self._before(var)
                 fails = any(ways.get(each) is _FAILS for each in before)
                 left = [each for each in before if each not in ways]
-                # Depth first, by a stack of its own: programs of large trees are deeper
+                # Depth first, by an explicit stack: programs of large trees are deeper
                 # than Python lets calls be.
                 if left and not fails:
                     stack += left

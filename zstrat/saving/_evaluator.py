@@ -1,6 +1,6 @@
 """Evaluates the checkpoints of a folder as they appear, and writes metrics down.
 
-The evaluator is a program of its own, beside the training: it shares nothing with it
+The evaluator is a separate program, beside the training: it shares nothing with it
 but the folder. It looks at the folder again and again, because the file systems that
 machines share do not report changes to each other; between two looks it waits, and can
 be stopped. The numbers go to a file of JSON lines, and to TensorBoard.
@@ -180,7 +180,7 @@ def _stored_iterations(path: str, manifest: Manifest) -> int:
 
 
 def _version(path: str) -> tuple[str, int] | None:
-    """Tells a checkpoint from one that replaced it; None if it is gone."""
+    """Identifies a checkpoint, also from one that replaced it; None if it is gone."""
     try:
         return path, os.stat(os.path.join(path, MANIFEST)).st_mtime_ns
     except OSError:

@@ -67,7 +67,7 @@ class CheckpointManager:
 
     It continues with the checkpoints of its name that are in the folder. Checkpoints of
     other names, for example of other managers, it never deletes, and restores only if
-    there is none of its own. From its first save until `close` (or until it is dropped)
+    it has none itself. From its first save until `close` (or until it is dropped)
     no other process can save to the folder.
 
     Args:

@@ -53,7 +53,7 @@ DIGEST: Final = 64
 
 _NO_CUT: Final = (
     "%s is not one moment of the training: other programs update the variables, and "
-    "each parameter server is saved at a moment of its own; pause them before you save"
+    "each parameter server is saved at another moment; pause them before you save"
 )
 
 

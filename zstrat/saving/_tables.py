@@ -1,7 +1,7 @@
 """Tables of any id in checkpoints: rows that have changed, and how parts are loaded.
 
 A checkpoint of the rows that have changed since another one is whole by itself: it has
-the files of its *base*, by hard links, which take no room, and files of its own with
+the files of its *base*, by hard links, which take no room, and its own files with
 all variables, the rows of tables that have changed since, and the ids that were
 removed. A table is restored from both, one after the other.
 

@@ -340,7 +340,7 @@ def _require_room(members: int) -> None:
     if used + wanted > allowed():
         raise OSError(
             errno.EMFILE,
-            f"{used} of {allowed()} descriptors are open, and connections of their own "
+            f"{used} of {allowed()} descriptors are open, and separate connections "
             f"to {members} ranks take {wanted}: raise `ulimit -n`",
         )
 

@@ -304,7 +304,9 @@ def _read(file: Path) -> str:
     except UnicodeDecodeError:
         key = ""
     if len(key) != _KEY_LENGTH:
-        raise ValueError(f"{file} is no key: expected {_KEY_LENGTH} characters of Z85")
+        raise ValueError(
+            f"{file} is not a key: expected {_KEY_LENGTH} characters of Z85"
+        )
     return key
 
 

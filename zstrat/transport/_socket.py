@@ -1,6 +1,6 @@
 """ZeroMQ's contexts and sockets, with our options, and what it says of connections.
 
-An endpoint has a context, and so an I/O thread, of its own; all links of the process
+An endpoint has its own context, and so its own I/O thread; all links of the process
 share another one, which lives as long as the last of them. What ZeroMQ says about the
 connections of one socket comes as events on the loop.
 """
@@ -206,7 +206,7 @@ def event_of(parts: Sequence[bytes]) -> Event:
 
 
 class Monitor:
-    """Tells ``happened`` of what befalls ``socket``. To be closed before the socket."""
+    """Calls ``happened`` with each event of ``socket``; closed before the socket."""
 
     def __init__(
         self,

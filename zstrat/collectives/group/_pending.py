@@ -110,6 +110,6 @@ class Pending(Generic[T]):
 
 
 def _again(error: Exception) -> Exception:
-    """Returns an error of its own for each that waits: an exception that is raised
+    """Returns a separate error for each that waits: an exception that is raised
     twice collects tracebacks."""
     return type(error)(*error.args) if isinstance(error, ZstratError) else error

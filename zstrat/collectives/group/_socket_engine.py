@@ -119,7 +119,7 @@ class SocketEngine:
 
     def waits(self) -> Sequence[int]:
         progress = self._progress
-        # A copy of the keys: the thread that runs goes on meanwhile.
+        # A copy of the keys: the thread that runs continues meanwhile.
         full = list(self._queues)
         return sorted({*progress.waits, *full}) if progress is not None else ()
 

@@ -254,7 +254,7 @@ class ShmBarrier:
         self._error = self._error or error
         other = self._asleep
         if other is not None:
-            # On a thread of its own: it rings until it is heard, and `abort` must
+            # On a separate thread: it rings until it is answered, and `abort` must
             # not wait.
             ring = threading.Thread(
                 target=self._ring, args=(other,), name="zstrat-ring", daemon=True

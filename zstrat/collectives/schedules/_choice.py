@@ -156,7 +156,7 @@ def fitted(measurements: Iterable[Measurement]) -> Choices:
     """Returns the table that takes what was fastest (by the median), size by size.
 
     Between two measured sizes, or groups, the change is at their geometric mean; beyond
-    the last one what was best there goes on. Empty if nothing was measured.
+    the last one what was best there continues. Empty if nothing was measured.
     """
     rules: list[Rule] = []
     rows = sorted(measurements, key=lambda m: (m.call, m.one_host, m.ranks, m.nbytes))

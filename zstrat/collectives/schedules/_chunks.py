@@ -190,7 +190,7 @@ class Values:
         if self._reduction is not None:
             width = self._reduction.accumulator.itemsize
             block.is_direct &= not self._reduction.rounds
-        # What was encoded is sent from memory of its own.
+        # What was encoded is sent from separate memory.
         block.is_direct &= (
             block.is_taken or not block.forwards or self._codec is not None
         )

@@ -1,12 +1,12 @@
 """The components of a variable: its copies on several devices, and their updates.
 
-A copy is a variable of its own, with the name that TF gives it: ``v``,
+A copy is a separate variable, with the name that TF gives it: ``v``,
 ``v/replica_1``, ... What is done to one is done to this copy alone; the copies differ
 from then on.
 
 In the update context (`updated`) a function changes the components. A variable that all
 replicas share is one array, so the function is called once, with operands that are the
-same for all of them. Where each replica has a copy of its own, it is called for each
+same for all of them. Where each replica has its own copy, it is called for each
 copy.
 """
 

@@ -233,7 +233,7 @@ jax.tree_util.register_pytree_node(
 
 
 def returned(leaf: Any) -> Any:
-    """Checks a leaf of the result of a function that is a step of its own.
+    """Checks a leaf of the result of a function that is a separate step.
 
     Raises:
         NeedsSequential: A program cannot return it.
@@ -398,7 +398,7 @@ class LocalMesh:
         return alone(call.given(unwrapped(select_replica(0, call.tree))))
 
     def _given(self, tree: Any) -> Any:
-        """Returns the arguments of a step of its own: values per replica on their
+        """Returns the arguments of a separate step: values per replica on their
         devices, and Python numbers as such.
 
         Raises:

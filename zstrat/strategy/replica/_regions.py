@@ -95,7 +95,7 @@ def replicate(
     Leaves that are not arrays of jax are the same object in every replica and stay as
     they are. Reads and updates of variables go through the step that is being traced,
     or to the variables' storages when none is. A variable of which each replica has a
-    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
+    separate copy is read and updated there (see `zstrat.program.trace._updates`).
 
     Args:
         shared: Arrays that every replica gets whole.

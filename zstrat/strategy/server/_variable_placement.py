@@ -73,7 +73,7 @@ class VariablePlan:
         return (stop - start, *self.value.shape[1:])
 
     def spec(self, index: int, key: int, ps: int) -> VariableSpec:
-        """Describes the component as a variable of its own, TF's name included."""
+        """Describes the component as a separate variable, TF's name included."""
         request, part, name = self.request, None, self.request.name
         if self.offsets is not None:
             start, rows = self.offsets[index], self.offsets[-1]

@@ -29,7 +29,7 @@ _LABELS: Final = {"phases": "phase", "staleness": "store"}
 """The label by which the histograms of a metric differ."""
 _EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
 """Where their buckets end, as powers of two. Ours are four times as fine; each bucket
-is a series of its own there, and there is none for what hardly any step takes."""
+is a separate series there, and there is none for what hardly any step takes."""
 
 
 def exposition(

@@ -105,7 +105,7 @@ class RunPicture:
         self._only_grew = False
 
     def see(self, look: RunLook, now: float) -> None:
-        """Takes what was found at ``now``, seconds of any clock that goes on."""
+        """Takes what was found at ``now``, seconds of any monotonic clock."""
         is_another = look.run not in (0, self._run)
         if is_another:
             self._begin(look, now)
