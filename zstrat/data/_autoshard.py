@@ -1,4 +1,4 @@
-"""What one worker reads of a dataset that several have.
+"""The part that one worker reads of a dataset that several have.
 
 The law: every decision is made here, before the first element is read, of numbers and
 of the recipe alone (`_lineage`); the iterators only obey.

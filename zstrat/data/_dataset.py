@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ._spec import Spec
 
 AUTOTUNE: Final = -1
-"""As a buffer size: two elements, one that is read while the next one is made."""
+"""Stands for a buffer of two elements, one that is read while the next one is made."""
 INFINITE_CARDINALITY: Final = passes.INFINITE
 UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
 

@@ -1,4 +1,4 @@
-"""What is found by a pass: one value of all elements, or what the first looks like.
+"""Findings of a pass: one value of all elements, or what the first looks like.
 
 Both passes are closed here, whatever comes.
 """

@@ -286,8 +286,8 @@ class _Tables(IndexedRows):
 
 @final
 class _RecordFiles(IndexedRows):
-    """What a reader yields of each file; a block is a file, read from its start. The
-    records of all files are counted once."""
+    """The rows that a reader yields of each file; a block is a file, read from its
+    start. The records of all files are counted once."""
 
     is_sequential = True
 

@@ -1,4 +1,4 @@
-"""What may be a leaf of an element: numbers, booleans, text, records, arrays of them.
+"""Leaves of an element: numbers, booleans, text, records, and arrays of them.
 
 numpy wraps whatever else a source gives into an array of one object, and a step would
 take that for one of its constants. So it is refused where it enters, with its place,
@@ -32,7 +32,7 @@ SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic
 _NO_NODES: Final = _PLAIN | np.ndarray | list | None
 _TEXT: Final = str | bytes | None
-"""What an array of objects may hold: text and records, and None where one is missing.
+"""Objects that an array may hold: text and records, and None where one is missing.
 """
 _DATA: Final = (
     "no data: elements are numbers, booleans, text, bytes and arrays of these, in "

@@ -45,7 +45,7 @@ _WAITING: Final = 2
 """Elements that are under way, for each thread: one is made, one is ready or begun."""
 
 MOST_THREADS: Final = 16
-"""What `AUTOTUNE` stands for on a machine with more cores."""
+"""The value of `AUTOTUNE` on a machine with more cores."""
 
 
 class _End(NamedTuple):
@@ -56,7 +56,7 @@ class _End(NamedTuple):
 
 
 _CLOSED: Final = object()
-"""What wakes a reader whose buffer was closed."""
+"""An item that wakes a reader whose buffer was closed."""
 
 
 class _Buffer:
@@ -73,7 +73,7 @@ class _Buffer:
         self._items: Final[SimpleQueue[Any]] = SimpleQueue()
         self._room: Final[SimpleQueue[bool]] = SimpleQueue()
         self._taken: Final[list[Any]] = []
-        """What has left the queue, and not this object."""
+        """Items that have left the queue, and not this object."""
         self._is_closed = False
         self._end: _End | None = None
         for _ in range(size):

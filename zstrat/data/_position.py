@@ -1,4 +1,4 @@
-"""Where a pass is, so that another one, of any process, can continue from there.
+"""The position of a pass, from which another one, of any process, can continue.
 
 A position is the number of elements that were drawn, and what makes the order of the
 pass: the numbers of its shuffles, and the seeds that were drawn for those without one.

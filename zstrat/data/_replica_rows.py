@@ -1,4 +1,4 @@
-"""How a dataset is shared out: options, and the rows of each replica, by TF's rules.
+"""The sharing of a dataset: options, and the rows of each replica, by TF's rules.
 
 Options, in TF's words, are written by the user, attribute by attribute, and copied when
 they are attached to a dataset: what is changed afterwards changes nothing. The context
@@ -98,7 +98,7 @@ class DistributeOptions:
 @final
 @dataclass(init=False, slots=True)
 class Options:
-    """What `Dataset.with_options` takes:
+    """The options of a dataset, for `Dataset.with_options`:
 
     options = zs.data.Options()
     options.experimental_distribute.auto_shard_policy = zs.data.AutoShardPolicy.OFF
@@ -128,7 +128,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """Which of the input pipelines of a cluster this one is.
+    """The number of an input pipeline among those of a cluster.
 
     For a per-worker dataset ``num_input_pipelines`` is the number of workers and
     ``input_pipeline_id`` the index of this worker, from 0; ``num_replicas_in_sync`` is

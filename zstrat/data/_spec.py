@@ -1,4 +1,4 @@
-"""What an element looks like: the shape and dtype of each leaf.
+"""The spec of an element: the shape and dtype of each leaf.
 
 A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
 what they know without a pass; to know more, draw one element (`Look`).
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Spec = Any
 """The structure of an element with a `TensorSpec` at each leaf; None: not known."""
 Look = Callable[[Any], Spec]
-"""What is asked about a recipe that does not know itself."""
+"""A look at a recipe that does not know its own spec."""
 
 TEXT: Final = np.dtype(object)
 """Of `bytes`, whose batches are arrays of objects."""

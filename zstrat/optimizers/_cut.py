@@ -209,8 +209,8 @@ def _adopted(
 
 def _together(own: Sequence[tuple[int, ...]], shared: Sequence[int]) -> _Found:
     slots = [
-        LeafSlots(mine, tuple(shared) if leaf == 0 else ())
-        for leaf, mine in enumerate(own)
+        LeafSlots(indices, tuple(shared) if leaf == 0 else ())
+        for leaf, indices in enumerate(own)
     ]
     return slots, [frozenset()] * len(own)
 

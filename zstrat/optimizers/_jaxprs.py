@@ -175,7 +175,7 @@ class TreeProgram:
 
     @functools.cached_property
     def makers(self) -> Makers:
-        """Which equation makes each variable."""
+        """The equation that makes each variable."""
         return _makers_in(self.closed.jaxpr)
 
     @property

@@ -47,7 +47,7 @@ class Checkpoint(Tracked):
     _tracked: dict[str, Any]
     _restore: Restore | None
     save_counter: Variable
-    """How often `save` was called; int64, in this process."""
+    """The number of calls of `save`; int64, in this process."""
 
     def __init__(self, root: Any = None, **trackables: Any) -> None:
         counter = local_counter(SAVE_COUNTER)

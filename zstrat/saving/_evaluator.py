@@ -274,8 +274,8 @@ class ReportsMetrics(Protocol):
 
 @dataclass
 class ExportedPoints:
-    """Which points are new. What `zs.log_scalar` was given has its name and its step;
-    other metrics of the run are below ``run/``, at the number of steps done."""
+    """Keeps which points are new. Values given to `zs.log_scalar` have their name and
+    step; other metrics of the run are below ``run/``, at the number of steps done."""
 
     _until: dict[str, float] = field(default_factory=dict)
 

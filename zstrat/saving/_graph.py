@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SAVE_COUNTER: Final = "save_counter"
 
 SavedIterator = CheckpointableIterator | PerWorkerIterator
-"""What a checkpoint holds the place of."""
+"""An iterator whose position a checkpoint holds."""
 
 
 class Tracked(abc.ABC):

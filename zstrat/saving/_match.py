@@ -1,4 +1,4 @@
-"""Which object of the program gets what of a checkpoint; decides without I/O.
+"""Matches objects of the program with those of a checkpoint; decides without I/O.
 
 The stored graph and the living one are walked side by side, by the names under which
 objects are held. An object that appears later (an attribute set on a module, say) is
@@ -53,11 +53,11 @@ class Found:
     pairs: list[tuple[Any, int]] = field(default_factory=list)
     """Objects of the program, each with its stored node."""
     missing: list[str] = field(default_factory=list)
-    """What the program has and the checkpoint does not."""
+    """Objects that the program has and the checkpoint does not, as text."""
     wrong: list[str] = field(default_factory=list)
-    """What both have, and differently."""
+    """Differences of objects that both have, as text."""
     left: dict[str, str] = field(default_factory=dict)
-    """What the checkpoint has of an optimizer, and the optimizer does not keep: the
+    """Slots that the checkpoint has of an optimizer, which does not keep them: the
     tensor, and words for it."""
     loads: list[Load] = field(default_factory=list)
     partly: list[tuple[Optimizer, AbstractVariable]] = field(default_factory=list)
@@ -332,8 +332,8 @@ class Matching:
                     self._slots(optimizer, variable, leaves, classes, found)
 
     def _find_windows(self, found: Found) -> None:
-        """What workers keep for each optimizer of windows that is new. Workers start
-        from scratch beside variables that are found later."""
+        """Returns the arrays of workers for each new optimizer of windows. Workers
+        start from scratch beside variables that are found later."""
         variables = self._by_kind(found, AbstractVariable)
         for value, at in found.pairs:
             if isinstance(value, LocalOptimizer):
@@ -409,7 +409,7 @@ class Matching:
 
 
 def _of_others(
-    names: Mapping[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
+    names: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the slots whose states are of another class in the checkpoint, and both
     classes as text. Adam and AdaBelief, say, give their fields the same names.
@@ -417,7 +417,7 @@ def _of_others(
     Args:
         names: The stored slot for each slot.
     """
-    pairs = {leaf: (mine.get(leaf), theirs.get(old)) for leaf, old in names.items()}
+    pairs = {leaf: (ours.get(leaf), theirs.get(old)) for leaf, old in names.items()}
     return {
         leaf: f"{one}, and the checkpoint in {other}"
         for leaf, (one, other) in sorted(pairs.items())

@@ -1,4 +1,4 @@
-"""How a save or a restore runs: in a blocking call or awaited, in turn, with its files.
+"""The run of a save or a restore: blocking or awaited, in turn, with its files.
 
 One coroutine serves both forms of a call. The blocking form runs it to its end in a
 loop on its own thread: a notebook's thread has a loop already, and Ctrl-C in the

@@ -159,7 +159,7 @@ class Restore:
 
 
 class RestoreStatus:
-    """What became of a restore; TF's words. Each method returns the status.
+    """The outcome of a restore; TF's words. Each method returns the status.
 
     A restore is strict: it raised if the program had something at that time that the
     checkpoint lacks, or that has another shape or dtype. The other direction, values

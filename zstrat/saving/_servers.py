@@ -1,4 +1,4 @@
-"""What saving asks of parameter servers, and on which cluster a variable lives."""
+"""The clusters of variables, held between two steps, and requests to their servers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Run: TypeAlias = "Callable[[Coroutine[Any, Any, Any], str], Awaitable[Any]]"
 
 
 class ClusterMoment(NamedTuple):
-    """When the values of a cluster were saved or loaded: between which steps, and
-    after how many restores of its servers."""
+    """The moment when values of a cluster were saved or loaded: between which steps,
+    and after how many restores of its servers."""
 
     cluster: ClusterSession
     cut: SessionCut | None

@@ -1,4 +1,4 @@
-"""Where pinned tensors are stored, and how their bytes get into files.
+"""The sources of pinned tensors, and how their bytes get into files.
 
 A *source* is a parameter server, or this process for its own variables. A server
 that shares the folder writes its own file; the tensors of one that does not are fetched
@@ -181,7 +181,7 @@ class PinnedSnapshot:
         self._besides = clusters
         self._clusters: list[ClusterSession] = []
         self.moments: list[ClusterMoment] = []
-        """Which steps are in it, of each cluster."""
+        """The steps that are in it, of each cluster."""
 
     async def __aenter__(self) -> list[SourceTensor]:
         clusters = {id(cluster): cluster for cluster in self._besides}

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.saving")
 
 _WHOLE: Final = (CLOCK, COUNTS, GONE, WAITING)
-"""What a difference has all of."""
+"""Leaves of which a difference has all."""
 
 
 class Base(NamedTuple):

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from ._snapshot_sources import SourceTensor
 
     StatePaths = Mapping[frozenset[str], list[str]]
-    """Where the states of each kind are, sorted."""
+    """The paths of the states of each kind, sorted."""
 
 
 IDS: Final = ".ids"
-"""What the ids of a table's rows are called, where a slot has its name."""
+"""The name of the ids of a table's rows, where a slot has its name."""
 
 WAITING: Final = ".waiting"
 """Likewise the ids that have no row yet; `COUNTS` has as many."""
@@ -49,7 +49,7 @@ WAITING: Final = ".waiting"
 COUNTS: Final = ".counts"
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
-"""When rows had gradients, and the number of pushes up to now."""
+"""The times when rows had gradients, and the number of pushes up to now."""
 
 GONE: Final = ".gone"
 """Ids that were removed since another checkpoint, of which this one is a difference."""

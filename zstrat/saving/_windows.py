@@ -1,4 +1,4 @@
-"""What windows of local steps keep on workers, in checkpoints.
+"""Windows of local steps in checkpoints: the arrays that they keep on workers.
 
 A `LocalOptimizer` in a checkpoint has the number of its open round and, beside each
 variable, the arrays of each worker, such as "0/.mu" of the first one. They are pinned
@@ -81,7 +81,7 @@ def number_in_checkpoints(optimizer: LocalOptimizer) -> int:
 
 
 class PinnedWindows:
-    """What the workers of some clusters keep beside variables, at one moment.
+    """The arrays that workers of some clusters keep beside variables, at one moment.
 
     Args:
         components: The variables, part by part.

@@ -1,4 +1,4 @@
-"""Which strategy is current, and on which side of it the code runs.
+"""The current strategy, and the side of it on which the code runs.
 
 Outside everything the code is in the replica context of the default strategy. A scope
 is the cross-replica context of its strategy; the body of ``run`` is the replica

@@ -58,7 +58,7 @@ _of_parent: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet(
 
 _OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _warned: Final[set[str]] = set()
-"""What to await in place of calls that have blocked a loop."""
+"""The calls to await in place of those that have blocked a loop."""
 
 Result = TypeVar("Result")
 

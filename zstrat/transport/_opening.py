@@ -102,7 +102,7 @@ class Opening:
         self._failed, self._failed_at = 0, 0.0
         self._nothing = NOTHING
         self.trouble = NOTHING
-        """What is wrong so far, for the error of callers that wait in vain."""
+        """The trouble so far, for the error of callers that wait in vain."""
 
     async def wait(self, deadline: float) -> Hello:
         """Waits until the task greets, and returns its HELLO.

@@ -239,8 +239,8 @@ class Monitor:
 
 
 class Sockets(Protocol):
-    """What `Endpoint` and `Link` ask of ZeroMQ. Contexts and sockets are those of the
-    implementation; of a frame that has arrived `Pump` gives zmq's."""
+    """The calls of `Endpoint` and `Link` to ZeroMQ. Contexts and sockets are those of
+    the implementation; of a frame that has arrived `Pump` gives zmq's."""
 
     def context(self) -> Any:
         """Returns a new context, for one endpoint alone."""

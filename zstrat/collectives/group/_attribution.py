@@ -46,9 +46,9 @@ class FailureInquiry:
         self.rank, self._words = rank, words
         self._known = {rank}
         self.guilty: dict[int, str] = {}
-        """What each guilty rank has done, or has not."""
+        """The fault of each guilty rank, as text."""
         self.differs: dict[int, str] = {}
-        """What each rank with another call calls instead."""
+        """The other call, by rank that makes another one."""
         self._has_ended = False
 
     @property

@@ -95,8 +95,8 @@ class Invitation:
     def _wanted(
         self, seats: tuple[GroupSeat, ...], generation: int, timeout: float
     ) -> FormingRequest:
-        mine = (self.seat.job, self.seat.number)
-        rank = [(each.job, each.number) for each in seats].index(mine)
+        own = (self.seat.job, self.seat.number)
+        rank = [(each.job, each.number) for each in seats].index(own)
         file = self.settings.choices
         # Rank 0 sends its table to all: the others need not have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()

@@ -76,7 +76,7 @@ class SocketEngine:
         self._connections, self._rank, self._size = connections, rank, size
         self._one_host, self._choices = one_host, choices
         self._queues: dict[int, deque[tuple[bytes, memoryview]]] = {}
-        """What found no room, by rank."""
+        """Hops that found no room, by rank."""
         self._early: dict[int, list[EarlyHop]] = {}
         self._early_bytes = 0
         self._error: Exception | None = None

@@ -184,8 +184,8 @@ class ShmCollectives:
         """
         dtype, chunk = source.dtype, SLOT // source.itemsize
         for done in range(0, max(*sizes, 1), chunk):
-            mine = source[done : done + chunk]
-            self.own(dtype, mine.size)[...] = mine
+            share = source[done : done + chunk]
+            self.own(dtype, share.size)[...] = share
             self.barrier.meet()
             for place, piece in enumerate(_pieces(target, sizes, done, chunk)):
                 piece[...] = self.of(place, dtype, piece.size)
@@ -207,9 +207,9 @@ class ShmCollectives:
             for place, piece in enumerate(_pieces(source, sizes, done, chunk)):
                 self.own(dtype, piece.size, place * chunk)[...] = piece
             self.barrier.meet()
-            mine = target[done : done + chunk]
-            parts = [self.of(i, dtype, mine.size, first) for i in range(self.size)]
-            _reduce(reduction, parts, mine)
+            share = target[done : done + chunk]
+            parts = [self.of(i, dtype, share.size, first) for i in range(self.size)]
+            _reduce(reduction, parts, share)
 
     def all_to_all(
         self, sizes: Sequence[int], source: np.ndarray, target: np.ndarray

@@ -110,8 +110,8 @@ class Block:
         self.at: list[int] = []
         """The action that each chunk stands before; -1: it has not begun."""
         self.have: list[np.ndarray | None] = []
-        """What this rank has of each chunk, once that is no longer the source. Of a
-        finished chunk: what is sent on, if anything is."""
+        """The part that this rank has of each chunk, once that is no longer the source.
+        Of a finished chunk: what is sent on, if anything is."""
 
     def cut(self, elements: int) -> int:
         """Cuts the block into chunks of at most ``elements`` elements; returns the

@@ -181,7 +181,7 @@ _BLOCKS: Final = 2**40
 
 
 class PlacementRule(enum.StrEnum):
-    """Which ps a new component goes to."""
+    """The rule that assigns a new component to a ps."""
 
     ROUND_ROBIN = "round_robin"
     BYTES = "bytes"

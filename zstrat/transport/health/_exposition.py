@@ -28,7 +28,7 @@ TaskStatistics = tuple[str, "Mapping[str, PlainTree]"]
 _LABELS: Final = {"phases": "phase", "staleness": "store"}
 """The label by which the histograms of a metric differ."""
 _EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
-"""Where their buckets end, as powers of two. Ours are four times as fine; each bucket
+"""The ends of their buckets, as powers of two. Ours are four times as fine; each bucket
 is a separate series there, and there is none for what hardly any step takes."""
 
 

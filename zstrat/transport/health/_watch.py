@@ -65,7 +65,7 @@ class RunHistory:
 
     rows: Rows = field(default_factory=list)
     _each: int = 1
-    """How many looks a row is the mean of."""
+    """The number of looks that a row is the mean of."""
     _open: list[list[float]] = field(default_factory=list)
 
     def add(self, row: list[float]) -> bool:
