@@ -27,6 +27,7 @@ from ._loop import new_event_loop as new_event_loop
 from ._loop import require_own as require_own
 from ._loop import run as run
 from ._loop import warn_of_blocking as warn_of_blocking
+from ._opening import copied_error as copied_error
 from ._opening import hello as hello
 from ._opening import new_incarnation as new_incarnation
 from ._opening import program_name as program_name

@@ -18,11 +18,13 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError
 from zstrat.wire import PROTOCOL, Hello
 from zstrat.wire.connection import described
+
+AnyError = TypeVar("AnyError", bound=Exception)
 
 _PACKAGES: Final = ("zstrat", "jax", "numpy")
 _LONGEST_NAME: Final = 80
@@ -115,7 +117,7 @@ class Opening:
             Exception: One side refused the other, or the link was closed.
         """
         if self._refusal is not None:
-            raise again(self._refusal)
+            raise copied_error(self._refusal)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Hello] = loop.create_future()
         self._waiters.add(waiter)
@@ -209,10 +211,10 @@ class Opening:
         """Fails all callers that wait."""
         for waiter in self._waiters:
             if not waiter.done():
-                waiter.set_exception(again(error))
+                waiter.set_exception(copied_error(error))
 
 
-def again(error: Exception) -> Exception:
+def copied_error(error: AnyError) -> AnyError:
     """Copies the error for another caller: an exception that is raised twice collects
     both tracebacks."""
     return type(error)(*error.args)

@@ -106,7 +106,7 @@ def verdict(
     if inquiry.has_ended_elsewhere:
         return CollectiveTimeoutError(
             f"{call}: another rank has ended the generation, and {name(inquiry.rank)} "
-            f"has not heard why; it waited {timeout:g} s: call reform()"
+            f"does not know why; it waited {timeout:g} s: call reform()"
         )
     if not inquiry.guilty:
         return CollectiveTimeoutError(
@@ -144,13 +144,13 @@ async def inquire(
         while asking:
             done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
-                ask_all(_heard(inquiry, asking.pop(future), future))
+                ask_all(_follow_up(inquiry, asking.pop(future), future))
     finally:
         for future in asking:
             future.cancel()  # or asyncio logs errors that were not retrieved
 
 
-def _heard(
+def _follow_up(
     inquiry: FailureInquiry, rank: int, future: asyncio.Future[Message]
 ) -> list[int]:
     try:

@@ -186,7 +186,7 @@ class ShmBarrier:
         self._deadline = math.inf
         self._error: Exception | None = None
         self._asleep: ControlWords | None = None
-        self._has_heard = Latch()
+        self._is_answered = Latch()
         """Set when a call that slept has seen the error of `abort`."""
         self.waited: Final = dict.fromkeys([other.rank for other in others], 0.0)
         """Seconds of waits so far, by the rank for which; from any thread."""
@@ -269,7 +269,7 @@ class ShmBarrier:
         """
         while self._asleep is other:
             wake(other.address)
-            self._has_heard.wait(_RING_AGAIN)
+            self._is_answered.wait(_RING_AGAIN)
 
     def _wait_for(self, other: ControlWords) -> None:
         began, looks = time.monotonic(), self._spin.looks()
@@ -285,7 +285,7 @@ class ShmBarrier:
             while (posted := words[0]) < step:
                 self._asleep = other  # before the look at the error: see `abort`
                 if self._error is not None:
-                    self._has_heard.open()
+                    self._is_answered.open()
                     raise self._error
                 now = time.monotonic()
                 if now >= self._deadline:

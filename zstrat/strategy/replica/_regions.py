@@ -235,8 +235,8 @@ class TracedRegion:
             arrays: What the program made: of the result, then copies of ``changed``.
             operands: Those of each update.
         """
-        if self.capture.asked_context and (tell := asked.get()) is not None:
-            tell()
+        if self.capture.asked_context and (notify := asked.get()) is not None:
+            notify()
         made = iter(arrays)
         result = self.treedef.unflatten(
             [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
