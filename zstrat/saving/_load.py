@@ -29,8 +29,7 @@ from zstrat.variables import HashTable, Optimizer, SlotValues, StorageWithSlots
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._match import Matching
-from ._operation import FileThread, ProgressBar
-from ._servers import at_rest, cluster_of
+from ._operation import FileThread, ProgressBar, at_rest, cluster_of
 from ._tables import TableLoad, load_table, table_tensors
 from ._tensors import stored_graph
 from ._windows import restore_windows
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from zstrat.variables import OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
-    from ._servers import ClusterMoment, Run
+    from ._operation import ClusterMoment, Run
     from ._tensors import StoredNode
 
 

@@ -18,12 +18,11 @@ from zstrat.variables import Module, unwatch, watch
 from ._graph import SAVE_COUNTER, is_trackable
 from ._load import check, load, remember
 from ._match import Found, Matching
-from ._operation import FileThread, in_turn, run_blocking
-from ._servers import steadily
+from ._operation import FileThread, in_turn, run_blocking, steadily
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
-    from ._servers import ClusterMoment
+    from ._operation import ClusterMoment
 
 
 class Restore:

@@ -20,8 +20,7 @@ from zstrat.transport import to_its_end
 from zstrat.variables import HashTable
 
 from ._load import remember_saved
-from ._operation import FileThread, ProgressBar
-from ._servers import clusters_of, steadily
+from ._operation import FileThread, ProgressBar, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tables import with_base
 from ._tensors import logical_tensors, plain_graph

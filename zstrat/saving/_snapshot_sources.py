@@ -22,7 +22,7 @@ from zstrat.transport import to_its_end
 from zstrat.variables import StorageWithSlots
 from zstrat.wire import TensorEntry, raw
 
-from ._servers import at_rest, cluster_of
+from ._operation import at_rest, cluster_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Variable
     from zstrat.wire import Buffer
 
-    from ._operation import FileThread
-    from ._servers import ClusterMoment
+    from ._operation import ClusterMoment, FileThread
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""

@@ -24,7 +24,7 @@ from zstrat.ids import buckets_of, hashes_of
 from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
 
-from ._servers import cluster_of
+from ._operation import cluster_of
 from ._tensors import CLOCK, COUNTS, GONE, IDS, USES, WAITING
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
     from ._graph import Graph
     from ._match import Load
-    from ._operation import FileThread
-    from ._servers import Run
+    from ._operation import FileThread, Run
     from ._tensors import Logical
 
 

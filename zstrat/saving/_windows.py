@@ -21,7 +21,7 @@ from zstrat.wire import (
     StoreTensors,
 )
 
-from ._servers import cluster_of
+from ._operation import cluster_of
 from ._snapshot_sources import SnapshotSource, SourceTensor
 
 if TYPE_CHECKING:

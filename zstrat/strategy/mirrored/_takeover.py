@@ -64,8 +64,8 @@ def taken_over(
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
     steps = steps if lost is None else -1
-    own = np.array([steps * size + size - 1 - rank])
-    best = int(np.asarray(collective.all_reduce([own], "max")[0])[0])
+    order = np.array([steps * size + size - 1 - rank])
+    best = int(np.asarray(collective.all_reduce([order], "max")[0])[0])
     root, most = size - 1 - best % size, best // size
     if most < 0:
         if lost is not None:
