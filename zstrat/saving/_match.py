@@ -136,7 +136,7 @@ class Matching:
         """Stored node -> the objects that match it, by ``id``."""
 
     def find(
-        self, value: Any, place: int, path: str = "", *, named: bool = True
+        self, value: Any, index: int, path: str = "", *, named: bool = True
     ) -> Found:
         """Walks an object beside a stored node; notes nothing.
 
@@ -145,7 +145,7 @@ class Matching:
             named: See `is_trackable`.
         """
         found = Found()
-        self._walk(value, place, path, found, set(), named)
+        self._walk(value, index, path, found, set(), named)
         self._find_twice(found)
         self._find_slots(found)
         self._find_windows(found)
@@ -154,24 +154,24 @@ class Matching:
     def accept(self, found: Found) -> list[Module]:
         """Notes what was found as taken; returns the modules that are new."""
         new = []
-        for value, place in found.pairs:
-            taken = self._taken.setdefault(place, {})
+        for value, index in found.pairs:
+            taken = self._taken.setdefault(index, {})
             if id(value) not in taken:
                 taken[id(value)] = value
                 if isinstance(value, Module):
                     new.append(value)
-        for _, place, _ in found.places:
-            self._taken.setdefault(place, {})
+        for _, index, _ in found.places:
+            self._taken.setdefault(index, {})
         self._left += found.left
         return new
 
     def child_of(self, holder: Any, name: str) -> list[int]:
         """Returns the stored nodes that an attribute of a matched object matches."""
         return [
-            place
+            index
             for node, values in self._taken.items()
             if id(holder) in values
-            and (place := self._nodes[node].children.get(name)) is not None
+            and (index := self._nodes[node].children.get(name)) is not None
         ]
 
     def unused(self) -> list[str]:
@@ -179,9 +179,9 @@ class Matching:
         taken."""
         nodes = [
             node.path
-            for place, node in enumerate(self._nodes)
-            if place not in self._taken
-            and place not in self._skip
+            for index, node in enumerate(self._nodes)
+            if index not in self._taken
+            and index not in self._skip
             and node.kind != "group"
         ]
         return nodes + self._left
@@ -189,17 +189,17 @@ class Matching:
     def _walk(
         self,
         value: Any,
-        place: int,
+        index: int,
         path: str,
         found: Found,
         seen: set[tuple[int, int, bool]],
         named: bool,
     ) -> None:
-        if (id(value), place, named) in seen:
+        if (id(value), index, named) in seen:
             return
-        seen.add((id(value), place, named))
-        node = self._nodes[place]
-        is_new = id(value) not in self._taken.get(place, {})
+        seen.add((id(value), index, named))
+        node = self._nodes[index]
+        is_new = id(value) not in self._taken.get(index, {})
         if isinstance(value, AbstractVariable):
             if node.kind != "variable":
                 found.missing.append(
@@ -214,11 +214,11 @@ class Matching:
         elif isinstance(value, SavedIterator):
             if node.kind != "iterator":
                 found.missing.append(f"  iterator at {path}")
-            elif place not in self._taken:  # a later one begins its pass from the start
-                self._place(value, place, path, found)
+            elif index not in self._taken:  # a later one begins its pass from the start
+                self._place(value, index, path, found)
             return
         if is_new:
-            found.pairs.append((value, place))
+            found.pairs.append((value, index))
         named = named and not isinstance(value, Module)
         for name, child in held(value).items():
             if not is_trackable(child, named=named):
@@ -274,9 +274,9 @@ class Matching:
         return tensor.shape == shape or (self._grows and _has_grown(tensor, shape))
 
     def _place(
-        self, iterator: SavedIterator, place: int, path: str, found: Found
+        self, iterator: SavedIterator, index: int, path: str, found: Found
     ) -> None:
-        state = self._nodes[place].state
+        state = self._nodes[index].state
         try:
             why = iterator.misfit(state)
         except InvalidArgumentError as error:  # the place of another kind of iterator
@@ -284,7 +284,7 @@ class Matching:
         if why:
             found.wrong.append(f"  iterator at {path}: {why}")
         else:
-            found.places.append((iterator, place, state))
+            found.places.append((iterator, index, state))
             if isinstance(iterator, PerWorkerIterator):
                 found.worker_places[iterator.resource] = iterator.states_of(state)
 
@@ -323,12 +323,12 @@ class Matching:
         """Slots of each pair of an optimizer and a variable of which one is new."""
         variables = self._by_kind(found, AbstractVariable)
         optimizers = self._by_kind(found, Optimizer)
-        new = {(id(value), place) for value, place in found.pairs}
+        new = {(id(value), index) for value, index in found.pairs}
         for optimizer, at in optimizers:
             stored, classes = self._nodes[at].slots, self._nodes[at].state
-            for variable, place in variables:
-                if {(id(optimizer), at), (id(variable), place)} & new:
-                    leaves = stored.get(place, {})
+            for variable, index in variables:
+                if {(id(optimizer), at), (id(variable), index)} & new:
+                    leaves = stored.get(index, {})
                     self._slots(optimizer, variable, leaves, classes, found)
 
     def _find_windows(self, found: Found) -> None:
@@ -340,8 +340,8 @@ class Matching:
                 node = self._nodes[at]
                 arrays = [
                     (variable, leaf, self._tensors[name])
-                    for variable, place in variables
-                    for leaf, name in node.slots.get(place, {}).items()
+                    for variable, index in variables
+                    for leaf, name in node.slots.get(index, {}).items()
                 ]
                 number = int(node.state.get("round", 0))
                 found.windows.append(RestoredWindows(value, number, arrays))

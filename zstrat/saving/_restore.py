@@ -86,8 +86,8 @@ class Restore:
         named = not isinstance(holder, Module)
         if self._matching is None or not is_trackable(value, named=named):
             return
-        for place in self._matching.child_of(holder, name):
-            found = self._matching.find(value, place, name, named=named)
+        for index in self._matching.child_of(holder, name):
+            found = self._matching.find(value, index, name, named=named)
             self._require(found)
             run_blocking(self._load_later(found))
             self._accept(found)

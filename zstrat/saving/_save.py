@@ -274,8 +274,11 @@ async def _write_part(
     file = folder.part(f"{source.name}-{number}")
     path = folder.path_of(file)
     if await source.shares(seen):
-        places, names = [each.place for each, _ in pieces], [name for _, name in pieces]
-        written = await source.write(path, places, names)
+        numbers, names = (
+            [each.number for each, _ in pieces],
+            [name for _, name in pieces],
+        )
+        written = await source.write(path, numbers, names)
         progress.add(written.size)
         return file, written
     infos = [each.info._replace(name=name) for each, name in pieces]

@@ -42,11 +42,11 @@ AHEAD: Final = 4
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a snapshot, which updates do not change. ``place`` is its index in
+    """A tensor of a snapshot, which updates do not change. ``number`` is its index in
     ``source``."""
 
     source: SnapshotSource
-    place: int
+    number: int
     entry: TensorEntry
 
     @property
@@ -74,13 +74,13 @@ class SnapshotSource(abc.ABC):
         return False
 
     async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
+        self, path: str, numbers: Sequence[int], names: Sequence[str]
     ) -> Written:
         """Writes tensors to a new file; see `shares`."""
         raise NotImplementedError(f"{self.name} does not write {path}")
 
     @abc.abstractmethod
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
         """Fetches some bytes of a tensor."""
 
 
@@ -120,8 +120,8 @@ class LocalSnapshotSource(SnapshotSource):
         )
         return SourceTensor(self, len(self._arrays) - 1, entry)
 
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
-        return raw(self._arrays[place])[offset : offset + size]
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
+        return raw(self._arrays[number])[offset : offset + size]
 
 
 class ServerSnapshotSource(SnapshotSource):
@@ -136,16 +136,16 @@ class ServerSnapshotSource(SnapshotSource):
         return (await self._cluster.run_async(sees, "looking for the folder"))[self._ps]
 
     async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
+        self, path: str, numbers: Sequence[int], names: Sequence[str]
     ) -> Written:
         client = self._cluster.client
-        work = client.write_snapshot(self._ps, self._snapshot, path, places, names)
+        work = client.write_snapshot(self._ps, self._snapshot, path, numbers, names)
         answer = await self._cluster.run_async(work, f"writing {path}")
         return Written(answer.digests, answer.size)
 
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
         client = self._cluster.client
-        work = client.read_snapshot(self._ps, self._snapshot, place, offset, size)
+        work = client.read_snapshot(self._ps, self._snapshot, number, offset, size)
         return await self._cluster.run_async(work, "reading a snapshot")
 
 
@@ -225,7 +225,7 @@ class PinnedSnapshot:
         sources = {
             ps: ServerSnapshotSource(cluster, self._number, ps) for ps, _, _ in found
         }
-        return [SourceTensor(sources[ps], place, entry) for ps, place, entry in found]
+        return [SourceTensor(sources[ps], number, entry) for ps, number, entry in found]
 
 
 async def stream(
@@ -265,7 +265,7 @@ async def _fill(
     try:
         for batch in _batches(tensors):
             pieces = await asyncio.gather(
-                *(each.source.fetch(each.place, *part) for each, *part in batch)
+                *(each.source.fetch(each.number, *part) for each, *part in batch)
             )
             if writing is not None:
                 await writing

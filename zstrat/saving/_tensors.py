@@ -205,7 +205,7 @@ def plain_graph(
 ) -> dict[str, Any]:
     """Returns the graph as JSON; inverse of `stored_graph`. ``states``:
     `StoredNode.state` of iterators and optimizers, by their paths."""
-    number = {id(node): place for place, node in enumerate(graph.nodes)}
+    number = {id(node): index for index, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
     beside: dict[int, dict[str, str]] = {}
     for logical in logicals:
@@ -218,18 +218,18 @@ def plain_graph(
             leaves = own.setdefault(str(number[id(logical.variable)]), {})
             leaves[logical.leaf] = logical.name
     nodes = []
-    for place, node in enumerate(graph.nodes):
+    for index, node in enumerate(graph.nodes):
         plain: dict[str, Any] = {"kind": node.kind, "path": node.path}
         if node.children:
             plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
         if node.kind == "variable":
             plain["tensor"] = node.path
-        if place in beside:
-            plain["beside"] = beside[place]
+        if index in beside:
+            plain["beside"] = beside[index]
         if states.get(node.path) or node.kind == "iterator":
             plain["state"] = states[node.path]
-        if place in slots:
-            plain["slots"] = slots[place]
+        if index in slots:
+            plain["slots"] = slots[index]
         nodes.append(plain)
     return {"nodes": nodes}
 

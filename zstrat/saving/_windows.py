@@ -60,13 +60,13 @@ class _WorkerSource(SnapshotSource):
         self._cluster, self._snapshot, self._worker = cluster, snapshot, worker
         self.name = f"worker{worker}"
 
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
         """Fetches some bytes of an array.
 
         Raises:
             WorkerLostError: The worker is lost.
         """
-        fields = self._snapshot, place, offset, size
+        fields = self._snapshot, number, offset, size
         part = await self._cluster.ask_worker(self._worker, ReadSnapshot, *fields)
         if part is None:
             raise WorkerLostError(f"{self.name} was lost meanwhile")
@@ -132,7 +132,7 @@ class PinnedWindows:
             )
             if answer is None or not answer.tensors:
                 break
-            for place, entry in enumerate(answer.tensors, count):
+            for index, entry in enumerate(answer.tensors, count):
                 shape = self._shapes.get(entry.key)
                 if shape is not None:
                     number = number_in_checkpoints(self._optimizers[entry.optimizer])
@@ -141,7 +141,7 @@ class PinnedWindows:
                         leaf=f"{worker}/{entry.leaf}",
                         rows=bool(shape) and entry.shape[:1] == shape[:1],
                     )
-                    pinned.append(SourceTensor(source, place, own))
+                    pinned.append(SourceTensor(source, index, own))
             count, total = count + len(answer.tensors), answer.total
         return pinned
 

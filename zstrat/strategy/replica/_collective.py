@@ -250,8 +250,8 @@ class TeamReduction(abc.ABC):
             columns = list(zip(*[each.arrays for each in calls], strict=True))
             return call.with_arrays(self.firsts(columns))
         arrays: list[Any] = []
-        for place, (leaf, target, sparse, _) in enumerate(call.leaves()):
-            operands = [each.operands[place] for each in calls]
+        for index, (leaf, target, sparse, _) in enumerate(call.leaves()):
+            operands = [each.operands[index] for each in calls]
             if call.has_examples(leaf):
                 # All of them: an optimizer that needs the gradient of each example (a
                 # private one, for example) does not take sums.
