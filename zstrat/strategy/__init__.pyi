@@ -1,19 +1,19 @@
 from zstrat.program import KerasWarning as KerasWarning
 
 from ._context import ReplicaContext as ReplicaContext
+from ._default import experimental_set_strategy as experimental_set_strategy
+from ._default import get_cross_replica_context as get_cross_replica_context
+from ._default import get_loss_reduction as get_loss_reduction
+from ._default import get_replica_context as get_replica_context
+from ._default import get_strategy as get_strategy
+from ._default import get_update_replica_id as get_update_replica_id
+from ._default import has_strategy as has_strategy
+from ._default import in_cross_replica_context as in_cross_replica_context
 from ._extended import StrategyExtended as StrategyExtended
 from ._frames import require_cross_replica as require_cross_replica
 from ._local_strategy import CentralStorageStrategy as CentralStorageStrategy
 from ._local_strategy import MirroredStrategy as MirroredStrategy
 from ._local_strategy import OneDeviceStrategy as OneDeviceStrategy
-from ._local_strategy import experimental_set_strategy as experimental_set_strategy
-from ._local_strategy import get_cross_replica_context as get_cross_replica_context
-from ._local_strategy import get_loss_reduction as get_loss_reduction
-from ._local_strategy import get_replica_context as get_replica_context
-from ._local_strategy import get_strategy as get_strategy
-from ._local_strategy import get_update_replica_id as get_update_replica_id
-from ._local_strategy import has_strategy as has_strategy
-from ._local_strategy import in_cross_replica_context as in_cross_replica_context
 from ._options import CommunicationImplementation as CommunicationImplementation
 from ._options import CommunicationOptions as CommunicationOptions
 from ._options import InputOptions as InputOptions

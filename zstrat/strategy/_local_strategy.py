@@ -1,178 +1,30 @@
-"""Strategies of one process: the default one, and those of several devices as a mesh.
+"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`.
 
-Code that entered no strategy has the default one: one replica, whose variables are in
-this process. The others run their replicas as one `LocalMesh`; their variables are on
-one device (`OneDeviceStrategy`, `CentralStorageStrategy`) or have a copy on each
-(`MirroredStrategy`).
+Variables are on one device (`OneDeviceStrategy`, `CentralStorageStrategy`) or have a
+copy on each (`MirroredStrategy`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, final
 
-from zstrat.collectives import ReduceOp
-
-from ._context import ReplicaContext
 from ._devices import device_named, devices_named, local_devices, task_names
 from ._extended import StrategyExtended
-from ._frames import current, install
 from ._strategy import Strategy
 from .mirrored._mirrored_store import MirroredVariables
 from .reduce._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from .replica._local_run import LocalMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Sequence
 
     import jax
 
-    from zstrat.variables import AbstractVariable, Creator
+    from zstrat.variables import Creator
 
     from .input._inputs import ProcessInputs
     from .replica._collective import Team
-
-
-_DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
-
-
-@final
-class DefaultExtended(StrategyExtended):
-    """``extended`` of the default strategy: everything is on one device."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(
-            strategy, (_DEVICE,), (_DEVICE,), lambda part: part.device == _DEVICE
-        )
-
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        """Changes nothing: there is only one place."""
-        del colocate_with_variable
-        return contextlib.nullcontext()
-
-
-@final
-class DefaultStrategy(Strategy):
-    """The strategy that is current when no other is. This module makes the only one."""
-
-    is_default = True
-
-    def __init__(self) -> None:
-        self._extended = DefaultExtended(self)
-        self._context = ReplicaContext(self, 0)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return 1
-
-    @property
-    def extended(self) -> DefaultExtended:
-        """The other face of this strategy: one device, where everything is."""
-        return self._extended
-
-    @property
-    def replica_context(self) -> ReplicaContext:
-        """The context of code outside of every strategy."""
-        return self._context
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Changes nothing.
-
-        Raises (on entering):
-            RuntimeError: Another strategy is current.
-        """
-        if has_strategy():
-            raise RuntimeError(
-                "Must not nest tf.distribute.Strategy scopes: that of the default "
-                f"strategy in that of {get_strategy()!r}"
-            )
-        yield self
-
-    def _creator(self) -> Creator | None:
-        return None
-
-    def _devices(self) -> Sequence[jax.Device]:
-        return ()
-
-    def __repr__(self) -> str:
-        return "<zstrat default strategy>"
-
-    def __reduce__(self) -> Any:
-        return default_strategy, ()
-
-
-_DEFAULT: Final = DefaultStrategy()
-
-
-def default_strategy() -> Strategy:
-    """Returns the one default strategy of this process."""
-    return _DEFAULT
-
-
-def get_strategy() -> Strategy:
-    """Returns the current strategy: outside of every scope the default one."""
-    frame = current()
-    # No other class is an `AbstractStrategy`.
-    return _DEFAULT if frame is None else cast("Strategy", frame.strategy)
-
-
-def has_strategy() -> bool:
-    """Returns whether a strategy other than the default one is current."""
-    return not get_strategy().is_default
-
-
-def in_cross_replica_context() -> bool:
-    """Returns whether this code is in a scope and not in a replica function."""
-    frame = current()
-    return frame is not None and frame.replica is None
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes a strategy current without ``with strategy.scope()``, for all threads and
-    tasks that enter no scope. None makes the default one current.
-
-    Raises:
-        RuntimeError: Called inside a scope or a replica function.
-        TypeError: It is not a strategy.
-    """
-    if strategy is None or strategy is _DEFAULT:
-        install(None, None)
-    elif isinstance(strategy, Strategy):
-        install(strategy, strategy._own_creator())
-    else:
-        raise TypeError(f"expected a strategy or None, got {type(strategy).__name__}")
-
-
-def get_loss_reduction() -> ReduceOp:
-    """Returns the reduction of a loss over the replicas: SUM. (In estimators of TF it
-    is MEAN.)"""
-    return ReduceOp.SUM
-
-
-def get_update_replica_id() -> int | None:
-    """Returns which component of a variable the function that ``extended.update``
-    called is for, or None elsewhere."""
-    frame = current()
-    return None if frame is None else frame.update
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """Returns the context of the replica function that runs, or None directly in a
-    scope. Outside of every scope it is that of the default strategy."""
-    frame = current()
-    if frame is None:
-        return _DEFAULT.replica_context
-    return cast("ReplicaContext | None", frame.replica)  # the only class of contexts
-
-
-def get_cross_replica_context() -> Strategy | None:
-    """Returns the current strategy in its cross-replica context, or None."""
-    return get_strategy() if in_cross_replica_context() else None
 
 
 class LocalStrategy(Strategy):

@@ -230,7 +230,7 @@ class Continuity:
 
     @property
     def due(self) -> float | None:
-        """When `tick` may decide that the task is lost; None: not before `closed`."""
+        """The time for `tick` to decide on a loss; None: not before `closed`."""
         return None if self._broken is None else self._broken[1] + self._reconnect
 
     def opened(self, hello: Hello) -> str | None:

@@ -301,7 +301,7 @@ class ZeroMQSockets:
         address: Address,
         settings: Settings,
     ) -> zmq.Socket[bytes]:
-        """As of `Sockets`."""
+        """Returns a new socket; see `Sockets`."""
         return new_socket(context, kind, address, settings)
 
 
