@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import collectives, many_variables, mesh, raw, rounds, saving, tables
+from benchmarks import (
+    any_ids,
+    collectives,
+    many_variables,
+    mesh,
+    raw,
+    rounds,
+    saving,
+    tables,
+)
 from benchmarks.case import Case, Reading, cluster, per_second, rate
 
 if TYPE_CHECKING:
@@ -450,6 +459,7 @@ CASES = [
     *many_variables.CASES,
     *rounds.CASES,
     *tables.CASES,
+    *any_ids.CASES,
     *saving.CASES,
     *collectives.CASES,
     *mesh.CASES,

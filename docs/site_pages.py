@@ -13,6 +13,7 @@ import functools
 import inspect
 import json
 import operator
+import os
 import posixpath
 import re
 import textwrap
@@ -27,6 +28,8 @@ from zstrat.doors import homes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+os.environ["KERAS_BACKEND"] = "jax"  # before keras is imported, for zs.keras
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FROM_ROOT: Final = {

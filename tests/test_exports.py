@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 from pathlib import Path
 
 import pytest
 
 import zstrat
 from zstrat import errors
+
+os.environ["KERAS_BACKEND"] = "jax"  # before keras is imported
 
 STUBS = {
     "zstrat": zstrat,
@@ -20,6 +23,8 @@ STUBS = {
             "zstrat.collectives",
             "zstrat.compat.v1.distribute",
             "zstrat.daemons",
+            "zstrat.integrations",
+            "zstrat.integrations.keras",
             "zstrat.launch",
             "zstrat.ps",
             "zstrat.ps.store",

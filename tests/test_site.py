@@ -103,7 +103,7 @@ def test_every_public_name_is_in_the_reference_once(site_pages):
 
 DOORS = (
     *("cluster", "cluster_resolver", "collectives", "coordinator", "data", "launch"),
-    *("integrations", "optimizers"),
+    *("integrations", "keras", "optimizers"),
 )
 """Packages with names that only other packages need, or that need other libraries:
 programs use those on pages."""

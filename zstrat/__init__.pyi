@@ -43,6 +43,7 @@ from zstrat.errors import VersionMismatchError as VersionMismatchError
 from zstrat.errors import WorkerLostError as WorkerLostError
 from zstrat.errors import ZstratError as ZstratError
 from zstrat.ids import hash_ids as hash_ids
+from zstrat.integrations import keras as keras
 from zstrat.launch import LocalCluster as LocalCluster
 from zstrat.launch import Server as Server
 from zstrat.program import Function as Function

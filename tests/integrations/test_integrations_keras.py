@@ -293,6 +293,57 @@ def masked():
     return model
 
 
+def texts():
+    """A small transformer, as of Keras' guide to classify texts."""
+    tokens = keras.Input((6,), dtype="int32")
+    positions = layers.Embedding(6, 8)(np.arange(6))
+    x = layers.Embedding(9, 8)(tokens) + positions
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+    inner = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(8)])
+    x = layers.LayerNormalization()(x + layers.Dropout(0.1)(inner(x)))
+    model = keras.Model(tokens, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+    model.compile("adam", LOSS, metrics=["accuracy"])
+    return model
+
+
+def table_rows():
+    """Columns of a table: numbers, which are normalized, and categories."""
+    numbers, kind = (
+        keras.Input((5,), name="x"),
+        keras.Input((1,), dtype="int32", name="kind"),
+    )
+    known = layers.Normalization()
+    known.adapt(X)
+    coded = layers.CategoryEncoding(3, output_mode="one_hot")(kind)
+    both = layers.Concatenate()([known(numbers), coded])
+    model = keras.Model({"x": numbers, "kind": kind}, layers.Dense(1)(both))
+    model.compile("rmsprop", "mse", metrics=[keras.metrics.RootMeanSquaredError()])
+    return model
+
+
+class Ratings(keras.Model):
+    """Collaborative filtering: users and films, as pairs of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        for name, size in (("users", 7), ("films", 5)):
+            setattr(self, name, layers.Embedding(size, 4, "he_normal", "l2"))
+            setattr(self, f"{name}_bias", layers.Embedding(size, 1))
+
+    def call(self, pairs):
+        users, films = pairs[:, 0], pairs[:, 1]
+        match = keras.ops.sum(self.users(users) * self.films(films), 1, keepdims=True)
+        return keras.ops.sigmoid(
+            match + self.users_bias(users) + self.films_bias(films)
+        )
+
+
+def ratings():
+    model = Ratings()
+    model.compile("adam", "binary_crossentropy")
+    return model
+
+
 class Own(keras.Model):
     """A model with a `train_step` of its own, which also logs a norm."""
 
@@ -334,6 +385,14 @@ class Pages(keras.utils.PyDataset):
         return X[number * 20 :][:20], Y[number * 20 :][:20]
 
 
+def grains():
+    """What grain reads: each example once, in order."""
+    grain = pytest.importorskip("grain")
+    rows = grain.MapDataset.source(list(zip(X, Y, strict=True)))
+    without_threads = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return rows.batch(16).to_iter_dataset(without_threads)
+
+
 def halves():
     """Training in bfloat16."""
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
@@ -343,6 +402,7 @@ def halves():
         keras.mixed_precision.set_dtype_policy("float32")
 
 
+@pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning")  # of grain
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
@@ -360,8 +420,15 @@ def halves():
         (lambda: dense(steps_per_execution=3), {}),
         (halves, {}),
         (dense, {"x": Pages, "y": None, "batch_size": None}),
+        (dense, {"x": grains, "y": None, "batch_size": None, "shuffle": False}),
+        (texts, {"x": np.arange(360).reshape(60, 6) % 9}),
+        (table_rows, {"x": {"x": X, "kind": np.arange(60)[:, None] % 3}}),
+        (ratings, {"x": np.stack([np.arange(60) % 7, np.arange(60) % 5], 1)}),
     ],
-    ids=["classes", "weights", "several", "masks", "own", "three", "half", "pages"],
+    ids=[
+        *("classes", "weights", "several", "masks", "own", "three", "half"),
+        *("pages", "grain", "texts", "rows", "ratings"),
+    ],
 )
 def test_what_a_model_may_be(make, arguments):
     compared(make, **arguments)
@@ -609,7 +676,7 @@ def test_what_is_sent_needs_no_keras():
         "import json, pickle, sys; import numpy as np\n"
         "step, update, x = pickle.load(sys.stdin.buffer)\n"
         "product, total = step(x, x.T)\n"
-        "assert len(update.init(None)) == 5\n"
+        "assert len(update.init([np.zeros((4, 3)), np.zeros(3)])) == 5\n"
         "has_keras = 'keras' in sys.modules\n"
         "print(json.dumps([float(product.sum()), float(total), has_keras]))"
     )

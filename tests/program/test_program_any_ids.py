@@ -332,18 +332,113 @@ def test_padding_is_not_looked_up_and_not_updated(rows, optimizer):
     np.testing.assert_array_equal(zeros, np.zeros((1, 2)))
 
 
-def test_unsigned_ids_with_a_mask(rows):
-    """Also those of 32 bits that do not fit a signed number of as many."""
-    mask = np.array([True, False, True])
+MASK = np.array([True, False, True, True])
+LOOK_UPS = {
+    "embedding_lookup": lambda t, ids, mask: zs.embedding_lookup(t, ids),
+    "with a mask": lambda t, ids, mask: zs.embedding_lookup_sparse(
+        t, (ids[:, None], mask[:, None])
+    ),
+    "with weights": lambda t, ids, mask: zs.embedding_lookup_sparse(
+        t, (ids, np.arange(4), 4), weights=mask.astype(np.float32)
+    ),
+    "with a default": lambda t, ids, mask: zs.safe_embedding_lookup_sparse(
+        t, (ids[:, None], mask[:, None]), default_id=-5
+    ),
+}
+COMPUTED = {
+    "given": lambda ids: ids,
+    "arithmetic": lambda ids: ids * 3 + 1,
+    "a hash": lambda ids: (ids ^ (ids >> 7)) * ids,
+}
+
+
+def edges(dtype):
+    """Ids at both ends of a dtype, which wrap in other ones; none is `ABSENT`."""
+    info = np.iinfo(dtype)
+    return np.array([info.max - 3, 7, info.max // 2 + 2, info.min + 9], dtype)
+
+
+def found_by(rows, look_up, ids):
+    """What a look-up gives, by numpy."""
+    wanted = rows.get(ids.astype(np.int64))
+    if look_up != "embedding_lookup":
+        default = [-5] if look_up == "with a default" else []
+        wanted[~MASK] = first(np.array(default, np.int64)) if default else 0
+    return wanted
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+def test_a_row_of_an_id_is_the_same_to_all_lookups(rows, look_up, dtype, x64):
+    """Ids of 32 bits are computed with 32, those of 64 with 64, as numpy does."""
+    ids, call = edges(dtype), LOOK_UPS[look_up]
+    with jax.enable_x64(x64):
+        for way in COMPUTED.values():
+            step = zs.function(lambda ids, m, way=way: call(rows.table, way(ids), m))
+            with np.errstate(over="ignore"):
+                wanted = found_by(rows, look_up, way(ids))
+            np.testing.assert_array_equal(step(ids, MASK), wanted)
+        np.testing.assert_array_equal(
+            call(rows.table, ids, MASK), found_by(rows, look_up, ids)
+        )
+
+
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+def test_ids_of_32_bits_that_a_step_makes(rows, look_up):
+    """From numbers of another dtype, and as constants."""
+    call, ids = LOOK_UPS[look_up], edges("uint32")
+    wanted = found_by(rows, look_up, ids)
+    bodies = [
+        lambda given, mask: call(rows.table, given.astype(jnp.uint32), mask),
+        lambda given, mask: call(rows.table, jnp.uint32(ids) + given * 0, mask),
+        lambda given, mask: call(rows.table, ids, mask),
+        lambda given, mask: call(rows.table, ids.astype(np.uint64), mask),
+        lambda given, mask: call(rows.table, jnp.asarray(ids), mask),
+    ]
+    for body in bodies:
+        given = ids if body is bodies[1] else ids.view(np.int32)
+        np.testing.assert_array_equal(zs.function(body)(given, MASK), wanted)
+
+
+def test_ids_of_several_dtypes_in_one_request(rows):
+    given = [edges(dtype) for dtype in ("int32", "uint32", "int64", "uint64")]
+
+    def body(given, mask):
+        computed = [ids ^ 5 for ids in given]
+        masked = [look_up(rows.table, ids, mask) for ids in computed]
+        return [zs.embedding_lookup(rows.table, ids) for ids in computed], masked
+
+    look_up = LOOK_UPS["with a mask"]
+    plain, masked = zs.function(body)(given, MASK)
+    for ids, a, b in zip(given, plain, masked, strict=True):
+        five = np.array(5, ids.dtype)
+        np.testing.assert_array_equal(a, rows.get((ids ^ five).astype(np.int64)))
+        np.testing.assert_array_equal(b, found_by(rows, "with a mask", ids ^ five))
+
+
+def test_gradients_of_unsigned_ids_with_a_mask(rows, optimizer):
+    """Also of the one that is padding, if it is cut to 32 bits with a sign."""
+    ids = np.array([ABSENT, 5], np.int32).view(np.uint32)
 
     @zs.function
     def step(ids, mask):
-        return zs.embedding_lookup_sparse(rows.table, (ids[None], mask[None]))
+        def loss(t):
+            return zs.embedding_lookup_sparse(t, (ids ^ 0, mask), combiner="sum").sum()
 
-    for dtype, most in ((np.uint32, 2**32), (np.uint64, 2**64)):
-        ids = np.array([5, 7, most - 3], dtype)
-        wanted = rows.get(ids.astype(np.int64)[mask]).mean(0)
-        np.testing.assert_allclose(step(ids, mask)[0], wanted)
+        optimizer.apply_gradients([(zs.grad(loss)(rows.table), rows.table)])
+
+    step(ids[None], np.ones((1, 2), bool))
+    signed = ids.astype(np.int64)
+    np.testing.assert_allclose(rows.get(signed), first(signed) - RATE)
+    assert {i for part in rows.rows for i in part} == set(signed.tolist())
+
+
+def test_unsigned_ids_of_32_bits_meet_those_of_64_whole(rows):
+    ids, salt = IDS[0], edges("uint32")[:3]
+    with jax.numpy_dtype_promotion("standard"):
+        step = zs.function(lambda ids, salt: rows.table.lookup(ids ^ salt))
+        np.testing.assert_array_equal(step(ids, salt), rows.get(ids ^ salt))
 
 
 def test_rows_are_assigned_added_and_removed_outside_of_steps(rows):

@@ -59,3 +59,28 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(reduction):
         model = make(reduction)
     history = model.fit(X, Y, verbose=0, shuffle=False).history
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_a_loss_with_a_mask_is_refused():
+    """It is a mean over what the mask lets through, of which replicas have different
+    numbers."""
+
+    def make():
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(3, 2, mask_zero=True),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    given = np.tril(np.ones((8, 4), "int32")), np.ones((8, 4, 1), "float32")
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = make()
+    with pytest.raises(NotImplementedError, match="sample_weight"):
+        model.fit(*given, verbose=0)
+    with zs.MirroredStrategy(["CPU:0"]).scope():
+        model = make()
+    assert model.fit(*given, verbose=0).history["loss"][0] > 0

@@ -104,6 +104,28 @@ def test_what_is_not_known_any_more_is_saved_whole(local, tmp_path, caplog):
         manager.close()
 
 
+def test_a_base_that_was_deleted_is_in_the_difference_that_was_kept(
+    local, tmp_path, caplog
+):
+    ids = np.arange(3000)
+    with World(local, 2, follow_changes=True) as world:
+        manager = zs.CheckpointManager(world.checkpoint, tmp_path, 1, full_every=6)
+        world.push(*ids)
+        whole = own_bytes(manager.save())
+        for turn in range(5):
+            world.push(turn)
+            world.table.remove([1000 + turn])
+            path = manager.save()
+            assert own_bytes(path) * 4 < whole
+        rows, count = world.rows(*ids), len(world.table)
+        world.push(*ids)
+        manager.close()
+    assert "is written whole" not in caplog.text
+    with World(local, 3, follow_changes=True) as world:
+        world.checkpoint.restore(path)
+        assert (world.rows(*ids), len(world.table)) == (rows, count)
+
+
 def test_tables_that_do_not_follow_changes_are_saved_whole(local, tmp_path):
     with World(local, 1) as world:
         manager = zs.CheckpointManager(world.checkpoint, tmp_path, 5, full_every=10)

@@ -104,9 +104,10 @@ def test_the_steps_of_a_killed_worker_count_once(local, strategy, tmp_path, is_b
     assert sum(map(len, rounds)) == steps
     assert len(late) <= 2  # those that the worker had
     assert not program.metrics["dropped"]
-    for members in rounds[:-1]:
-        on_time = set(members) - set(late)
-        assert len(on_time) in ((WORKERS,) if is_back else (WORKERS - 1, WORKERS))
+    on_time = [len(set(members) - set(late)) for members in rounds[:-1]]
+    assert min(on_time) >= (WORKERS if is_back else WORKERS - 1)
+    # Its steps may be run by workers that have contributed to the same round.
+    assert sum(max(0, count - WORKERS) for count in on_time) <= 2
 
 
 def test_rounds_have_a_worker_more_when_one_joins_and_one_less_when_it_leaves(

@@ -288,8 +288,9 @@ def owners_in(
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
     belong to those of the tree; any other belongs to the one leaf that it has to do
-    with. A count that is where a leaf of such a subtree would is assigned by what looks
-    at it: it is made of no gradient, and several leaves are moved with it.
+    with, at least but for gradients: those of others may come as an operand. A count
+    that is where a leaf of such a subtree would is assigned by what looks at it: it is
+    made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(structure), len(state.leaves)
     found = places_in(structure, state)
@@ -299,14 +300,16 @@ def owners_in(
     touched = _touched(program)
     owners: list[StateOwner | None] = []
     for number in range(count):
-        owner, (made, used) = found.get(number), touched[number]
+        owner, (made, valued, used) = found.get(number), touched[number]
         if owner is not None and not made and used - {owner.leaf}:
             owner = None  # where it is named after the leaf, all the same
         both = made | used
+        if len(both) > 1 and len(valued | used) == 1:
+            both = valued | used  # gradients of others come as operands: a global norm
         if owner is None and number not in found and len(both) == 1:
             owner = StateOwner(next(iter(both)), None)
         owners.append(owner)
-    idle = [n for n, (made, used) in enumerate(touched) if not made | used]
+    idle = [n for n, (made, _, used) in enumerate(touched) if not made | used]
     _inherit(program, owners, [n for n in idle if owners[n] is None])
     return owners
 
@@ -351,21 +354,23 @@ def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) ->
     return True
 
 
-def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
+def _touched(program: TreeProgram) -> list[tuple[set[int], set[int], set[int]]]:
     """Returns for each leaf of the state the leaves of the tree whose gradient or value
-    it depends on, and those whose new value depends on it."""
+    it depends on, those whose value, and those whose new value depends on it."""
     leaves, _, states, _ = program.counts
     made: list[set[int]] = [set() for _ in range(states)]
+    valued: list[set[int]] = [set() for _ in range(states)]
     used: list[set[int]] = [set() for _ in range(states)]
     for number, var in enumerate(program.outputs):
         mask = mask_of(program.mask, var)
         if number >= leaves:
             made[number - leaves] |= leaves_in(mask, leaves)
+            valued[number - leaves] |= {*bits_of(mask >> leaves & (1 << leaves) - 1)}
             continue
         for state in bits_of(mask >> (2 * leaves)):
             if state < states:
                 used[state].add(number)
-    return list(zip(made, used, strict=True))
+    return list(zip(made, valued, used, strict=True))
 
 
 def leaves_in(mask: int, leaves: int) -> set[int]:

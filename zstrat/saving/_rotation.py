@@ -260,6 +260,8 @@ class CheckpointManager:
                 log.warning("checkpoint %s is written whole: %s", path, why)
             else:
                 self._differences += 1
+                # The whole one may leave the list, and be deleted.
+                self._base = base._replace(path=path, is_linked=True)
                 return
         cuts: Mapping[int, int] = {}
         if self._full_every > 1:

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from zstrat.checkpoint import Manifest, StoredTensor
+from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
 from zstrat.ids import buckets_of, hashes_of
 from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
 
 from ._operation import cluster_of
-from ._tensors import CLOCK, COUNTS, GONE, IDS, USES, WAITING
+from ._tensors import CLOCK, COUNTS, GONE, IDS, USES, WAITING, beside_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from zstrat.checkpoint import CheckpointFiles, CheckpointFolder, StoredPiece
+    from zstrat.checkpoint import CheckpointFiles, CheckpointFolder
     from zstrat.ps import PsClient
     from zstrat.variables import AbstractVariable, VariableSpec
 
@@ -42,16 +42,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.saving")
 
+_LINKED: Final = "part-base-"
+"""The beginning of the names of linked files."""
+
 _WHOLE: Final = (CLOCK, COUNTS, GONE, WAITING)
 """Leaves of which a difference has all."""
 
 
 class Base(NamedTuple):
     """A whole checkpoint, and the cut of each part of a table that follows changes, by
-    key, from before it was written."""
+    key, from before it was written.
+
+    ``is_linked``: ``path`` is a difference to it, which has its files.
+    """
 
     path: str
     cuts: Mapping[int, int]
+    is_linked: bool = False
+
+    def pieces_of(self, stored: StoredTensor) -> list[StoredPiece]:
+        """Returns the pieces of a tensor in ``path`` that are the base's."""
+        if not self.is_linked:
+            return list(stored.pieces)
+        return [piece for piece in stored.pieces if piece.file.startswith(_LINKED)]
 
 
 async def cuts_of(graph: Graph) -> dict[int, int]:
@@ -91,22 +104,25 @@ def with_base(
         old = before.tensors.get(logical.name)
         if not (follows and logical.by_rows and logical.leaf not in _WHOLE and old):
             continue
-        for piece in old.pieces:
+        pieces = base.pieces_of(old)
+        for piece in pieces:
             if piece.file not in names:
                 names[piece.file] = folder.part(f"base-{len(names)}")
-        tensors[logical.name] = _joined(old, tensors[logical.name], names)
+        # A slot may have no pieces for the last rows; ids are all there.
+        ids = base.pieces_of(before.tensors[beside_name(logical.variable, IDS)])
+        rows = max([piece.stop for piece in ids], default=0)
+        renamed = [piece._replace(file=names[piece.file]) for piece in pieces]
+        tensors[logical.name] = _joined(renamed, rows, tensors[logical.name])
     for file, name in names.items():
         os.link(os.path.join(base.path, file), folder.path_of(name))
         files[name] = before.files[file]
     return replace(manifest, tensors=tensors, files=files)
 
 
-def _joined(
-    old: StoredTensor, new: StoredTensor, names: Mapping[str, str]
-) -> StoredTensor:
-    """Returns a tensor with the pieces of both, in this order."""
-    pieces = [piece._replace(file=names[piece.file]) for piece in old.pieces]
-    rows = old.shape[0]
+def _joined(old: Sequence[StoredPiece], rows: int, new: StoredTensor) -> StoredTensor:
+    """Returns a tensor with the pieces of the base, which has so many rows, and those
+    of the difference."""
+    pieces = list(old)
     pieces += [
         piece._replace(start=piece.start + rows, stop=piece.stop + rows)
         for piece in new.pieces

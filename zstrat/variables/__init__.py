@@ -99,6 +99,8 @@ from .gradients._gradient_call import require_servers as require_servers
 from .gradients._optimizer import Optimizer as Optimizer
 from .gradients._optimizer import next_id as next_id
 from .gradients._optimizer import unplaced as unplaced
+from .gradients._optimizer_state import assign_leaves as assign_leaves
+from .gradients._optimizer_state import leaves_of as leaves_of
 from .gradients._rounds import Rounds as Rounds
 from .gradients._slots import OptimizerHandle as OptimizerHandle
 from .gradients._slots import SlotRule as SlotRule

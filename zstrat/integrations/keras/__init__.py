@@ -7,5 +7,9 @@
 
 Imported by itself when a scope is entered in a program that has imported keras. What
 travels to workers and parameter servers is what jax has traced, so they need no Keras;
-`shipped` has the classes of it, and so this file imports nothing.
+`shipped` has the classes of it, and so this file imports nothing of Keras.
 """
+
+from zstrat.doors import fetched_late
+
+__getattr__, __dir__ = fetched_late(__name__)

@@ -8,6 +8,9 @@ is imported, and says which Keras to install if one of these is gone:
 | `_get_jax_state` | called before the first step, and after each synchronization |
 | ``_jax_state*`` of a model | whether there is state that its variables lack |
 | `_enforce_jax_state_sharding` | of older versions: lays out what a step returns |
+| `_flatten_layers` | all layers of a model |
+| ``keras.src.backend.get_keras_mask`` | the mask that a loss is given |
+| ``_shape`` of a variable | set while a step is traced on rows of a table |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
 `make_train_function`, `make_test_function`, `make_predict_function` and
@@ -21,13 +24,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
+from .embeddings import building
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 VERSIONS: Final = "3.10 to 3.15"
 """The versions that have these names, first and last that were tried."""
 
 _METHODS: Final = (
+    "_flatten_layers",
     "_get_jax_state",
     "_symbolic_build",
     "jax_state_sync",
@@ -74,6 +80,10 @@ def take_over(model: Any, training: Any) -> None:
             training.leave_state()
             model._jax_state_synced = True
 
+    def symbolic_build(*args: Any, **kwargs: Any) -> None:
+        with building():
+            type(model)._symbolic_build(model, *args, **kwargs)
+
     def maker(mode: str, arity: int) -> Any:
         def step(state: Any, iterator: Any) -> Any:
             return training.run(mode, iterator), (None,) * arity
@@ -85,6 +95,7 @@ def take_over(model: Any, training: Any) -> None:
 
     model._zstrat_training = training
     model._get_jax_state = state
+    model._symbolic_build = symbolic_build
     model.jax_state_sync = synchronize
     model.make_train_function = maker("train", 4)
     model.make_test_function = maker("test", 3)
@@ -125,6 +136,49 @@ def without_layouts(model: Any) -> Iterator[None]:
         yield
     finally:
         del model._enforce_jax_state_sharding
+
+
+@contextlib.contextmanager
+def without_masks(model: Any) -> Iterator[None]:
+    """Refuses outputs with masks where a model computes its loss, in the block."""
+
+    from keras.src.backend import get_keras_mask
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        given = keras.tree.flatten((args, kwargs))
+        if any(get_keras_mask(each) is not None for each in given):
+            raise NotImplementedError(
+                f"the loss of model {model.name!r} is a mean over what a mask lets "
+                "through, of which replicas have different numbers, but they count by "
+                "their rows: give the mask as sample_weight to a model without masks "
+                "at its end (a layer with supports_masking=False), or use a strategy "
+                "with one replica or with parameter servers"
+            )
+        return type(model).compute_loss(model, *args, **kwargs)
+
+    model.compute_loss = compute_loss
+    try:
+        yield
+    finally:
+        del model.compute_loss
+
+
+@contextlib.contextmanager
+def with_shapes(shapes: Iterable[tuple[Any, tuple[int, ...]]]) -> Iterator[None]:
+    """Has variables take arrays of other shapes than theirs, in the block."""
+    given = [(variable, variable._shape, shape) for variable, shape in shapes]
+    try:
+        for variable, _, shape in given:
+            variable._shape = shape
+        yield
+    finally:
+        for variable, before, _ in given:
+            variable._shape = before
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Returns all layers of a model, those of layers too."""
+    return list(model._flatten_layers())
 
 
 def build(model: Any, batch: Any) -> None:

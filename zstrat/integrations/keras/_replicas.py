@@ -21,8 +21,10 @@ from zstrat.program import function
 from zstrat.strategy import MultiWorkerMirroredStrategy
 from zstrat.variables import VariableAggregation, create_variables, values
 
+from ._private import layers_of, without_masks
 from ._steps import Batch, trace_step
 from ._training import Training
+from .embeddings import layer_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +49,8 @@ class ReplicaTraining(Training):
     """Training of a model under a strategy whose replicas compute in step.
 
     Raises:
-        NotImplementedError: A loss is not a mean over rows, by which replicas count.
+        NotImplementedError: A loss is not a mean over rows, by which replicas count; if
+            that is so because of a mask, when the first step is made.
     """
 
     def __init__(self, model: Any, strategy: Any) -> None:
@@ -67,15 +70,18 @@ class ReplicaTraining(Training):
     ) -> Any:
         if isinstance(self.strategy, MultiWorkerMirroredStrategy):
             # Keras shuffles arrays by numpy's generator.
-            mine = np.random.randint(1 << 31, size=1)
-            np.random.seed(int(np.asarray(self.strategy.gather(mine, axis=0)).flat[0]))
+            kind, keys, place, *rest = np.random.get_state(legacy=True)
+            mine = np.append(keys, np.uint32(place))
+            first = np.asarray(self.strategy.gather(mine, axis=0))[: mine.size]
+            np.random.set_state((kind, first[:-1], int(first[-1]), *rest))
         return super().call(name, method, args, kwargs)
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
         steps = {batch.key: step}
-        for part in self._parts(batch):
-            if part.key not in steps:
-                steps[part.key] = trace_step(self.model, mode, part)
+        with without_masks(self.model):
+            for part in self._parts(batch):
+                if part.key not in steps:
+                    steps[part.key] = trace_step(self.model, mode, part)
         return self._step_function(steps, mode, batch)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
@@ -88,7 +94,18 @@ class ReplicaTraining(Training):
         return Ended(prepared(self.learning_rate(), arrays))
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Creates variables of the strategy."""
+        """Creates variables of the strategy.
+
+        Raises:
+            NotImplementedError: The model has a `zs.HashTable`.
+        """
+        for layer in layers_of(self.model):
+            if layer_table(layer) is not None:
+                raise NotImplementedError(
+                    f"layer {layer.name!r} has a zs.HashTable, and the model is "
+                    f"compiled under {self.strategy!r:.100}: compile it in the scope "
+                    "of a zs.ParameterServerStrategy"
+                )
         name = self.model.name
         with self.strategy.scope():
             made = [*create_variables(list(trained), name=name)]

@@ -13,24 +13,27 @@ With one worker both are what Keras does.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.program import KerasWarning
-from zstrat.variables import create_variables
+from zstrat.variables import ShardedVariable, Variable, create_variables
 
+from ._private import layers_of
 from ._sources import Draw, LeaseSource
 from ._training import Training
-from .shipped import ShippedStep, step_function
+from .embeddings import Embedding, embeddings_of, is_large, layer_table
+from .optimizers import OptimizerState
+from .shipped import step_function
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ._steps import Batch, TracedStep
     from ._training import Source, StepResult
-
-LARGE: Final = 64 << 20
-"""Bytes of an embedding about which there is a warning."""
+    from .shipped import StepProgram
 
 
 class ServerTraining(Training):
@@ -44,7 +47,7 @@ class ServerTraining(Training):
         self.workers = max(1, spec.num_tasks("worker"))
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        programs = {batch.key[1]: self._shipped(step, batch)}
+        programs = {batch.key[1]: step.program()}
         return self._step_function(step, programs, draws=False)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
@@ -65,9 +68,7 @@ class ServerTraining(Training):
         key = mode, draw.specs
         if key not in self._drawing:
             made = [self.traced(mode, spec) for spec in draw.specs]
-            programs = {
-                batch.key[1]: self._shipped(step, batch) for step, batch in made
-            }
+            programs = {batch.key[1]: step.program() for step, batch in made}
             step, _ = made[0]
             self._drawing[key] = step, self._step_function(step, programs, draws=True)
         step, run = self._drawing[key]
@@ -75,30 +76,88 @@ class ServerTraining(Training):
         return step, self._coordinator.schedule(run, args=args)
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        for variable, array in zip(self.keras_variables, trained, strict=False):
-            if array.nbytes > LARGE and "embedding" in variable.path:
-                warnings.warn(
-                    f"{variable.path!r} has {array.nbytes >> 20} MiB, and each step "
-                    "reads all of it and sends a gradient of the same size. Make it a "
-                    "zs.Variable, and look its rows up with zs.embedding_lookup in a "
-                    "step of your own (docs/libraries.md)",
-                    KerasWarning,
-                    stacklevel=2,
-                )
+        """Creates variables of the strategy, and tables of large embeddings."""
+        found = embeddings_of(layers_of(self.model), self.keras_variables)
+        self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
+        given = {n: each for n, each in found.items() if layer_table(each) is not None}
+        self.unread = frozenset(given)
+        self._require_rows_move_at_once()
+        arrays, made = [*trained, *others], {n: layer_table(given[n]) for n in given}
         with self.strategy.scope():
-            made: list[Any] = create_variables(
-                [*trained, *others], name=self.model.name
+            for number in self.tables.keys() - given:
+                made[number] = self._parted(
+                    self.keras_variables[number], arrays[number]
+                )
+            left = [n for n in range(len(arrays)) if n not in made]
+            rest: list[Any] = create_variables(
+                [arrays[n] for n in left], name=self.model.name
             )
-        return made
+        made |= dict(zip(left, rest, strict=True))
+        return [made[n] for n in range(len(arrays))]
+
+    def _parted(self, variable: Any, array: Any) -> Any:
+        """Creates a table of the rows of an array, in a part on each server or as the
+        partitioner of the strategy says."""
+        name = f"{self.model.name}/{variable.path}"
+        if self.strategy.variable_partitioner is not None:
+            return Variable(array, name=name)
+        spec = self.strategy.cluster_resolver.cluster_spec()
+        parts = np.array_split(array, min(len(array), spec.num_tasks("ps")))
+        made = create_variables(parts, name=name)
+        return made[0] if len(made) == 1 else ShardedVariable(made, name)
+
+    def _is_table(self, number: int, layer: Any) -> bool:
+        """Returns whether the rows of an embedding are looked up."""
+        if isinstance(layer, Embedding):
+            return True
+        variable = self.keras_variables[number]
+        if not is_large(variable):
+            return False
+        if number >= len(self.model.trainable_variables):
+            return True
+        trained, optimizer = self.model.trainable_variables, self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(trained)
+        if optimizer is None or OptimizerState(optimizer).rests(trained, number):
+            return True
+        warnings.warn(
+            f"{variable.path!r} is large ({list(variable.shape)}): each step reads all "
+            f"of it and sends a gradient of the same size, as {optimizer.name!r} moves "
+            "rows without a gradient, too. With zs.keras.Embedding in place of "
+            "keras.layers.Embedding such rows rest, and a step costs the rows of its "
+            "ids (docs/moving_keras.md)",
+            KerasWarning,
+            stacklevel=2,
+        )
+        return False
+
+    def _require_rows_move_at_once(self) -> None:
+        if (optimizer := self.model.optimizer) is None:
+            return
+        named = [x.name for x in self.tables.values() if isinstance(x, Embedding)]
+        several = {
+            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+            "use_ema": optimizer.use_ema,
+        }
+        for option in [name for name, value in several.items() if value and named]:
+            raise NotImplementedError(
+                f"optimizer {optimizer.name!r} has {option}, which makes one move of "
+                f"several steps, but rows of {named[0]!r} (zs.keras.Embedding) move "
+                "only in the steps that look them up: leave it out, or use "
+                "keras.layers.Embedding"
+            )
+
+    def on_servers(self) -> dict[str, Any]:
+        """Returns the variables, which it creates, and the optimizer."""
+        self.enter_state(counts=False)
+        self._make_optimizer()
+        return {"variables": self.variables, "optimizer": self.optimizer}
 
     def wait(self) -> None:
         self._coordinator.join()
 
-    def _shipped(self, step: TracedStep, batch: Batch) -> ShippedStep:
-        return ShippedStep.of(step.function, [*self.keras_variables, *batch.arrays])
-
     def _step_function(
-        self, step: TracedStep, programs: Mapping[Any, ShippedStep], *, draws: bool
+        self, step: TracedStep, programs: Mapping[Any, StepProgram], *, draws: bool
     ) -> Any:
         count = len(self.model.trainable_variables)
         return step_function(

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ._private import without_layouts
-from .shipped import Kind, pruned, traced
+from ._lookups import find_lookups, lookups_given
+from ._private import with_shapes, without_layouts
+from .embeddings import building
+from .shipped import Kind, ShippedStep, StepProgram, pruned, traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from .shipped import ShippedLookups
 
 _ADDS: Final = ("add", "add_any")
 _KEEPS: Final = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")
@@ -35,19 +39,26 @@ class Batch:
     arrays: tuple[Any, ...]
 
     @staticmethod
-    def of(data: Any) -> Batch:
-        """Flattens a batch; its arrays get dtypes that jax has.
+    def of(data: Any, *, whole: bool = False) -> Batch:
+        """Flattens a batch; its arrays get dtypes that jax has, unless it is kept
+        ``whole``, as ids of 64 bits are.
 
         Raises:
             TypeError: It has a leaf that is no array, such as a ragged tensor.
         """
         leaves, treedef = jax.tree.flatten(data)
-        return Batch(treedef, tuple(map(_array, leaves)))
+        return Batch(treedef, tuple([_array(leaf, whole=whole) for leaf in leaves]))
 
     @property
     def key(self) -> Any:
         """Equal for batches that one traced step serves."""
-        return self.treedef, tuple([(x.shape, x.dtype) for x in self.arrays])
+        dtype_of = jax.dtypes.canonicalize_dtype
+        return self.treedef, tuple([(x.shape, dtype_of(x.dtype)) for x in self.arrays])
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What a traced step takes."""
+        return [Kind(shape, dtype.name) for shape, dtype in self.key[1]]
 
     @property
     def rows(self) -> int:
@@ -55,7 +66,7 @@ class Batch:
         return next((x.shape[0] for x in self.arrays if x.ndim), 1)
 
 
-def _array(leaf: Any) -> Any:
+def _array(leaf: Any, *, whole: bool) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         given: Any = leaf  # untyped
         return given.update(dtype=jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -65,6 +76,8 @@ def _array(leaf: Any) -> Any:
         raise _not_dense(leaf) from error
     if array.dtype == object:
         raise _not_dense(leaf)
+    if whole and array.dtype.kind in "iu":
+        return array
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
@@ -79,13 +92,15 @@ def _not_dense(leaf: Any) -> TypeError:
 class TracedStep:
     """A step on arrays of given shapes.
 
-    Its inputs are the trainable and the other variables of the model, then those of the
-    batch. Its results are gradients, the next values of the ``changed`` of the other
-    variables, what the batch adds to the state of the metrics, and what else it
-    returns, with the structure ``returned``.
+    Its ``inputs`` are the trainable and the other variables of the model, or the rows
+    of ``lookups`` in place of some, then those of the batch. Its results are gradients,
+    the next values of the ``changed`` of the other variables, what the batch adds to
+    the state of the metrics, and what else it returns, with the structure ``returned``.
     """
 
     function: Callable[..., list[Any]]
+    inputs: list[Kind]
+    lookups: ShippedLookups
     gradients: int
     changed: tuple[int, ...]
     metrics: int
@@ -97,14 +112,24 @@ class TracedStep:
         rest = jax.tree.unflatten(self.returned, results[self.metrics :])
         return results[: self.metrics], rest
 
+    def program(self) -> StepProgram:
+        """Makes what is sent to workers."""
+        return StepProgram(ShippedStep.of(self.function, self.inputs), self.lookups)
 
-def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
+
+def trace_step(
+    model: Any, mode: str, batch: Batch, tables: Mapping[int, Any] | None = None
+) -> TracedStep:
     """Traces ``train_step``, ``test_step`` or ``predict_step`` of a model.
+
+    Args:
+        tables: Layers whose rows are looked up, by the number of their variable among
+            the trainable and then the other ones.
 
     Raises:
         NotImplementedError: The step does what a strategy cannot follow: it moves
-            trainable variables without ``self.optimizer.stateless_apply``, or has a
-            metric that does not add up; says what to write.
+            trainable variables without ``self.optimizer.stateless_apply``, has a
+            metric that does not add up, or reads a table otherwise; says what to write.
     """
     trained, others = model.trainable_variables, model.non_trainable_variables
     metrics = [] if mode == "predict" else model.metrics_variables
@@ -129,9 +154,16 @@ def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
         form["gradients"] = len(grads)
         return [*grads, *state, *sums, *map(jnp.asarray, rest)]
 
-    kinds = [*map(Kind.of, [*trained, *others, *metrics]), *map(Kind.of, batch.arrays)]
-    with without_layouts(model):
-        closed = traced(step, kinds)
+    variables = [*trained, *others]
+    kinds = [*map(Kind.of, [*variables, *metrics]), *batch.kinds]
+    with without_layouts(model), building(is_on=False):
+        layers = {} if tables is None else tables
+        lookups, rows = find_lookups(step, kinds, len(batch.arrays), layers)
+        for number, kind in rows.items():
+            kinds[number] = kind
+        shapes = [(variables[number], kind.shape) for number, kind in rows.items()]
+        with with_shapes(shapes):
+            closed = traced(lookups_given(step, variables, layers, rows), kinds)
     _require_sums(model, closed, form["gradients"] + groups[1], groups)
     number, inputs = form["gradients"], closed.jaxpr.invars
     states = closed.jaxpr.outvars[number : number + groups[1]]
@@ -145,12 +177,20 @@ def trace_step(model: Any, mode: str, batch: Batch) -> TracedStep:
     ]
     run = pruned(closed, kept)
     zeros = [(variable.shape, variable.dtype) for variable in metrics]
+    cut = groups[0] + groups[1]
 
     def function(*arrays: Any) -> list[Any]:
-        cut = groups[0] + groups[1]
         return run(*arrays[:cut], *[jnp.zeros(*kind) for kind in zeros], *arrays[cut:])
 
-    return TracedStep(function, number, tuple(changed), groups[2], form["returned"])
+    return TracedStep(
+        function,
+        [*kinds[:cut], *batch.kinds],
+        lookups,
+        number,
+        tuple(changed),
+        groups[2],
+        form["returned"],
+    )
 
 
 def _cut(arrays: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:

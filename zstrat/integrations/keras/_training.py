@@ -26,7 +26,7 @@ import numpy as np
 from keras.callbacks import CallbackList
 
 from zstrat.data import Dataset
-from zstrat.variables import Optimizer, values
+from zstrat.variables import Optimizer, assign_leaves, leaves_of, values
 
 from ._private import build
 from ._sources import DatasetSource, Draw, Tokens, require_no_weights
@@ -188,6 +188,10 @@ class Training(abc.ABC):
         self.keras_variables: list[Any] = []
         self.variables: list[Any] = []
         """Those of the strategy, in the order of ``keras_variables``."""
+        self.tables: dict[int, Any] = {}
+        """Layers whose rows are looked up, by the number of their variable."""
+        self.unread: frozenset[int] = frozenset()
+        """Variables that have no value here."""
         self.optimizer: Optimizer | None = None
         self._known: list[Any] = []
         self._slots: OptimizerState | None = None
@@ -218,6 +222,10 @@ class Training(abc.ABC):
     @abc.abstractmethod
     def wait(self) -> None:
         """Waits until all that was started has ended, on workers too."""
+
+    def on_servers(self) -> dict[str, Any] | None:
+        """Returns what is on parameter servers, for a `zs.Checkpoint`."""
+        return None
 
     def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
         """Returns data that Keras does not know, to be read here."""
@@ -340,7 +348,7 @@ class Training(abc.ABC):
 
     def prepared(self, mode: str, data: Any) -> tuple[TracedStep, Any, Batch]:
         """Returns the step for a batch like this one, which it makes once."""
-        batch = Batch.of(data)
+        batch = Batch.of(data, whole=bool(self.unread))
         key = mode, batch.key
         if key not in self._steps:
             step, _ = self.traced(mode, data)
@@ -352,7 +360,7 @@ class Training(abc.ABC):
         if mode == "train":
             self._make_optimizer()
         batch = Batch.of(data)
-        return trace_step(self.model, mode, batch), batch
+        return trace_step(self.model, mode, batch, self.tables), batch
 
     def _complete_up_to(self, pending: Pending) -> None:
         while pending in self._queue:
@@ -406,6 +414,8 @@ class Training(abc.ABC):
         if not self.variables:
             self._create()
         for number, variable in enumerate(self.keras_variables):
+            if number in self.unread:
+                continue
             if variable.value is not self._known[number]:
                 self._known[number] = variable.value
                 self.variables[number].assign(np.asarray(variable.value))
@@ -413,18 +423,19 @@ class Training(abc.ABC):
             now = [variable.value for variable in self._slots.variables]
             if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
                 self._slots_known = now
-                self.optimizer.state = list(map(np.asarray, now))
+                assign_leaves(self.optimizer, map(np.asarray, now))
 
     def _pull_values(self) -> None:
         """Assigns the trained values to Keras' variables."""
         self.wait()
-        for number, value in enumerate(values(self.variables)):
+        read = [n for n in range(len(self.variables)) if n not in self.unread]
+        given = values([self.variables[number] for number in read])
+        for number, value in zip(read, given, strict=True):
             self.keras_variables[number].assign(value)
             self._known[number] = self.keras_variables[number].value
         if self.optimizer is not None and self._slots is not None:
-            pairs = zip(self._slots.variables, self.optimizer.state, strict=True)
-            for variable, value in pairs:
-                variable.assign(value)
+            for number, value in leaves_of(self.optimizer).items():
+                self._slots.variables[number].assign(value)
             self._slots_known = [variable.value for variable in self._slots.variables]
 
     def _create(self) -> None:
@@ -446,7 +457,7 @@ class Training(abc.ABC):
         self._slots = slots
         self._slots_known = [variable.value for variable in slots.variables]
         if not slots.is_fresh():
-            self.optimizer.state = list(map(np.asarray, self._slots_known))
+            assign_leaves(self.optimizer, map(np.asarray, self._slots_known))
 
 
 def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:

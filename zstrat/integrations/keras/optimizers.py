@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import keras
 import numpy as np
 
-from .shipped import Kind, Operations, ShippedUpdate, traced
+from ._private import with_shapes
+from .shipped import ROWS, Kind, Operations, ShippedUpdate, at, traced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 class OptimizerState:
@@ -58,9 +59,38 @@ class OptimizerState:
         Raises:
             NotImplementedError: It computes something that no parameter server can.
         """
-        n = len(trained)
-        state = [Kind.of(variable) for variable in self.variables]
         kinds = [Kind.of(variable) for variable in trained]
+        sizes = [kind.shape[0] if kind.shape else None for kind in kinds]
+        whole, first = self._traced(trained, {})
+        # Lengths that a program of its own treats as it would treat any other.
+        shapes = dict.fromkeys([kind.shape for kind in kinds if kind.shape])
+        named = {shape: ROWS + n for n, shape in enumerate(shapes)}
+        try:
+            free, free_first = self._traced(trained, named)
+        except Exception:  # it cannot be traced in another size
+            return ShippedUpdate(whole, first, tuple(sizes))
+        known = {name: shape[0] for shape, name in named.items()}
+        if not free.at(known).equals(whole):
+            return ShippedUpdate(whole, first, tuple(sizes))
+        rows = [named.get(kind.shape) for kind in kinds]
+        return ShippedUpdate(free, free_first, tuple(rows))
+
+    def _traced(
+        self, trained: Sequence[Any], named: Mapping[tuple[int, ...], int]
+    ) -> tuple[Operations, tuple[tuple[Kind, Any], ...]]:
+        """Traces the optimizer for arrays of other lengths than those of its variables:
+        ``named`` has them, by shape."""
+
+        def kind_of(variable: Any) -> Kind:
+            kind = Kind.of(variable)
+            rows = named.get(kind.shape)
+            return kind if rows is None else Kind((rows, *kind.shape[1:]), kind.dtype)
+
+        n = len(trained)
+        state = list(map(kind_of, self.variables))
+        kinds = list(map(kind_of, trained))
+        pairs = zip([*self.variables, *trained], [*state, *kinds], strict=True)
+        shapes = [(variable, kind.shape) for variable, kind in pairs]
 
         def update(*arrays: Any) -> list[Any]:
             rate, grads, values = arrays[-1], arrays[:n], arrays[n + len(state) : -1]
@@ -76,7 +106,8 @@ class OptimizerState:
             ]
             return moves + kept
 
-        closed = traced(update, [*kinds, *state, *kinds, Kind((), "float32")])
+        with with_shapes(shapes):
+            closed = traced(update, [*kinds, *state, *kinds, Kind((), "float32")])
         try:
             program = Operations.of(closed)
         except NotImplementedError as error:
@@ -87,7 +118,33 @@ class OptimizerState:
                 "an optimizer of keras.optimizers"
             ) from None
         first = [_uniform(np.asarray(variable.value)) for variable in self.variables]
-        return ShippedUpdate(program, tuple(zip(state, first, strict=True)))
+        return program, tuple(zip(state, first, strict=True))
+
+    def rests(self, trained: Sequence[Any], number: int) -> bool:
+        """Returns whether a row without a gradient stays as it is, with its state,
+        whatever both are: then it is enough to update the other rows."""
+        update, rng = self.shipped(trained), np.random.default_rng(0)
+        rows, optimizer = update.rows[number], self._optimizer
+        if rows is None or rows < ROWS or trained[number].constraint is not None:
+            return False
+        if optimizer.gradient_accumulation_steps:
+            return False
+
+        def drawn(kind: Kind, least: float) -> np.ndarray:
+            return rng.uniform(least, 2, kind.shape).astype(kind.dtype)
+
+        values = [
+            drawn(Kind((2, *v.shape[1:]) if v.shape else (), v.dtype), -2)
+            for v in trained
+        ]
+        sizes = {name: 2 for name in update.rows if name is not None}
+        state = [drawn(at(kind, sizes), 1) for kind, _ in update.first]
+        zeros = list(map(np.zeros_like, values))
+        moves, after = update.update(zeros, state, values, learning_rate=0.5)
+        own = [n for n, (kind, _) in enumerate(update.first) if rows in kind.shape]
+        return not np.any(moves[number]) and all(
+            np.array_equal(after[n], state[n]) for n in own
+        )
 
     def is_fresh(self) -> bool:
         """Whether `ShippedUpdate.init` gives the present state."""

@@ -21,8 +21,7 @@ import numpy as np
 from jax import export
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 
-from zstrat.program import function
-from zstrat.variables import values
+from zstrat.program import embedding_lookup, function, value_and_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,9 @@ _PLATFORMS: Final = ("cpu", "cuda", "tpu")
 _NAMES: Final = {
     id(value): name for name, value in vars(primitives).items() if name.endswith("_p")
 }
+ROWS: Final = 1_000_003
+"""The first of the numbers that stand for lengths in programs of any number of rows."""
+
 _CALLS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters of calls that are replaced by their bodies."""
 
@@ -101,12 +103,52 @@ class ShippedStep:
             mlir_module_serialized=self.module,
             module_kept_var_idx=self.kept,
         )
-        results: list[Any] = made.call(*arrays)
+        # Ids of 64 bits among the others must not look as if they were used here.
+        given = [
+            array if number in self.kept else jnp.zeros(kind.shape, kind.dtype)
+            for number, (array, kind) in enumerate(
+                zip(arrays, self.inputs, strict=True)
+            )
+        ]
+        results: list[Any] = made.call(*given)
         return results
 
 
+@dataclass(frozen=True)
+class ShippedLookups:
+    """Look-ups of rows that a step needs in place of whole tables.
+
+    Args:
+        tables: The number of the variable for each look-up.
+        ids: Program of the batch, which gives the ids of each look-up.
+    """
+
+    tables: tuple[int, ...] = ()
+    ids: Operations | None = None
+
+    def rows(self, tables: Mapping[int, Any], batch: Sequence[Any]) -> dict[int, Any]:
+        """Looks up the rows of all look-ups, ``[n, row]`` for each table."""
+        if self.ids is None:
+            return {}
+        found: dict[int, list[Any]] = {number: [] for number in tables}
+        ids = self.ids(*batch)
+        for number, each in zip(self.tables, ids, strict=True):
+            rows = embedding_lookup(tables[number], each.reshape(-1))
+            found[number].append(rows)
+        return {n: jnp.concatenate(each) for n, each in found.items()}
+
+
+class StepProgram(NamedTuple):
+    """A step for batches of one kind. It takes the values of the variables, or rows of
+    ``lookups``, and the batch; it returns gradients, the next values of the ``changed``
+    of what is not trained, and the results of the step."""
+
+    step: ShippedStep
+    lookups: ShippedLookups
+
+
 def step_function(
-    programs: Mapping[Any, ShippedStep],
+    programs: Mapping[Any, StepProgram],
     params: Sequence[Any],
     state: Sequence[Any],
     optimizer: Optimizer | None,
@@ -117,25 +159,43 @@ def step_function(
     """Makes the step function that workers run.
 
     Args:
-        programs: By the shapes and dtypes of a batch. They take the values of
-            ``params`` and ``state``, and the batch; they return gradients, the next
-            values of the ``changed`` of ``state``, and the results of the step.
+        programs: By the shapes and dtypes of a batch.
+        params: What is trained; ``state`` is what is not.
         optimizer: Gets the gradients; None: there are none.
         draws: The step draws its batch from an iterator that it is called with.
     """
+    variables, trained = [*params, *state], len(params)
 
     def keras_step(rate: Any, *arrays: Any) -> list[Any]:
         if draws:
             arrays = tuple(map(jnp.asarray, jax.tree.leaves(next(arrays[0]))))
-        program = programs[tuple([(x.shape, x.dtype) for x in arrays])]
-        before = values(state)
-        results = program(*values(params), *before, *arrays)
+        step, lookups = programs[tuple([(x.shape, x.dtype) for x in arrays])]
+        tables = {number: variables[number] for number in lookups.tables}
+        known = {n: v.value() for n, v in enumerate(variables) if n not in tables}
+
+        def seen(tables: Mapping[int, Any]) -> tuple[Any, list[Any]]:
+            """Runs the step; the gradient of its number is that of the rows."""
+            rows = lookups.rows(tables, arrays)
+            given = known | jax.tree.map(jax.lax.stop_gradient, rows)
+            results = step(*[given[n] for n in range(len(variables))], *arrays)
+            own = [jnp.vdot(rows[n], results[n]) for n in rows if n in moved]
+            return sum(own, jnp.float32(0)), results
+
+        moved = {n: tables[n] for n in tables if n < trained and optimizer is not None}
+        results: list[Any]
+        slices: Mapping[int, Any] = {}
+        if moved:
+            looked_up = value_and_grad(lambda own: seen(tables | own), has_aux=True)
+            (_, results), slices = looked_up(moved)
+        else:
+            _, results = seen(tables)
         if optimizer is not None:
-            grads, results = results[: len(params)], results[len(params) :]
+            grads = [slices.get(n, results[n]) for n in range(trained)]
             optimizer.apply_gradients(grads, params, learning_rate=rate)
+            results = results[trained:]
         for at, after in zip(changed, results, strict=False):
             if state[at].dtype.kind in "iu":
-                state[at].assign_add(after - before[at])
+                state[at].assign_add(after - known[trained + at])
             else:
                 state[at].assign(after)
         return results[len(changed) :]
@@ -155,7 +215,11 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """A flat program; values are numbered, the inputs first."""
+    """A flat program; values are numbered, the inputs first.
+
+    A length of `ROWS` or more is no number but a name, for which a user of the program
+    puts in how many there are (`at`).
+    """
 
     inputs: int
     steps: tuple[Operation, ...]
@@ -172,6 +236,17 @@ class Operations:
         outputs = flat.inline(closed, tuple(range(flat.count)))
         return Operations(len(closed.jaxpr.invars), tuple(flat.steps), tuple(outputs))
 
+    def at(self, rows: Mapping[int, int]) -> Operations:
+        """Returns the program for so many rows."""
+        steps = [
+            step._replace(parameters=at(step.parameters, rows)) for step in self.steps
+        ]
+        return Operations(self.inputs, tuple(steps), self.outputs)
+
+    def equals(self, other: Operations) -> bool:
+        """Whether it computes the same."""
+        return bool(_form(self) == _form(other))
+
     def __call__(self, *arrays: Any) -> list[Any]:
         values: dict[int, Any] = dict(enumerate(arrays))
 
@@ -183,6 +258,40 @@ class Operations:
             results = _performed(step, operands)
             values.update(zip(step.results, results, strict=True))
         return [jnp.asarray(value(output)) for output in self.outputs]
+
+
+def at(given: Any, rows: Mapping[int, int]) -> Any:
+    """Puts numbers of rows into shapes, and what has them."""
+    match given:
+        case bool():
+            return given
+        case int():
+            return rows.get(given, given)
+        case tuple():
+            made = [at(each, rows) for each in given]
+            # A tuple with names takes its elements one by one.
+            return tuple(made) if type(given) is tuple else type(given)(*made)
+        case list():
+            return [at(each, rows) for each in given]
+        case dict():
+            return {name: at(each, rows) for name, each in given.items()}
+        case Operations():
+            return given.at(rows)
+    return given
+
+
+def _form(given: Any) -> Any:
+    """Returns something that is equal for equal programs."""
+    match given:
+        case Operations():
+            return given.inputs, _form(given.steps), _form(given.outputs)
+        case np.ndarray():
+            return given.dtype.name, given.shape, given.tobytes()
+        case tuple() | list():
+            return tuple(map(_form, given))
+        case dict():
+            return tuple([(name, _form(each)) for name, each in sorted(given.items())])
+    return repr(given)
 
 
 def _performed(step: Operation, operands: list[Any]) -> list[Any]:
@@ -250,20 +359,30 @@ class ShippedUpdate:
         program: Of the gradients, the state, the values and the rate; gives the changes
             of the values, and the next state.
         first: The kind of each array of the state, and the value of all its elements.
+        rows: For each value how many rows it has in ``program`` and ``first``, `ROWS`
+            or more if it may have any number; None for one without rows.
     """
 
     program: Operations
     first: tuple[tuple[Kind, Any], ...]
+    rows: tuple[int | None, ...]
 
     def init(self, values: Any) -> list[jax.Array]:
-        return [jnp.full(kind.shape, value, kind.dtype) for kind, value in self.first]
+        sizes = self._sizes(values)
+        pairs = [(at(kind, sizes), value) for kind, value in self.first]
+        return [jnp.full(kind.shape, value, kind.dtype) for kind, value in pairs]
 
     def update(
         self, grads: Any, state: Any, values: Any, *, learning_rate: Any = 0.0, **_: Any
     ) -> tuple[list[Any], list[Any]]:
         rate = jnp.asarray(learning_rate, jnp.float32)
-        results = self.program(*grads, *state, *values, rate)
+        program = self.program.at(self._sizes(values))
+        results = program(*grads, *state, *values, rate)
         return results[: len(grads)], results[len(grads) :]
+
+    def _sizes(self, values: Any) -> dict[int, int]:
+        pairs = zip(self.rows, values, strict=True)
+        return {rows: value.shape[0] for rows, value in pairs if rows is not None}
 
 
 def traced(function: Callable[..., Any], kinds: Sequence[Any]) -> Any:

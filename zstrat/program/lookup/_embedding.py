@@ -24,6 +24,7 @@ import numpy as np
 from zstrat.program.gradients._lookup_discovery import Substitution
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._eager import Immediate
+from zstrat.program.trace._wide import whole
 from zstrat.variables import (
     ABSENT,
     AbstractVariable,
@@ -100,12 +101,10 @@ def lookup(
     layout = _STRATEGIES[partition_strategy]
     table, via = _table(params, layout)
     ids = _ids_given(ids, "ids" if table is None else f"ids of {table}")
-    if table is not None and not isinstance(recorder.get(), Immediate | None):
+    if table is not None and not _is_immediate():
         require_whole_ids(table, ids)
     if valid is not None:
-        if table is not None and table.is_hashed:
-            ids = _signed(ids)
-        ids = _masked(ids, valid, None if table is None else table)
+        ids = _masked(ids, valid, table)
     if table is None:
         rows = _taken(_parts(params), ids, layout)
     else:
@@ -136,19 +135,30 @@ def _downcast(ids: Any) -> jax.Array:
     return jnp.asarray(ids, dtype)
 
 
-def _signed(ids: Any) -> Any:
-    """Casts unsigned ids of a hashed table, each to another one."""
+def _is_immediate() -> bool:
+    """Returns whether lookups are done at once: not in a step that is traced."""
+    return isinstance(recorder.get(), Immediate | None)
+
+
+def _signed(table: Table, ids: Any) -> Any:
+    """Casts unsigned ids of a hashed table, each to another one. Raises as
+    `require_whole_ids`."""
     if ids.dtype.kind != "u" or ids.dtype.itemsize < 4:
         return ids
-    if isinstance(ids, jax.core.Tracer):
-        return ids.astype(np.int32 if ids.dtype.itemsize == 4 else np.int64)
-    return np.asarray(ids).astype(np.int64)
+    if _is_immediate() and not isinstance(ids, jax.core.Tracer):
+        return np.asarray(ids).astype(np.int64)
+    require_whole_ids(table, ids)
+    ids, signed = jnp.asarray(ids), jax.dtypes.canonicalize_dtype(np.int64)
+    # With 32 bits some are negative in the trace, not where it is evaluated.
+    return (whole(ids) if signed == np.int32 else ids).astype(signed)
 
 
 def _masked(ids: Any, valid: Any, table: Table | None) -> Any:
     """Replaces ids that are not valid, by `ABSENT` if they are of a table; in numpy if
     nothing is traced."""
     fill = 0 if table is None else ABSENT
+    if table is not None and table.is_hashed:
+        ids = _signed(table, ids)
     xp: Any = np
     wide = np.dtype(np.int64)
     if any(isinstance(array, jax.core.Tracer) for array in (ids, valid)):
@@ -387,35 +397,38 @@ def safe_embedding_lookup_sparse(
     zeros.
     """
     bag = _Bag.of(ids, weights)
-    is_hashed = _is_hashed(params)
-    if not is_hashed:
+    table = _hashed_table(params)
+    if table is None:
         bag = bag.with_valid(bag.valid & (bag.ids >= 0))
     if combiner != "sum" and bag.weights is not None:
         bag = bag.with_valid(bag.valid & (bag.weights > 0))
     if default_id is not None:
-        bag = bag.filled(operator.index(default_id), is_hashed=is_hashed)
+        bag = bag.filled(operator.index(default_id), table)
     return bag.combined(params, combiner, max_norm, partition_strategy)
 
 
-def _is_hashed(params: Any) -> bool:
-    parts = params if isinstance(params, list | tuple) else [params]
-    return any(
-        isinstance(part, AbstractVariable) and part.table.is_hashed for part in parts
-    )
+def _hashed_table(params: Any) -> Table | None:
+    for part in params if isinstance(params, list | tuple) else [params]:
+        if isinstance(part, AbstractVariable) and part.table.is_hashed:
+            return part.table
+    return None
 
 
 def _with_default(
-    ids: Any, default: int, shape: tuple[int, ...], is_hashed: bool
+    ids: Any, default: int, shape: tuple[int, ...], table: Table | None
 ) -> Any:
     """Adds a default id to rows of ids; those of a hashed table are not downcast.
 
     Raises:
-        ValueError: The default id does not fit the dtype of ids that are traced.
+        ValueError: The default id does not fit the dtype of ids that are traced, or
+            as `require_whole_ids`.
     """
-    if is_hashed and not isinstance(ids, jax.core.Tracer):
-        defaults = np.full(shape, default, np.int64)
-        return np.concatenate([_signed(ids).astype(np.int64), defaults], axis=-1)
-    own = _downcast(_signed(ids) if is_hashed else ids)
+    if table is not None:
+        ids = _signed(table, ids)
+        if not isinstance(ids, jax.core.Tracer):
+            defaults = np.full(shape, default, np.int64)
+            return np.concatenate([ids.astype(np.int64), defaults], axis=-1)
+    own = _downcast(ids)
     fit = np.iinfo(own.dtype)
     if not fit.min <= default <= fit.max:
         raise ValueError(
@@ -478,7 +491,7 @@ class _Bag:
     def with_valid(self, valid: Any) -> _Bag:
         return replace(self, valid=valid)
 
-    def filled(self, default: int, *, is_hashed: bool) -> _Bag:
+    def filled(self, default: int, table: Table | None) -> _Bag:
         """Adds the default id to each row, valid only if the row has no other id."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
         row_ids = self.row_ids
@@ -493,7 +506,7 @@ class _Bag:
             ones = jnp.ones(empty.shape, weights.dtype)
             weights = jnp.concatenate([weights, ones], axis=-1)
         return _Bag(
-            _with_default(self.ids, default, empty.shape, is_hashed),
+            _with_default(self.ids, default, empty.shape, table),
             jnp.concatenate([self.valid, empty], axis=-1),
             weights,
             row_ids,

@@ -23,7 +23,7 @@ from zstrat.program._compile import own
 from zstrat.program._results import SUMMED, Computed, outgoing, parted
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import Flow
-from zstrat.program.trace._wide import evaluator, with_64_bits
+from zstrat.program.trace._wide import evaluator, has_whole, with_64_bits
 from zstrat.rows import sums
 
 from ._lookups import Level, Wanted
@@ -143,7 +143,8 @@ def _compiled(
     """Compiles a program that returns the ids of each dtype as one vector."""
     outputs = [output for same in computed.values() for output in same]
     part, needed = flow.part(outputs)
-    if not wide.isdisjoint(needed):
+    is_wide = has_whole(flow) or not wide.isdisjoint(needed)
+    if is_wide:
         part, needed = flow.part(outputs, evaluate=evaluator(wide))
     chosen = inputs.givens(needed)
 
@@ -151,14 +152,16 @@ def _compiled(
         known = dict(zip(chosen, given, strict=True))
         outputs_made = part(*[inputs.of(number, known, blocks) for number in needed])
         ids = dict(zip(outputs, outputs_made, strict=True))
-        return {
-            dtype: jnp.concatenate([ids[output].reshape(-1) for output in same])
-            for dtype, same in computed.items()
-        }
+        vectors = {}
+        for dtype, same in computed.items():
+            parts = [ids[output].reshape(-1) for output in same]
+            widest = max([part.dtype for part in parts], key=lambda kind: kind.itemsize)
+            vectors[dtype] = jnp.concatenate([part.astype(widest) for part in parts])
+        return vectors
 
     program.__name__ = program.__qualname__ = f"{name}_ids"
     jitted: Callable[..., Any] = jax.jit(program)
-    if not wide.isdisjoint(needed):
+    if is_wide:
         places = [n for n, number in enumerate(chosen) if number in wide]
         jitted = with_64_bits(jitted, places)
     return lambda given, blocks: jitted([given[number] for number in chosen], blocks)

@@ -88,6 +88,13 @@ class Flow:
         numbers = [n for n, var in enumerate(self._jaxpr.invars) if var is origin[0]]
         return numbers[0] if numbers else None
 
+    def has_marked(self, name: str) -> bool:
+        """Returns whether a value is marked with this name."""
+        return any(
+            eqn.primitive.name == "name" and eqn.params["name"] == name
+            for eqn in self._jaxpr.eqns
+        )
+
     def inputs_of_marked(self, name: str) -> int:
         """Returns the inputs, as bits, that values marked with this name by jax's
         ``checkpoint_name`` depend on."""

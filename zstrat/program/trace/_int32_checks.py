@@ -48,18 +48,13 @@ if TYPE_CHECKING:
 def wide_leaves(
     call: CutCall, gaps: Sequence[int], elements: Sequence[Element]
 ) -> dict[int, str]:
-    """Finds the leaves of inputs and elements that are integers jax would downcast, or
-    that do not fit its signed ones.
+    """Finds the leaves of inputs and elements that are integers jax would downcast.
 
     Returns their places, for messages, by number. ``gaps`` are the numbers of the
     leaves that are inputs.
     """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    wide = [
-        number
-        for number, leaf in enumerate(leaves)
-        if is_integer_downcast(leaf) or _is_unsigned(leaf)
-    ]
+    wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
     if not wide:
         return {}
     args, kwargs = call.treedef.unflatten(call.leaves)
@@ -152,10 +147,11 @@ def require_fitting(
         raise ValueError(
             f"{place} of the step function {step!r} contains {_wrong(leaf)}, and the "
             f"step computes ids of rows from it. jax would downcast {leaf.dtype} to "
-            "32 bits and use another row: make it fit before (hash it in the dataset), "
-            "pass ids of lookups on parameter servers without computing with them, or "
-            "switch on jax_enable_x64 in this program and on the workers "
-            "(JAX_ENABLE_X64=1)"
+            "32 bits and use another row: make it fit before (hash it, or take its "
+            "remainder, in the dataset), pass ids of lookups on parameter servers "
+            "without computing with them, or those of a zs.HashTable without loops and "
+            "branches of jax.lax (scan, while_loop, cond) and callbacks, or switch on "
+            "jax_enable_x64 in this program and on the workers (JAX_ENABLE_X64=1)"
         )
 
 
@@ -193,13 +189,6 @@ def is_integer_downcast(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return False
     return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
-
-
-def _is_unsigned(leaf: Any) -> bool:
-    """Returns whether an id of a hashed table may need more than jax's integers."""
-    is_array = isinstance(leaf, np.ndarray | np.generic)
-    narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
-    return is_array and leaf.dtype == np.uint32 and narrow
 
 
 class DowncastCheck:

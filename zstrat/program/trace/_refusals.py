@@ -313,7 +313,8 @@ def hashed_update(table: Table, where: str) -> ValueError:
         f"{where}: rows of {table} are updated by other ids than the step looks up "
         "with one zs.embedding_lookup or several: in steps give an optimizer the "
         "gradient of zs.value_and_grad as it is, or scatter_add by the very ids of a "
-        "look-up; between steps use table.assign(ids, values)"
+        "look-up; if ids are computed from rows of this table, pass them to a step "
+        "of their own; between steps use table.assign(ids, values)"
     )
 
 

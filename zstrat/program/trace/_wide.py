@@ -9,6 +9,9 @@ there, too. All other values keep the dtypes of the trace. An operation that is 
 known here gets 32 bits, and the inputs that it depends on are `Widened.narrowed`: they
 have to fit.
 
+Inputs of 32 bits are computed with 32, as jax does. What a look-up does with them that
+needs more (a sign for padding beside uint32) is `whole`.
+
 The evaluation itself runs where 64 bits are switched on, as `jax.enable_x64` does.
 """
 
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 
 from ._flow import Flow, inside
@@ -70,9 +74,24 @@ _WRITES: Final = {
 _POSITIONS: Final = frozenset({"gather", "dynamic_slice", *_WRITES})
 """Operations whose other operands are positions, of any integer dtype."""
 
-_SMALL: Final = ("bool", "int8", "int16", "uint8", "uint16")
+_CONTAINED: Final = ("bool", "int8", "int16", "uint8", "uint16", "uint32")
+"""Dtypes whose numbers have the same value as int64."""
+
+_WHOLE: Final = "zstrat ids"
 
 _WIDE: Final = {"int32": np.dtype(np.int64), "uint32": np.dtype(np.uint64)}
+
+
+def whole(ids: jax.Array) -> jax.Array:
+    """Marks uint32 ids in a step that are evaluated with 64 bits from here on."""
+    named: jax.Array = checkpoint_name(ids, _WHOLE)  # type: ignore[no-untyped-call]
+    return named
+
+
+def has_whole(flow: Flow) -> bool:
+    """Returns whether a program has such ids."""
+    return flow.has_marked(_WHOLE)
+
 
 Evaluate = Callable[[ClosedJaxpr, list[int]], Callable[..., Any]]
 
@@ -80,9 +99,9 @@ Evaluate = Callable[[ClosedJaxpr, list[int]], Callable[..., Any]]
 class _Value(NamedTuple):
     """A value of the program.
 
-    ``mask`` has the wide inputs that a wide one depends on, as bits; 0 if it is not
-    wide. ``own`` is the same with 64 bits, if it is computed from the step's own
-    numbers alone.
+    ``mask`` has the wide inputs that a wide one depends on, as bits, and one more for
+    `whole` ids; 0 if it is not wide. ``own`` is the same with 64 bits, if it is
+    computed from the step's own numbers alone, or cast from uint32.
     """
 
     value: Any
@@ -132,6 +151,9 @@ class Widened:
     def _made(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
         is_wide = any(each.mask for each in given)
         name, inner = eqn.primitive.name, inside(eqn)
+        if name == "name" and eqn.params["name"] == _WHOLE:
+            value, mask, _ = self._widened(given[0])
+            return [_Value(value, mask | 1 << len(self._closed.jaxpr.invars))]
         if name == "shard_map" or not (is_wide or name in ("jit", "pjit")):
             inner = None
         if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
@@ -252,7 +274,7 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
     if name == "iota":
         return [eqn.primitive.bind(*values, **{**eqn.params, "dtype": np.dtype("i8")})]
     together = _together(eqn)
-    if name == "convert_element_type" and eqn.invars[0].aval.dtype.name in _SMALL:
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype.name in _CONTAINED:
         return _bound(eqn, values)
     if not together or any(given[place].own is None for place in together):
         return None

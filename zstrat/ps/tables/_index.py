@@ -2,9 +2,10 @@
 
 Each bucket of ids is an open-addressing table with linear probing, in a *segment* of
 2ᵏ records of 16 bytes, the id and its row side by side, so that a lookup misses the
-cache once. All ids of a request are looked up together, round by round: in round i each
-id that was not found looks at its i-th record. Ids sorted by their hash walk through
-the memory in order, which costs half as much as at random.
+cache once. All ids of a request are looked up together, round by round: in the first
+each id looks at its first record, then those that were not found at several more. Ids
+sorted by their hash walk through the memory in order, which costs half as much as at
+random.
 
 Growth: a bucket whose segment is full moves to one twice as large. Buckets differ in
 how full they may be, by a factor of two, so that they grow one after the other, and no
@@ -36,6 +37,10 @@ through it."""
 _RECORD: Final = np.dtype(np.complex128)
 """What numpy copies a record as: no other type of 16 bytes is taken as fast."""
 
+
+_AT_ONCE: Final = 1024
+"""Records that are looked at in a round if few ids are left: as much as it costs to
+begin one."""
 
 _PERIOD: Final = 512
 """Buckets after which limits repeat. Neighbours grow one after the other, so that they
@@ -137,18 +142,21 @@ class IdIndex:
         pairs = self._pairs(at)
         rows = pairs[:, 1] - 1
         left = np.flatnonzero((pairs[:, 0] != ids) & (rows != NO_ROW))
-        if left.size:
-            wanted, places = ids.take(left), hashes.take(left)
-            start, mask = starts.take(left), masks.take(left)
+        first = 1
         while left.size:
-            places += 1
-            here = (places & mask) + start
-            pairs = self._pairs(here)
-            row = pairs[:, 1] - 1
-            at[left], rows[left] = here, row
-            more = np.flatnonzero((pairs[:, 0] != wanted) & (row != NO_ROW))
-            left, places, wanted = left.take(more), places.take(more), wanted.take(more)
-            start, mask = start.take(more), mask.take(more)
+            width = 1 + _AT_ONCE // len(left)
+            steps = np.arange(first, first + width)
+            here = hashes.take(left)[:, None] + steps
+            here &= masks.take(left)[:, None]
+            here += starts.take(left)[:, None]
+            pairs = self._pairs(here.ravel())
+            found = pairs[:, 0].reshape(here.shape) == ids.take(left)[:, None]
+            found |= pairs[:, 1].reshape(here.shape) == 0
+            ends = np.arange(0, here.size, width) + found.argmax(1)
+            at[left] = here.ravel().take(ends)
+            rows[left] = pairs[:, 1].take(ends) - 1
+            left = left[~found.ravel().take(ends)]
+            first += width
         np.maximum(rows, NO_ROW, out=rows)
         return at, rows
 

@@ -22,10 +22,11 @@ from ._gradient_call import Binds
 from ._tree_updates import lives_here
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from zstrat.optimizers import TreeRule
     from zstrat.variables._storage import VariableHandle
+    from zstrat.variables._table import Table
 
     from ._gradient_call import CalledOptimizer, GradientCall
 
@@ -35,13 +36,38 @@ def state_of(optimizer: CalledOptimizer) -> Any:
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
     _require_no_hashed_rows(call, tree)
-    slots = _slots_of(call)
-    leaves = [_leaf_of(call, tree, slots, n) for n in range(len(tree.state()))]
-    if any(leaf is None for leaf in leaves):
-        initial = _initial(call, [n for n, leaf in enumerate(leaves) if leaf is None])
-        leaves = [initial.get(n, leaf) for n, leaf in enumerate(leaves)]
+    leaves = _leaves(call, tree, range(len(tree.state())))
     with tree.precision():
-        return tree.state_of().with_lists([jnp.asarray(leaf) for leaf in leaves])
+        return tree.state_of().with_lists(
+            [jnp.asarray(leaf) for leaf in leaves.values()]
+        )
+
+
+def leaves_of(optimizer: CalledOptimizer) -> dict[int, Any]:
+    """Reads the leaves of the state by number, but for those that have something for
+    each row of a table of any id."""
+    call = _known(optimizer)
+    tree = call.rule(is_here=lives_here(call), is_traced=False)
+    hashed = _of_hashed_rows(call, tree)
+    return _leaves(call, tree, [n for n in range(len(tree.state())) if n not in hashed])
+
+
+def assign_leaves(optimizer: CalledOptimizer, leaves: Iterable[np.ndarray]) -> None:
+    """Assigns the leaves of the state, which fit it, but for those that have something
+    for each row of a table of any id."""
+    call = _known(optimizer)
+    hashed = _of_hashed_rows(call, call.rule(is_here=lives_here(call)))
+    _assign(call, {n: leaf for n, leaf in enumerate(leaves) if n not in hashed})
+
+
+def _leaves(
+    call: GradientCall, tree: TreeRule, numbers: Iterable[int]
+) -> dict[int, Any]:
+    slots = _slots_of(call)
+    leaves: dict[int, Any] = {n: _leaf_of(call, tree, slots, n) for n in numbers}
+    if missing := [number for number, leaf in leaves.items() if leaf is None]:
+        leaves.update(_initial(call, missing))
+    return leaves
 
 
 def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
@@ -256,14 +282,23 @@ def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
     Raises:
         ValueError: The optimizer keeps something for each row of such a table.
     """
+    for table, slots in _of_hashed_rows(call, tree).values():
+        raise ValueError(
+            f"optimizer {call.optimizer.name!r} keeps {slots} for each row of {table}, "
+            "so its state has no fixed shape. Read and assign its hyperparams, and "
+            "save it in a zs.Checkpoint; or give the table its own optimizer, and "
+            "read the state of the other one"
+        )
+
+
+def _of_hashed_rows(call: GradientCall, tree: TreeRule) -> dict[int, tuple[Table, str]]:
+    """Returns the leaves of the state that have something for each row of a table of
+    any id, by number: the table, and the names of all that are kept for it."""
+    found: dict[int, tuple[Table, str]] = {}
     for leaf, target in enumerate(call.targets):
-        if not target.table.is_hashed:
-            continue
-        slots = call.optimizer.leaf_rule(tree, leaf).slots
-        if kept := [slot.name for slot in slots if slot.rows]:
-            raise ValueError(
-                f"optimizer {call.optimizer.name!r} keeps {', '.join(kept)} for each "
-                f"row of {target.table}, so its state has no fixed shape. Read and "
-                "assign its hyperparams, and save it in a zs.Checkpoint; or give the "
-                "table its own optimizer, and read the state of the other one"
-            )
+        if target.table.is_hashed:
+            slots = call.optimizer.leaf_rule(tree, leaf).slots
+            kept = [slot for slot in slots if slot.rows]
+            names = ", ".join(slot.name for slot in kept)
+            found |= {slot.state: (target.table, names) for slot in kept}
+    return found

@@ -1,0 +1,300 @@
+"""Embeddings of Keras that are tables on parameter servers: steps look rows up, and
+send gradients of rows. The oracle is plain Keras, with optimizers that leave rows alone
+that have no gradient."""
+
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+keras = pytest.importorskip("keras")
+layers = keras.layers
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+)
+
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 50, (60, 4)).astype("int32")
+OTHERS = RNG.integers(0, 9, 60).astype("int32")
+Y = (IDS.sum(1) % 2).astype("int64")
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
+        made = zs.ParameterServerStrategy(cluster.resolver)
+        yield made
+        made.close()
+
+
+def towers(embedding, optimizer, rows=50):
+    """A table that two inputs share, another one with masks, and dense layers."""
+    many, one = keras.Input((4,), dtype="int32"), keras.Input((), dtype="int32")
+    shared = embedding(rows, 3, name="shared")
+    masked = embedding(9, 3, mask_zero=True, name="masked")
+    pooled = layers.GlobalAveragePooling1D()(shared(many))
+    read = layers.SimpleRNN(2)(masked(layers.Reshape((1,))(one)))
+    both = layers.Concatenate()([pooled, shared(one), read])
+    model = keras.Model([many, one], layers.Dense(2)(both))
+    model.compile(optimizer, LOSS, metrics=["accuracy"])
+    return model
+
+
+def fitted(make, strategy=None, **arguments):
+    keras.utils.set_random_seed(1)
+    if strategy is None:
+        model = make()
+    else:
+        with strategy.scope():
+            model = make()
+    keras.utils.set_random_seed(2)
+    given = {"epochs": 2, "batch_size": 16, "verbose": 0, "validation_split": 0.2}
+    return model, model.fit([IDS, OTHERS], Y, **(given | arguments)).history
+
+
+def require_equal(model, plain, history, expected):
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-7)
+    for one, two in [
+        (model.get_weights(), plain.get_weights()),
+        *[([v.value for v in x.optimizer.variables] for x in (model, plain))],
+    ]:
+        for mine, its in zip(one, two, strict=True):
+            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
+    given = [IDS, OTHERS]
+    np.testing.assert_allclose(
+        model.predict(given, verbose=0), plain.predict(given, verbose=0), rtol=1e-4
+    )
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.5, global_clipnorm=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_table_is_trained_as_keras_trains_it(strategy, name, tmp_path):
+    def make(embedding):
+        return lambda: towers(embedding, OPTIMIZERS[name]())
+
+    plain, expected = fitted(make(layers.Embedding))
+    model, history = fitted(make(zs.keras.Embedding), strategy)
+    require_equal(model, plain, history, expected)
+
+
+def test_what_is_saved_and_assigned(strategy, tmp_path):
+    def make(embedding):
+        return lambda: towers(embedding, keras.optimizers.SGD(0.5))
+
+    plain, _ = fitted(make(layers.Embedding))
+    model, _ = fitted(make(zs.keras.Embedding), strategy)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    with strategy.scope():
+        again = towers(zs.keras.Embedding, keras.optimizers.SGD(0.5))
+    again.load_weights(tmp_path / "model.keras")
+    given = [IDS, OTHERS]
+    for each in (loaded, again):
+        np.testing.assert_allclose(
+            each.predict(given, verbose=0), plain.predict(given, verbose=0), rtol=1e-4
+        )
+    # What is assigned goes to the servers before the next step.
+    for each in (plain, again):
+        each.set_weights([0.5 * value for value in each.get_weights()])
+        each.fit(given, Y, verbose=0, shuffle=False)
+    for mine, its in zip(again.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
+
+
+def test_adam_moves_the_rows_of_a_step_alone(strategy):
+    """While all rows are in each batch it is Keras' own Adam; then others rest."""
+    ids = np.tile(np.arange(8), 5).reshape(20, 2).astype("int32")
+    y = ids[:, :1].astype("float32")
+
+    def make(embedding):
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                embedding(9, 3),
+                layers.Flatten(),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        return model
+
+    keras.utils.set_random_seed(1)
+    plain = make(layers.Embedding)
+    with strategy.scope():
+        model = make(zs.keras.Embedding)
+    model.set_weights(plain.get_weights())
+    first = plain.get_weights()[0]
+    for each in (plain, model):
+        each.fit(ids, y, batch_size=20, epochs=3, shuffle=False, verbose=0)
+    before, expected = model.get_weights()[0], plain.get_weights()[0]
+    np.testing.assert_allclose(before, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(before[8], first[8])
+    model.fit(ids[:1], y[:1], epochs=1, verbose=0)  # rows 0 and 1
+    after = model.get_weights()[0]
+    np.testing.assert_array_equal(after[2:], before[2:])
+    assert (after[:2] != before[:2]).any()
+
+
+def by_id(embedding, read, optimizer="adam"):
+    """A model of ids and a number for each."""
+    ids, x = keras.Input((2,), dtype="int32"), keras.Input((1,))
+    rows = layers.Flatten()(embedding(read(ids)))
+    model = keras.Model(
+        [ids, x], layers.Dense(1)(layers.Concatenate()([rows, x, rows]))
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+def test_a_table_of_any_id(strategy):
+    """Ids of 64 bits, with the first rows of the table: as dense ids in plain Keras."""
+    known = np.array([5, 5 + 2**32, -7, 2**62 + 3, 2**33])
+    dense = np.tile(np.arange(5), 8).reshape(20, 2)
+    x = np.linspace(0, 1, 20, dtype="float32")[:, None]
+    y = (dense * [1, 0.3]).sum(1, keepdims=True).astype("float32")
+    with strategy.scope():
+        table = zs.HashTable(3, name="users")
+    rows = table.lookup(known)
+    keras.utils.set_random_seed(1)
+    plain = by_id(layers.Embedding(5, 3, weights=rows), lambda ids: ids)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = by_id(zs.keras.Embedding(table), lambda ids: ids[:, ::-1])
+    model.set_weights([model.get_weights()[0], *plain.get_weights()[1:]])
+    given = {"batch_size": 20, "epochs": 4, "verbose": 0, "shuffle": False}
+    expected = plain.fit([dense, x], y, **given).history
+    history = model.fit([known[dense][:, ::-1], x], y, **given).history
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(table.lookup(known), plain.get_weights()[0], rtol=1e-4)
+    wide = known[dense][:, ::-1]
+    np.testing.assert_allclose(
+        model.predict([wide, x], verbose=0),
+        plain.predict([dense, x], verbose=0),
+        rtol=1e-4,
+    )
+    np.testing.assert_allclose(
+        model.evaluate([wide, x], y, verbose=0),
+        plain.evaluate([dense, x], y, verbose=0),
+        rtol=1e-4,
+    )
+    assert len(table) == 5
+    assert model.optimizer.iterations.value == 4
+    # Leased batches bring ids whole, too.
+    coordinator = zs.ClusterCoordinator(strategy)
+    leased = coordinator.create_leased_dataset(
+        (((wide + 2**40), x), y), batch=20, epochs=None
+    )
+    model.fit(leased, epochs=1, verbose=0)
+    assert len(table) == 10
+
+
+def test_a_large_embedding_of_keras_is_a_table_where_that_changes_nothing(
+    strategy, monkeypatch, recwarn
+):
+    monkeypatch.setattr("zstrat.integrations.keras.embeddings.LARGE", 400)
+
+    def make(optimizer):
+        return lambda: towers(layers.Embedding, optimizer(0.5))
+
+    plain, expected = fitted(make(keras.optimizers.Adagrad))
+    model, history = fitted(make(keras.optimizers.Adagrad), strategy)
+    require_equal(model, plain, history, expected)
+    assert not [each for each in recwarn if each.category is zs.KerasWarning]
+    with pytest.warns(zs.KerasWarning, match=r"zs\.keras\.Embedding"):
+        model, history = fitted(make(keras.optimizers.RMSprop), strategy)
+    plain, expected = fitted(make(keras.optimizers.RMSprop))
+    require_equal(model, plain, history, expected)
+
+    # Nor what something else reads, too.
+    def regularized(*arguments, **options):
+        return layers.Embedding(*arguments, embeddings_regularizer="l2", **options)
+
+    plain, expected = fitted(lambda: towers(regularized, "sgd"))
+    model, history = fitted(lambda: towers(regularized, "sgd"), strategy)
+    require_equal(model, plain, history, expected)
+
+
+def refused(case, strategy):
+    def sequential(*inner, optimizer="sgd"):
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), *inner])
+        model.add(layers.Flatten())
+        model.add(layers.Dense(2))
+        model.compile(optimizer, LOSS)
+        return model
+
+    of = keras.optimizers
+    embedding = zs.keras.Embedding
+    match case:
+        case "regularizer":
+            return sequential(embedding(50, 2, embeddings_regularizer="l2"))
+        case "accumulation":
+            some = of.SGD(gradient_accumulation_steps=2)
+            return sequential(embedding(50, 2), optimizer=some)
+        case "average":
+            return sequential(embedding(50, 2), optimizer=of.SGD(use_ema=True))
+        case "computed":
+            learned = embedding(50, 1)
+            return sequential(learned, layers.Flatten(), embedding(50, 2))
+
+
+@pytest.mark.parametrize(
+    ("case", "remedy"),
+    [
+        ("regularizer", "regularizer"),
+        ("accumulation", "gradient_accumulation_steps"),
+        ("average", "use_ema"),
+        ("computed", "batch alone"),
+    ],
+)
+def test_what_is_refused(strategy, case, remedy):
+    with strategy.scope():
+        model = refused(case, strategy)
+    with pytest.raises(NotImplementedError, match=remedy):
+        model.fit(IDS, Y, batch_size=16, verbose=0)
+
+
+def test_a_mask_is_made_of_32_bits_of_the_ids(strategy):
+    with strategy.scope():
+        table = zs.HashTable(2, name="masked")
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                zs.keras.Embedding(table, mask_zero=True),
+                layers.GlobalAveragePooling1D(),
+            ]
+        )
+        model.compile("sgd", "mse")
+    ids = np.array([[5, 6, 0, 0]])
+    expected = table.lookup([5, 6]).mean(0)
+    np.testing.assert_allclose(model.predict(ids, verbose=0)[0], expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="32 bits"):
+        model.predict(ids << 32, verbose=0)
+
+
+def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):
+    with strategy.scope():
+        table = zs.HashTable(2, name="users")
+    with pytest.raises(ValueError, match="embeddings_regularizer"):
+        zs.keras.Embedding(table, embeddings_regularizer="l2")
+    with pytest.raises(TypeError, match="output_dim"):
+        zs.keras.Embedding(3)
+    model = keras.Sequential(
+        [keras.Input((), dtype="int32"), zs.keras.Embedding(table)]
+    )
+    with pytest.raises(RuntimeError, match="predict"):
+        model(np.array([2**40]))
+    with pytest.raises(NotImplementedError, match=r"zs\.Checkpoint"):
+        model.save(tmp_path / "model.keras")
+    with pytest.warns(zs.KerasWarning, match=r"zs\.Checkpoint"):
+        model.save_weights(tmp_path / "model.weights.h5")
+    with zs.OneDeviceStrategy("CPU:0").scope():
+        model.compile("sgd", "mse")
+    with pytest.raises(NotImplementedError, match="ParameterServerStrategy"):
+        model.fit(np.arange(4), np.zeros((4, 2)), verbose=0)

@@ -1,0 +1,116 @@
+"""Keras' fit in several processes, and when a parameter server is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from system_ranks import zstrat_run
+
+import zstrat as zs
+
+os.environ["KERAS_BACKEND"] = "jax"
+keras = pytest.importorskip("keras")
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings(
+        "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    ),
+]
+
+PROGRAM = """
+import keras
+
+def fitted(strategy=None):
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(29, 4)).astype("float32")
+    inner, last = keras.layers.Dense(3), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((4,)), inner, last])
+    if strategy is not None:
+        with strategy.scope():
+            model.compile("adam", "mse", metrics=["mae"])
+    else:
+        model.compile("adam", "mse", metrics=["mae"])
+    # Each process would shuffle in its own order.
+    keras.utils.set_random_seed(2 + (task if strategy else 0))
+    history = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0).history
+    return history, model.predict(x, verbose=0).ravel().tolist()
+"""
+
+
+def test_two_processes_train_as_one(programs):
+    code, said = zstrat_run(
+        2,
+        PROGRAM
+        + """
+with zs.MultiWorkerMirroredStrategy() as strategy:
+    say(json.dumps(fitted(strategy)))
+""",
+        KERAS_BACKEND="jax",
+    )
+    assert code == 0, said
+    found = [json.loads(said[rank][-1]) for rank in range(2)]
+    assert found[0] == found[1]
+    given = {"np": np, "keras": keras, "task": 0}
+    exec(PROGRAM, given)
+    history, predicted = given["fitted"]()
+    for name, values in history.items():
+        np.testing.assert_allclose(found[0][0][name], values, rtol=1e-5)
+    np.testing.assert_allclose(found[0][1], predicted, rtol=1e-4, atol=1e-6)
+
+
+class Kill(keras.callbacks.Callback):
+    """Kills a server in the middle of the second epoch."""
+
+    def __init__(self, cluster, *, restarts):
+        super().__init__()
+        self.cluster, self.restarts, self.batches = cluster, restarts, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.batches == 12:
+            self.cluster.kill("ps:1")
+            if self.restarts:
+                self.cluster.restart("ps:1")
+
+
+@pytest.mark.parametrize("policy", ["raise", "restore"])
+def test_a_parameter_server_is_lost_in_an_epoch(policy, tmp_path):
+    x = np.random.default_rng(0).normal(size=(160, 4)).astype("float32")
+    ids = np.arange(160) << 33
+    restarts = policy == "restore"
+    with (
+        zs.LocalCluster(num_ps=2, num_workers=1) as cluster,
+        zs.ParameterServerStrategy(cluster.resolver, on_ps_loss=policy) as strategy,
+    ):
+        with strategy.scope():
+            table = zs.HashTable(2, name="users")
+            given, key = keras.Input((4,)), keras.Input((), dtype="int32")
+            looked_up = zs.keras.Embedding(table)(key)
+            both = keras.layers.Concatenate()([given, looked_up])
+            hidden = keras.layers.BatchNormalization()(keras.layers.Dense(3)(both))
+            model = keras.Model([given, key], keras.layers.Dense(1)(hidden))
+            model.compile("adam", "mse")
+        saves = zs.keras.ServerCheckpoint(tmp_path)
+        callbacks = [saves, Kill(cluster, restarts=restarts)]
+
+        def fit():
+            return model.fit(
+                [x, ids], x[:, :1], batch_size=16, epochs=4, verbose=0,
+                callbacks=callbacks,
+            )  # fmt: skip
+
+        if restarts:
+            losses = fit().history["loss"]
+            assert zs.ClusterCoordinator(strategy).metrics()["ps_restores"] == 1
+            assert len(losses) == 4
+            assert losses[-1] < losses[0]
+            assert len(table) == 160
+            lost = 40 - int(model.optimizer.iterations.value)
+            assert 0 <= lost <= 10  # those of the second epoch
+        else:
+            with pytest.raises(zs.PSUnavailableError, match="ps/task:1"):
+                fit()

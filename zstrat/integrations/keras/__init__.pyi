@@ -1,0 +1,2 @@
+from .embeddings import Embedding as Embedding
+from .saving import ServerCheckpoint as ServerCheckpoint

@@ -1,0 +1,179 @@
+"""`zs.keras.Embedding`, and which embeddings of a model are tables on servers.
+
+A step that has an embedding as any other variable reads the whole table, and sends a
+gradient of the same size. A table is looked up instead: the step gets the rows of its
+ids (`_steps`), and gives gradients of these rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+import keras
+import numpy as np
+
+from zstrat.program import KerasWarning
+from zstrat.variables import HashTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+LARGE: Final = 64 << 20
+"""Bytes from which on a `keras.layers.Embedding` is a table, if that changes nothing
+but its cost."""
+
+_STAND_IN_ROWS: Final = 251
+"""Of the variable that stands for a `zs.HashTable` in a model: a number by which what
+an optimizer keeps for it is told from what it keeps for others."""
+
+_is_building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
+"""Whether a model is called for its shapes alone."""
+
+
+@keras.saving.register_keras_serializable("zstrat")
+class Embedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
+    """An embedding whose gradients are rows, under a `zs.ParameterServerStrategy`.
+
+    A step reads and updates the rows of the ids in its batch. A row without a gradient
+    rests in that step, with what the optimizer keeps for it; optimizers with moments,
+    averages or decay (Adam, RMSprop, weight decay) move such rows in plain Keras. So
+    this class is a choice. Under other strategies, and without one, it is
+    `keras.layers.Embedding`.
+
+    Args:
+        input_dim: Number of rows; or a `zs.HashTable` with rows of one axis, which has
+            a row for any 64-bit id, and is stored on the servers alone. Its ids may be
+            int32 in the model (``keras.Input(dtype="int32")``): whole they are looked
+            up all the same.
+        output_dim: Length of a row; of a table its own.
+        options: Those of `keras.layers.Embedding`; of a table ``name``, ``dtype``,
+            ``trainable``, and ``mask_zero``, for ids of 32 bits.
+
+    Raises:
+        TypeError: ``output_dim`` is missing.
+        ValueError: The table has rows of several axes or another length, or an option
+            that is the table's own.
+    """
+
+    def __init__(
+        self, input_dim: int | HashTable, output_dim: int | None = None, **options: Any
+    ) -> None:
+        table = input_dim if isinstance(input_dim, HashTable) else None
+        if table is not None:
+            _require_fitting(table, output_dim, options)
+            input_dim, output_dim = _STAND_IN_ROWS, table.dim
+            options["embeddings_initializer"] = "zeros"
+        elif output_dim is None:
+            raise TypeError(
+                "zs.keras.Embedding needs output_dim, the length of a row, beside the "
+                "number of rows"
+            )
+        super().__init__(input_dim, output_dim, **options)
+        self.table = table
+        """The table of any id; None: the rows are a variable of Keras."""
+
+    def call(self, inputs: Any) -> Any:
+        """Looks up rows, ``inputs.shape + [output_dim]``.
+
+        Raises:
+            RuntimeError: It has a `zs.HashTable`, and this is not a step of `fit`,
+                `evaluate` or `predict`.
+        """
+        if self.table is None:
+            return super().call(inputs)
+        if not _is_building.get():
+            raise RuntimeError(
+                f"layer {self.name!r} looks up rows of {self.table} with 64 bits of "
+                "each id, but a model that is called gets 32, as jax has: use predict "
+                "of a model that is built, and was compiled in the scope of the "
+                "zs.ParameterServerStrategy, or table.lookup(ids)"
+            )
+        rows = np.zeros((*inputs.shape, self.output_dim), self.table.dtype)
+        return keras.ops.cast(rows, self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what Keras needs to make the layer again.
+
+        Raises:
+            NotImplementedError: It has a `zs.HashTable`.
+        """
+        if self.table is None:
+            config: dict[str, Any] = super().get_config()
+            return config
+        raise NotImplementedError(
+            f"layer {self.name!r} cannot be described, as {self.table} is on servers. "
+            "Save the model with save_weights and the table with a zs.Checkpoint; make "
+            "both by the same code, then load_weights and restore"
+        )
+
+    def save_own_variables(self, store: Any) -> None:
+        if self.table is None:
+            super().save_own_variables(store)
+            return
+        warnings.warn(
+            f"the rows of {self.table} are not in the file that Keras writes: save "
+            "them with a zs.Checkpoint",
+            KerasWarning,
+            stacklevel=2,
+        )
+
+    def load_own_variables(self, store: Any) -> None:
+        if self.table is None:
+            super().load_own_variables(store)
+
+
+def _require_fitting(
+    table: HashTable, output_dim: int | None, options: Mapping[str, Any]
+) -> None:
+    if len(table.shape) != 2 or output_dim not in (None, table.dim):
+        raise ValueError(
+            f"an embedding of {table} has rows of one axis and of its length: got "
+            f"rows {list(table.shape[1:])} and output_dim={output_dim}"
+        )
+    if wrong := sorted(set(options) - {"name", "dtype", "trainable", "mask_zero"}):
+        raise ValueError(
+            f"{wrong[0]}= with {table}: that is for embeddings with a number of rows. "
+            "A table has its initializer, and no whole value to regularize"
+        )
+
+
+@contextlib.contextmanager
+def building(*, is_on: bool = True) -> Iterator[None]:
+    """Has embeddings of tables of any id give zeros in the block."""
+    token = _is_building.set(is_on)
+    try:
+        yield
+    finally:
+        _is_building.reset(token)
+
+
+def is_large(variable: Any) -> bool:
+    """Returns whether a step should not read all of a variable."""
+    size = math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
+    return bool(size > LARGE)
+
+
+def layer_table(layer: Any) -> HashTable | None:
+    """Returns the table of any id that a layer has."""
+    return layer.table if isinstance(layer, Embedding) else None
+
+
+def embeddings_of(layers: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
+    """Returns the embeddings whose rows can be looked up, by the numbers of their
+    variables: those of `Embedding`, and what computes as `keras.layers.Embedding`."""
+    numbers = {id(variable): n for n, variable in enumerate(variables)}
+    plain = keras.layers.Embedding
+    found = {}
+    for layer in layers:
+        if isinstance(layer, plain) and type(layer).call in (
+            plain.call,
+            Embedding.call,
+        ):
+            number = numbers.get(id(layer.embeddings))
+            if number is not None and layer.quantization_mode is None:
+                found[number] = layer
+    return found

@@ -1,0 +1,62 @@
+"""`zs.keras.ServerCheckpoint`: what a model has on parameter servers, saved by them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from keras.callbacks import Callback
+
+from zstrat.saving import Checkpoint, CheckpointManager
+
+from ._private import training_of
+
+if TYPE_CHECKING:
+    import os
+
+
+class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
+    """Saves all that a model has on parameter servers, when `fit` begins and at the end
+    of each epoch: variables, tables of any id with their rows, the optimizer's state.
+
+    The servers write it themselves, so nothing passes through this process. With
+    ``on_ps_loss="restore"`` a server that is lost in `fit` is filled from it, and `fit`
+    goes on; steps since the last epoch are lost then, but stay in its metrics.
+
+    Args:
+        directory: All servers have to see it, or each writes to its own disk.
+        max_to_keep: How many epochs are kept.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2) -> None:
+        super().__init__()
+        self._directory: Final = directory
+        self._max_to_keep: Final = max_to_keep
+        self.manager: CheckpointManager | None = None
+        """Has the paths of what was saved, and restores it, from `fit` on."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Saves what the model begins with.
+
+        Raises:
+            ValueError: The model does not train on parameter servers.
+        """
+        training = training_of(self.model)
+        kept = None if training is None else training.on_servers()
+        if kept is None:
+            raise ValueError(
+                f"ServerCheckpoint saves what is on parameter servers, but model "
+                f"{self.model.name!r} was not compiled in the scope of a "
+                "zs.ParameterServerStrategy: use keras.callbacks.ModelCheckpoint"
+            )
+        self.manager = CheckpointManager(
+            Checkpoint(**kept), self._directory, self._max_to_keep
+        )
+        self.manager.save()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        assert self.manager is not None
+        self.manager.save()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        assert self.manager is not None
+        self.manager.close()
