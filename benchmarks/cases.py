@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks import (
     any_ids,
     collectives,
+    leases,
     many_variables,
     mesh,
     raw,
@@ -458,6 +459,7 @@ CASES = [
     ),
     *many_variables.CASES,
     *rounds.CASES,
+    *leases.CASES,
     *tables.CASES,
     *any_ids.CASES,
     *saving.CASES,

@@ -1,5 +1,5 @@
-"""How a daemon appears to its operator: log lines, states for the service manager, and
-the name of its process.
+"""The view of a daemon that its operator gets: log lines, states for the service
+manager, and the name of its process.
 
 A log line has the time, the task and the incarnation of the task. A state is a datagram
 of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names (systemd's notify
@@ -109,7 +109,8 @@ class Notifier:
         if self._address:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             self._socket = socket.socket(socket.AF_UNIX, kind)
-        self.watchdog = _interval(env.get("WATCHDOG_USEC", ""))
+        limit = env.get("WATCHDOG_USEC", "")
+        self.watchdog = int(limit) / 2e6 if limit.isdecimal() else 0.0
         """Seconds between two pings, half of the manager's limit; 0: no watchdog."""
 
     @property
@@ -131,10 +132,6 @@ class Notifier:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _interval(microseconds: str) -> float:
-    return int(microseconds) / 2e6 if microseconds.isdecimal() else 0.0
 
 
 def show_as(name: str, *arguments: str) -> None:

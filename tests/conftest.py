@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import logging
 import os
 import re
 import shutil
 import signal
+import sys
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +44,7 @@ _STARTED = str(Path(__file__).parent / "started")
 _PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if _STARTED not in _PATHS:
     os.environ["PYTHONPATH"] = os.pathsep.join([_STARTED, *filter(None, _PATHS)])
+sys.path.append(_STARTED)
 gc.set_threshold(100_000, 50, 100)
 
 # A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
@@ -177,6 +180,11 @@ def programs():
 @pytest.fixture
 def hasty() -> HastyLoop:
     return HastyLoop()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_are_lowered_in_few_contexts():
+    importlib.import_module("lowering").share_contexts()
 
 
 @pytest.fixture(autouse=True, scope="module")

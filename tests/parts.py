@@ -5,6 +5,9 @@ are for processes with eight, all others for processes with one. Where pytest-xd
 tests of both, it gets one more worker, with eight devices, that collects and runs these
 files alone; the others collect the rest. Without xdist, a process runs one part: these
 files if they alone are named, else the others.
+
+Tests of Keras are among them so that one process imports it: to collect a file is to
+import it, and the others all collect the same files.
 """
 
 import os
@@ -12,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-EIGHT = "test_strategy_local_"
+EIGHT = ("test_strategy_local_", "test_integrations_keras")
 """How the names of files begin that are for eight devices."""
-FOLDER = Path(__file__).parent / "strategy"
+NAMES = "".join(f"{name}*, " for name in EIGHT)
+FOLDERS = [Path(__file__).parent / name for name in ("strategy", "integrations")]
 """Where they are."""
 VARIABLE = "JAX_NUM_CPU_DEVICES"
 WORKER = f"popen//env:{VARIABLE}=8"
@@ -80,7 +84,7 @@ def _configure_alone(config):
         jax.config.update("jax_num_cpu_devices", 8)
     elif any(named):
         raise pytest.UsageError(
-            f"{EIGHT}* need a process with eight devices, other files one with one: "
+            f"{NAMES}need a process with eight devices, other files one with one: "
             "name them in a call of their own, or have several processes (-n 2)"
         )
     elif any(_has_some("eight", arg, config) for arg in config.args):
@@ -100,7 +104,8 @@ def _has_some(part, argument, config):
 
 
 def _is_above(path):
-    return path.resolve() in (FOLDER, *FOLDER.parents)
+    path = path.resolve()
+    return any(path in (folder, *folder.parents) for folder in FOLDERS)
 
 
 class OnePart:
@@ -122,7 +127,7 @@ class OnePart:
     def pytest_terminal_summary(self, terminalreporter):
         if self._left_out:
             terminalreporter.write_line(
-                f"left out: {len(self._left_out)} files {EIGHT}*, for eight devices; "
+                f"left out: {len(self._left_out)} files {NAMES}for eight devices; "
                 "name them alone, or have several processes (-n 2)"
             )
 

@@ -1,6 +1,5 @@
-"""Memory of arrays that begins where XLA and the kernel want it to.
-
-numpy alone: this is used where jax is not loaded.
+"""Allocates arrays at the alignments of XLA and of the kernel, and arrays that grow in
+place. Needs only numpy, as it is used where jax is not loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import numpy as np
 _BYTE: Final = np.dtype(np.uint8)
 
 ALIGNMENT: Final = 64
-"""XLA shares host memory so aligned, in place of copying it; also a cache line."""
+"""Bytes: XLA shares host memory of this alignment instead of copying it; also the size
+of a cache line."""
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.ndarray:
@@ -30,17 +30,16 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.
 
 
 HUGE_PAGE: Final = 2 * 2**20
-"""What Linux maps as one where memory is asked for in so large pieces. Rows at random
-are read a third faster in such pages, for each row of a table is on a page of its own.
-"""
+"""Bytes of a page that Linux uses for large allocations. Random rows of a table are
+read a third faster from such pages, as each row is on another page."""
 
 
 def lasting(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """`aligned`, for what stays and is read here and there: memory of two huge pages or
-    more begins with one, and there is room to the end of the last, or else that would
-    be small pages. It may take 2 MiB more.
+    """Returns an uninitialised C-order array, as `aligned`, for data that stays and is
+    read at random: two huge pages or more start at a huge page and fill the last one,
+    which would otherwise be small pages. It may take 2 MiB more.
 
-    numpy asks for huge pages in allocations of 4 MiB and more.
+    numpy requests huge pages for allocations of 4 MiB and more.
     """
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if size < 2 * HUGE_PAGE:
@@ -53,25 +52,24 @@ _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
 _RESERVED: Final = 2**36
-"""Bytes of address space of a `Reserve`, a quarter of what it is asked for again and
-again if the machine refuses: 64 GiB, of the 128 TiB that a process may have. One that
-needs more is copied to where there is twice as much."""
+"""Bytes of address space of a `Reserve`: 64 GiB of the 128 TiB that a process may have.
+If the machine refuses, a quarter is requested, repeatedly. An array that needs more is
+copied to a reservation of twice its size."""
 
 
 @final
 class Reserve:
-    """Memory that grows where it is: address space without memory behind it, which
-    comes, filled with zeros, as it is first written. ``array`` is all of it that is in
-    use.
+    """An array that grows in place: it reserves address space, to which the kernel adds
+    pages of zeros when they are first written. ``array`` is the part in use.
 
     Args:
-        size: Elements in use to begin with.
-        folder: Where it is in a file, without a name, that the kernel reads and writes
-            by pages as it needs room. None: it stays in memory.
+        size: Number of elements in use at first.
+        folder: Keeps the array in a file without a name there, whose pages the kernel
+            reads and writes as it needs memory. None: it stays in memory.
 
     Raises:
-        MemoryError: The machine, or the disk, has not so much.
-        OSError: No file can be made in the folder.
+        MemoryError: The machine, or the disk, has too little room.
+        OSError: The file cannot be created in the folder.
     """
 
     def __init__(self, size: int, dtype: np.dtype, folder: Path | None = None) -> None:
@@ -83,10 +81,10 @@ class Reserve:
         self.array = self._whole[: size * dtype.itemsize].view(dtype)
 
     def grow(self, size: int) -> None:
-        """Uses the first ``size`` elements from now on, if that is more.
+        """Extends ``array`` to ``size`` elements, if it has fewer.
 
         Raises:
-            MemoryError: The machine has not so much; nothing has changed.
+            MemoryError: The machine has too little memory; nothing has changed.
         """
         nbytes = size * self._dtype.itemsize
         self._allocate(nbytes)  # some of it may have been released
@@ -102,8 +100,7 @@ class Reserve:
         self.array = self._whole[:nbytes].view(self._dtype)
 
     def release(self, start: int, size: int) -> None:
-        """Gives the memory of elements, which are zero, back to the machine, as far as
-        it is whole pages."""
+        """Returns the whole pages of elements, which are zero, to the machine."""
         page = mmap.PAGESIZE
         first = -(-start * self._dtype.itemsize // page) * page
         last = (start + size) * self._dtype.itemsize // page * page
@@ -141,24 +138,24 @@ class Reserve:
 
 _ALLOCATED: Final = 16 * 2**20
 """Bytes of a file that are allocated at a time, before they are written: a write to a
-page that the disk has no room for would end the process."""
+page for which the disk has no room would kill the process."""
 
 
 class _Unnamed:
-    """A file without a name, which is gone with the process."""
+    """A file without a name, which the kernel removes with the process."""
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = -1  # until there is one
         self.descriptor, name = tempfile.mkstemp(dir=folder)
         os.unlink(name)
         self.allocated = 0
-        """Bytes from the beginning that the disk has room for."""
+        """Number of bytes from the beginning that are allocated on the disk."""
 
     def allocate(self, nbytes: int) -> None:
-        """Takes room on the disk for the first ``nbytes``.
+        """Allocates the first ``nbytes`` on the disk.
 
         Raises:
-            MemoryError: It has no more.
+            MemoryError: The disk is full.
         """
         if nbytes <= self.allocated:
             return

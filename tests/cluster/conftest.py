@@ -77,7 +77,7 @@ def web() -> Iterator[Web]:
 @pytest.fixture(autouse=True)
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process that has not taken a share of its node's GPUs."""
-    monkeypatch.setattr(_gpus._memory, "taken", None)
+    monkeypatch.setattr(_gpus, "_taken", None)
 
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

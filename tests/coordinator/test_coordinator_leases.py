@@ -1,6 +1,7 @@
 """The leases of examples: which are open, done, returned. No worker, no clock."""
 
 import random
+from functools import partial
 
 import pytest
 
@@ -76,6 +77,18 @@ def test_the_remainder_of_each_epoch_may_be_dropped():
     assert [x.size for (x,) in leases_of(run.take())] == [3] * 6
     assert run.book.left_of(0) == 0
     assert LeaseBook("few", 3, drop_remainder=True).built(2)
+
+
+def test_a_remainder_that_is_dropped_is_not_done_in_a_program_that_goes_on():
+    """The program before was restored between two epochs."""
+    made = partial(LeaseBook, "x", 4, epochs=2, drop_remainder=True)
+    before, after = made(), made()
+    assert not before.built(10)
+    before.restore({**before.state(), "epoch": 1})
+    after.inherited = before.done_leases
+    assert not after.built(10)
+    assert (before.done, after.done, after.total) == (8, 8, 16)
+    assert after.left_of(1) == 2
 
 
 def test_a_retried_closure_keeps_its_lease():

@@ -12,7 +12,7 @@ from tiers import examples
 from zstrat.coordinator._members import MAX_DEPTH, MIN_DEPTH, Members, MemberState
 from zstrat.coordinator.parts import Closure
 
-NAMES = [f"/job:worker/task:{index}" for index in range(3)]
+NAMES = [f"/job:worker/task:{index}" for index in range(8)]
 
 
 def closures(count, first=1):
@@ -22,7 +22,7 @@ def closures(count, first=1):
 class MembersMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.members = Members(NAMES)
+        self.members = Members(NAMES[:3])
         self.members.start(0.0)
         self.now, self.next_step = 0.0, 1
         self.waiting: list[Closure] = []
@@ -83,7 +83,8 @@ class MembersMachine(RuleBasedStateMachine):
         ):
             room, has = m.free, len(m.in_flight)
             if m.rate:
-                room = min(room, math.ceil(left * m.rate / rates) - has)
+                share = max(1, math.floor((left + 1) * m.rate / rates + 1e-9))
+                room = min(room, share - has)
             # Shares may be rounded another way.
             assert m is self._reserved or abs(granted.get(m, 0) - max(0, room)) <= 1
             assert m is self._reserved or granted.get(m) or has or not m.free
@@ -177,31 +178,30 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
 
 
-@pytest.mark.parametrize("seconds", [0.0005, 0.004, 0.03])
-@pytest.mark.parametrize("count", [100, 400])
-def test_a_slow_worker_has_little_left_when_the_others_are_done(seconds, count):
-    """One of two and one of three workers takes five times as long for each step: the
-    last step ends at most a slow step, or 10 %, after the ideal time."""
-    for workers in (2, 3):
-        members = opened(workers, prefetch=1)
-        takes = [5 * seconds, *[seconds] * (workers - 1)]
-        ends, now, waiting, free_at = [], 0.0, count, [0.0] * workers
-        while waiting or ends:
-            running = members.in_flight
-            for grant in members.grants(waiting, 0, running):
-                batch = closures(grant.count, count - waiting)
-                waiting -= grant.count
-                members.dispatched(grant.member, batch, now)
-                place = grant.member.place
-                for closure in batch:
-                    free_at[place] = max(free_at[place], now) + takes[place]
-                    heapq.heappush(ends, (free_at[place], place, closure.step))
-            now, place, step = heapq.heappop(ends)
-            member = members.members[place]
-            del member.in_flight[step]
-            members.ended(member, 1, now)
-        ideal = count / sum(1 / each for each in takes)
-        assert now <= max(1.1 * ideal, ideal + 5 * seconds)
+@pytest.mark.parametrize("seconds", [0.004, 0.03])
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_a_slow_worker_is_hardly_waited_for_at_the_end(workers, seconds):
+    """In virtual time: one worker is five times slower, and all together need little
+    more time than if they could share out each closure."""
+    count = 150
+    members = opened(workers, prefetch=1)
+    takes = [5 * seconds, *[seconds] * (workers - 1)]
+    ends, now, waiting, free_at = [], 0.0, count, [0.0] * workers
+    while waiting or ends:
+        for grant in members.grants(waiting, 0, members.in_flight):
+            batch = closures(grant.count, count - waiting)
+            waiting -= grant.count
+            members.dispatched(grant.member, batch, now)
+            place = grant.member.place
+            for closure in batch:
+                free_at[place] = max(free_at[place], now) + takes[place]
+                heapq.heappush(ends, (free_at[place], place, closure.step))
+        now, place, step = heapq.heappop(ends)
+        member = members.members[place]
+        del member.in_flight[step]
+        members.ended(member, 1, now)
+    ideal = count / sum(1 / each for each in takes)
+    assert now <= 1.1 * ideal, now / ideal
 
 
 @pytest.mark.parametrize("round_trip", [0.0, 0.002, 0.04, 0.2])
@@ -358,34 +358,3 @@ def test_the_rate_is_of_the_last_ten_seconds():
 def test_a_pause_counts_for_ten_seconds_and_not_for_more():
     ends = [0.0, *(1000 + n / 100 for n in range(100))]
     assert rate_of(ends, 1001.0) == pytest.approx(10, rel=0.02)
-
-
-@pytest.mark.parametrize(("count", "seconds"), [(200, 0.02), (500, 0.002)])
-def test_a_slow_worker_is_hardly_waited_for_at_the_end(count, seconds):
-    """In virtual time: three workers and one that is five times slower make so many
-    closures in little more than if they could share out each of them."""
-    slowness = [1, 1, 5, 1]
-    members = Members([f"/job:worker/task:{n}" for n in range(4)])
-    members.start(0.0)
-    for place in range(4):
-        members.connected(place, 1)
-        members.build(place, 0)
-        members.built(place, 1, 0)
-    waiting, running, now = closures(count), 0, 0.0
-    ends: list[tuple[float, int]] = []
-    free_at = [0.0] * 4
-    while waiting or ends:
-        for grant in members.grants(len(waiting), 0, running):
-            given, waiting = waiting[: grant.count], waiting[grant.count :]
-            members.dispatched(grant.member, given, now)
-            running += len(given)
-            place = grant.member.place
-            for closure in given:
-                free_at[place] = max(free_at[place], now) + seconds * slowness[place]
-                heapq.heappush(ends, (free_at[place], closure.step, place))
-        now, step, place = heapq.heappop(ends)
-        del members.members[place].in_flight[step]
-        members.ended(members.members[place], 1, now)
-        running -= 1
-    ideal = count * seconds / sum(1 / each for each in slowness)
-    assert now <= 1.05 * ideal, now / ideal

@@ -300,7 +300,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule()
     def forgives(self):
-        self.take(self.placement.forgive())
+        self.take(self.placement.retry_refused())
 
     @rule(store=PLACES, zombie=st.booleans())
     def push(self, store, zombie):

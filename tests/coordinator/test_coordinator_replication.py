@@ -119,7 +119,7 @@ def test_a_loss_names_the_process_and_the_store_that_it_served(world, caplog):
     for store in (0, 1):
         assert (
             "the process of /job:ps/task:1 is lost (out of memory): the store of "
-            f"/job:ps/task:{store}, which it served, goes on in the process of "
+            f"/job:ps/task:{store}, which it served, continues in the process of "
             "/job:ps/task:0"
         ) in caplog.text
     assert "task:0 is lost" not in caplog.text
@@ -231,7 +231,9 @@ def test_a_worker_that_comes_late_hears_where_the_servers_are(world):
 def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
     world, monkeypatch, caplog
 ):
-    monkeypatch.setattr("zstrat.coordinator.replication._store_orders.FORGIVING", 0.0)
+    monkeypatch.setattr(
+        "zstrat.coordinator.replication._store_orders.RETRY_SECONDS", 0.0
+    )
     world.connect()
     first = world.ps[0]
     view = world.replication.placement.stores[0].view

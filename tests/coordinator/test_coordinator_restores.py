@@ -78,7 +78,7 @@ def _settle(world):
 
 def test_steps_under_way_run_again_in_a_session_of_their_own(recovering):
     world = recovering()
-    coordinator, point = world.coordinator(), Point()
+    coordinator, point = world.coordinator(closures_in_flight=2), Point()
     for _ in range(3):
         coordinator.schedule(good)
     coordinator.join()

@@ -23,7 +23,13 @@ from zstrat.errors import (
     PSUnavailableError,
     UnavailableError,
 )
-from zstrat.wire import MergedOperands, StepContribution
+from zstrat.wire import (
+    HeldRounds,
+    MergedOperands,
+    RoundMember,
+    RoundOrder,
+    StepContribution,
+)
 
 OPTIMIZER = 7
 
@@ -39,12 +45,12 @@ class Rig:
             is_idle=False, steps=SimpleNamespace(low_water=1), suspended=False
         )
         waiters = SimpleNamespace(notify=lambda: None)
-        engine = SimpleNamespace(
+        self.engine = engine = SimpleNamespace(
             queue=self.queue,
             waiters=waiters,
             lock=threading.Lock(),
             outage_error=None,
-            fail=lambda error, lasting=False: self.raised.append(error),
+            fail=self.fail,
         )
         self.usable = [SimpleNamespace(place=place) for place in range(workers)]
         members = SimpleNamespace(
@@ -61,6 +67,11 @@ class Rig:
         self.attach = functools.partial(self.closing.attach, parts)
         self.attach()
         self.closing.add(OPTIMIZER, "mine", policy, Code(b"optax"))
+
+    def fail(self, error, *, lasting=False):
+        self.raised.append(error)
+        if lasting:
+            self.engine.outage_error = error
 
     def put_code(self, code):
         self.codes.append(code.digest)
@@ -79,6 +90,10 @@ class Rig:
             raise self.failure
         steps = [member.step for member in closed.members]
         self.closed.append((closed.number, steps, [float(x[0]) for x in operands]))
+
+    async def held_rounds(self, deadline):
+        """Of the client."""
+        return self.held
 
     async def contribute(self, worker, step, base, *, coupled=False):
         given = StepContribution(step, 1, OPTIMIZER, base, 1.0, coupled)
@@ -206,6 +221,40 @@ async def test_a_member_that_a_server_lacks_is_named_with_all_workers(coupled):
         assert words in str(error)
     assert ("may differ" in str(error)) is not coupled
     assert not rig.closed
+    await rig.closing.stop()
+
+
+async def test_what_no_round_can_mend_is_raised_until_the_program_ends():
+    """A server whose connection heals ends its outage alone, and what servers hold that
+    differ is of no model to be saved."""
+    rig = Rig(1, zs.Rounds(), failures=1)
+    rig.failure = NotFoundError("/job:ps/task:1 has lost it")
+    await rig.contribute(0, 1, 0)
+    (error,) = rig.raised
+    rig.engine.outage_error = None
+    rig.closing.look(asyncio.get_running_loop().time())
+    assert rig.engine.outage_error is error
+    with pytest.raises(UnavailableError) as raised:
+        await rig.closing.hold()
+    assert raised.value is error
+    rig.closing.restart()
+    await rig.closing.hold()
+    await rig.closing.stop()
+
+
+async def test_a_member_that_only_one_server_of_the_program_before_has_is_named():
+    """A program was killed after one server had closed the round."""
+    rig = Rig(1, zs.Rounds(), failures=1)
+    missing = "/job:ps/task:1 has lost what run 1 of step 2 has contributed"
+    rig.failure = NotFoundError(missing)
+    order = RoundOrder(OPTIMIZER, 3, 0, [RoundMember(2, 1, 1.0)])
+    rig.held = [{OPTIMIZER: HeldRounds(order, [], ())}, {}]
+    with pytest.raises(UnavailableError) as raised:
+        await rig.closing.inherit(0.0)
+    for words in (missing, "round 3", "step 2 of the program before", "checkpoint"):
+        assert words in str(raised.value)
+    await rig.closing.inherit(0.0)
+    assert rig.closed == [(3, [2], [])]
     await rig.closing.stop()
 
 

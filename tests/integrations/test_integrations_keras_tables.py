@@ -298,3 +298,16 @@ def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):
         model.compile("sgd", "mse")
     with pytest.raises(NotImplementedError, match="ParameterServerStrategy"):
         model.fit(np.arange(4), np.zeros((4, 2)), verbose=0)
+
+
+def test_a_variable_that_looks_like_a_table_of_any_id_is_refused(strategy):
+    ids = keras.Input((), dtype="int32")
+    with strategy.scope():
+        rows = zs.keras.Embedding(zs.HashTable(1, name="short"))
+        shape = rows.input_dim, 1
+        found = rows(ids)
+        dense = keras.layers.Dense(1, use_bias=False, name="twin")
+        model = keras.Model(ids, dense(keras.layers.Concatenate()([found] * shape[0])))
+        model.compile("adam", "mse")
+    with pytest.raises(NotImplementedError, match="twin"):
+        model.fit(np.arange(4), np.zeros((4, 1)), verbose=0)

@@ -18,6 +18,8 @@ from zstrat.wire import (
     LEASE,
     AskLeases,
     AskParts,
+    CloseRound,
+    Contribute,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
@@ -34,6 +36,9 @@ from zstrat.wire import (
     Read,
     ReadSnapshot,
     ReleaseSnapshot,
+    RoundMember,
+    RoundOrder,
+    StepContribution,
     StepRun,
     StoreEntry,
     StoreTensors,
@@ -475,6 +480,39 @@ def test_a_contribution_whose_step_is_over_is_copied():
         await rig.ask(contributed(2, 1, 3))
         await rig.ask(RaiseMark(SESSION, 5))
         await rig.attach()
+        for service in (rig.primary, rig.backup):
+            assert service.statistics()["contributions"] == 1
+        await rig.close()
+
+    asyncio.run(run())
+
+
+def test_a_backup_keeps_no_earlier_run_of_a_step_for_one_of_two_optimizers():
+    """A later run is a member of a round of the first optimizer, and waits for one of
+    the second, when the frozen worker of the earlier run goes on."""
+
+    async def run():
+        rig = Copies()
+        await rig.attach()
+        for key in KEYS:
+            await rig.ask(create(key, key))
+        for optimizer, key in ((9, 1), (10, 2)):
+            await rig.ask(CreateOptimizer(SESSION, optimizer, "sgd", b"momentum"))
+            values = {key: value(key, 0)}
+            told = of_values(OPTIMIZERS[b"momentum"](), values)
+            await rig.ask(message(SESSION, optimizer, told))
+
+        def run_of(step, attempt):
+            given = [StepContribution(step, attempt, n, 0, 1.0, False) for n in (9, 10)]
+            updates = [Update(k, UpdateOp.OPTIMIZE, n, 1) for n, k in ((9, 1), (10, 2))]
+            arrays = value(1, 1), value(2, 1)
+            return Contribute(SESSION, given, updates, arrays)
+
+        await rig.ask(run_of(2, 2))
+        order = RoundOrder(9, 0, 0, [RoundMember(2, 2, 1.0)])
+        await rig.ask(CloseRound(SESSION, order, [], 0, ()))
+        await rig.ask(run_of(2, 1))
+        await rig.promote()  # waits until it has applied all
         for service in (rig.primary, rig.backup):
             assert service.statistics()["contributions"] == 1
         await rig.close()

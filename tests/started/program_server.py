@@ -13,6 +13,8 @@ import socket
 import sys
 from pathlib import Path
 
+import lowering
+
 IMPORTED = (
     "jax.numpy",
     "optax",
@@ -34,6 +36,7 @@ def code(descriptor):
     forks = importlib.import_module("zstrat.daemons.fork_server").ForkLoop
     for name in IMPORTED:
         importlib.import_module(name)
+    lowering.share_contexts()
     gc.collect()
     gc.freeze()
     order = forks(socket.socket(fileno=descriptor)).run()

@@ -30,8 +30,8 @@ from zstrat.variables import Rounds
 HERE = Path(__file__).parent
 REPLAYED = (6, 21, 27)
 """Quick ones of the first, with rows, data, second copies and messages in chunks, on
-threads and without; and without an optimizer, whose pickled code depends on the hashes
-of a process."""
+threads and without; and without an optimizer, as statistics of servers count compiled
+programs, which the runs of a process share."""
 verdict_of = functools.cache(run_seed)
 """Of a seed that several tests ask for."""
 
@@ -77,6 +77,12 @@ def test_a_coordinator_that_is_made_later_leaves_workers_that_were_let_go_alone(
     """One was let go before: the next coordinator spoke to it over a closed link."""
     assert scenario_of(412).changes_coordinator
     assert run_seed(412).failure is None
+
+
+def test_a_program_that_is_killed_amid_a_failed_creation_leaves_the_variable():
+    """Between the creation and the withdrawal. The next program finds it where its own
+    creation of that number is, and what it does not create stays."""
+    assert run_seed(10771).failure is None
 
 
 def test_a_seed_replays_to_the_same_event():

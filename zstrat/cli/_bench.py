@@ -17,8 +17,7 @@ from zstrat.launch import SIZES, Calibration, calibrate, calibrate_tasks
 from zstrat.telemetry import size
 from zstrat.transport import run as run_loop
 
-from ._options import failures, settings
-from ._signals import as_interrupts, interruptible
+from ._options import as_interrupts, failures, interruptible, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

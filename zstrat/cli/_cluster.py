@@ -20,8 +20,16 @@ from zstrat.errors import ZstratError
 from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
 
-from ._options import fail, failures, folder, settings
-from ._signals import as_interrupts, handled_by, interruptible
+from ._options import (
+    as_interrupts,
+    count_option,
+    fail,
+    failures,
+    folder,
+    handled_by,
+    interruptible,
+    settings,
+)
 from ._tables import lines, table
 
 if TYPE_CHECKING:
@@ -34,8 +42,6 @@ if TYPE_CHECKING:
 REFRESH: Final = 1.0
 """Seconds between two updates of the live table."""
 
-_COUNT: Final = click.IntRange(1)
-
 OPEN_PORTS: Final = (
     "warning: without keys every user of this machine can reach these ports and run "
     "code as you; use --transport ipc or set ZSTRAT_KEYS to prevent that"
@@ -43,10 +49,8 @@ OPEN_PORTS: Final = (
 
 
 @click.command()
-@click.option(
-    "--ps", type=_COUNT, default=1, show_default=True, help="parameter servers"
-)
-@click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
+@count_option("--ps", help="parameter servers")
+@count_option("--workers", help="workers")
 @click.option(
     "--transport",
     type=click.Choice(TRANSPORTS),
@@ -54,7 +58,7 @@ OPEN_PORTS: Final = (
     show_default=True,
     help="transport of messages between tasks",
 )
-@click.option("--worker-devices", type=_COUNT, help="virtual CPU devices per worker")
+@count_option("--worker-devices", default=None, help="virtual CPU devices per worker")
 @click.option(
     "--dir", "directory", type=folder, help="folder to keep logs and the cluster file"
 )
@@ -152,14 +156,7 @@ _NOTICE: Final = 2.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "-n",
-    "--workers",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    help="number of copies",
-)
+@count_option("-n", "--workers", default=2, help="number of copies")
 @click.option(
     "--transport",
     type=click.Choice(["ipc", "tcp"]),
@@ -167,11 +164,10 @@ _NOTICE: Final = 2.0
     show_default=True,
     help="transport of messages between copies",
 )
-@click.option(
+@count_option(
     "--restarts",
-    type=click.IntRange(0),
+    least=0,
     default=0,
-    show_default=True,
     help="restarts of failed copies, of all copies together",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))

@@ -23,7 +23,7 @@ from zstrat.launch.manifests import (
 from zstrat.transport import NEXT, PREVIOUS, generate_keys, rotate_keys
 from zstrat.wire import Job
 
-from ._options import fail, failures, folder
+from ._options import count_option, fail, failures, folder
 
 _COUNT = click.IntRange(min=1)
 
@@ -121,10 +121,8 @@ KEYS: Final = Path("keys")
     "--name", default="zstrat", show_default=True, help="prefix of the object names"
 )
 @click.option("--image", required=True, help="image with zstrat and the program")
-@click.option(
-    "--ps", type=_COUNT, default=1, show_default=True, help="parameter servers"
-)
-@click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
+@count_option("--ps", help="parameter servers")
+@count_option("--workers", help="workers")
 @click.option("--namespace", default="", help="default: namespace of kubectl")
 @click.option(
     "--ps-resources",
@@ -151,11 +149,10 @@ KEYS: Final = Path("keys")
     show_default=True,
     help="port for probes and Prometheus",
 )
-@click.option(
+@count_option(
     "--restarts",
-    type=click.IntRange(min=0),
+    least=0,
     default=20,
-    show_default=True,
     help="number of failed pods that each job restarts",
 )
 @click.option("--keys", type=folder, metavar="DIR", help="key folder; default: keys")

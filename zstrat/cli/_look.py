@@ -21,8 +21,15 @@ from zstrat.launch import ObservedRun, Observer, examine, examine_run, observe
 from zstrat.transport import run as run_loop
 from zstrat.transport.health import dashboard as serve_page
 
-from ._options import Seconds, cluster_options, failures, settings, spec
-from ._signals import handled_by, interruptible
+from ._options import (
+    Seconds,
+    cluster_options,
+    failures,
+    handled_by,
+    interruptible,
+    settings,
+    spec,
+)
 from ._tables import lines, table
 from ._top import watch
 

@@ -4,25 +4,29 @@ of the job."""
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from zstrat.config import TRY_AGAIN, environment
 from zstrat.launch import GPUS_BY_NODE, requeue, run_with_cluster, slurm, slurm_program
-from zstrat.signals import handle
 
-from ._options import failures, folder, settings
-from ._signals import as_interrupts, exit_code_of
+from ._options import (
+    as_interrupts,
+    count_option,
+    exit_code_of,
+    failures,
+    folder,
+    settings,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
 
@@ -32,16 +36,8 @@ _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
     short_help="Run a program with its cluster as one Slurm job.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
-@click.option(
-    "--ps",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="parameter servers",
-)
-@click.option(
-    "--workers", type=click.IntRange(0), default=1, show_default=True, help="workers"
-)
+@count_option("--ps", help="parameter servers")
+@count_option("--workers", least=0, help="workers")
 @click.option(
     "--print", "only_print", is_flag=True, help="print the batch script; do not submit"
 )
@@ -139,7 +135,7 @@ def _run_here(
     ps: int, workers: int, directory: Path | None, program: Sequence[str]
 ) -> int:
     try:
-        with as_interrupts(), _usr1_ends():
+        with as_interrupts(signal.SIGUSR1):
             fleet = slurm(
                 ps,
                 workers,
@@ -150,10 +146,10 @@ def _run_here(
             )
         with fleet:
             code = run_with_cluster(fleet.spec, fleet.keys, [sys.executable, *program])
-    except _EndSoonError:
-        code = TRY_AGAIN
     except KeyboardInterrupt as interrupt:
-        return exit_code_of(interrupt)
+        if interrupt.args != (signal.SIGUSR1,):
+            return exit_code_of(interrupt)
+        code = TRY_AGAIN  # Slurm will end the job before the program has started
     if code == TRY_AGAIN:
         job = environment().get("SLURM_JOB_ID", "")
         problem = requeue(job)
@@ -165,20 +161,3 @@ def _run_here(
 def _python_path(script: str) -> str:
     before = environment().get("PYTHONPATH")
     return ":".join([str(Path(script).parent), *([before] if before else [])])
-
-
-class _EndSoonError(BaseException):
-    """Slurm will end the job soon, before the program has started."""
-
-
-@contextlib.contextmanager
-def _usr1_ends() -> Iterator[None]:
-    before = handle(signal.SIGUSR1, _end_soon)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def _end_soon(number: int, frame: object) -> NoReturn:
-    raise _EndSoonError

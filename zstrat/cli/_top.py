@@ -34,8 +34,7 @@ from zstrat.telemetry import (
 )
 from zstrat.transport import run as run_loop
 
-from ._options import Seconds, cluster_options, failures, settings, spec
-from ._signals import interruptible
+from ._options import Seconds, cluster_options, failures, interruptible, settings, spec
 from ._tables import seconds
 
 if TYPE_CHECKING:

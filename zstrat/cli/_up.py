@@ -26,8 +26,15 @@ from zstrat.launch import run_with_cluster, ssh
 from zstrat.signals import handle
 
 from ._cluster import how_to_connect, toml
-from ._options import QueueingCommand, fail, failures, settings
-from ._signals import as_interrupts, exit_code_of
+from ._options import (
+    QueueingCommand,
+    as_interrupts,
+    count_option,
+    exit_code_of,
+    fail,
+    failures,
+    settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,11 +48,9 @@ _HOSTS: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=QueueingCommand, context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--ps", type=click.IntRange(1), help="parameter servers; default: ps in HOSTS"
-)
-@click.option(
-    "--workers", type=click.IntRange(0), help="workers; default: workers in HOSTS"
+@count_option("--ps", default=None, help="parameter servers; default: ps in HOSTS")
+@count_option(
+    "--workers", least=0, default=None, help="workers; default: workers in HOSTS"
 )
 @click.option(
     "-d",

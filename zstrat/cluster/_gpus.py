@@ -11,8 +11,7 @@ Law of the file: only this module changes CUDA_VISIBLE_DEVICES.
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final
 
 from zstrat import config
 
@@ -71,32 +70,18 @@ def _ask_driver() -> int:
     return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """The previous value of the variable, None if it was not set, and the share."""
-
-    before: str | None
-    share: str
-
-
-@final
-class _GpuEnvironment:
-    """The share that this process put into its own environment."""
-
-    taken: _Taken | None = None
-
-
-_memory = _GpuEnvironment()
+_taken: tuple[str | None, str] | None = None
+"""What this process put into its own environment: the value before, None if it was not
+set, and the share."""
 
 
 def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
     """Returns the environment from before this process took its share."""
-    taken = _memory.taken
-    if taken is None or env.get(GPUS_VARIABLE) != taken.share:
+    before, share = _taken or (None, None)
+    if share is None or env.get(GPUS_VARIABLE) != share:
         return env  # no share was taken, or the program has set the variable since
     others = {name: value for name, value in env.items() if name != GPUS_VARIABLE}
-    return others if taken.before is None else {**others, GPUS_VARIABLE: taken.before}
+    return others if before is None else {**others, GPUS_VARIABLE: before}
 
 
 def share_of(
@@ -160,5 +145,7 @@ def take_share(env: Mapping[str, str], share: list[str]) -> None:
     Args:
         env: The result of `before_shares`.
     """
-    _memory.taken = _Taken(env.get(GPUS_VARIABLE), ",".join(share))
-    config.set_environment(GPUS_VARIABLE, _memory.taken.share)
+    global _taken
+    value = ",".join(share)
+    _taken = env.get(GPUS_VARIABLE), value
+    config.set_environment(GPUS_VARIABLE, value)

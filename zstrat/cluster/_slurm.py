@@ -91,7 +91,9 @@ class SlurmClusterResolver(SourceResolver):
         _require_step(env, sum(jobs.values()))
         layout = _layout(env, tasks_per_node)
         largest = max(layout.values(), default=0)
-        per_node = _gpus_on_node(env) if gpus_per_node is None else gpus_per_node
+        per_node = gpus_per_node
+        if per_node is None:  # Slurm's number first, as a task may see only its share
+            per_node = _number(env, (_GPUS,)) if _GPUS in env else count_gpus(env)
         per_task = per_node // max(largest, 1)
         self._gpus_per_task = per_task if gpus_per_task is None else gpus_per_task
         if largest * self._gpus_per_task > per_node:
@@ -162,11 +164,6 @@ def _port(env: Mapping[str, str], given: int | None) -> int:
     # Steps of one job may share a node as well; 89 is coprime to the number of jobs.
     place = _number(env, _JOB) + 89 * (int(step) if step.isdecimal() else 0)
     return _FIRST_PORT + place * _OF_A_JOB % _PORTS
-
-
-def _gpus_on_node(env: Mapping[str, str]) -> int:
-    """Returns the number of Slurm if there is one, as a task may see only its share."""
-    return _number(env, (_GPUS,)) if _GPUS in env else count_gpus(env)
 
 
 def _expanded(

@@ -39,7 +39,7 @@ from zstrat.program.trace import joined
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
 from ._on_worker import in_step
-from ._values import Claim, NoArgument, PerWorker, RemoteValue, Result, StandIn
+from ._values import Claim, DatasetHandle, PerWorker, RemoteValue, Result, StandIn
 from .leases import Draw
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class CallTable:
     Args:
         strategy: Each trace, here and on workers, runs in its scope, so that variables
             that a trace creates are placed by the strategy.
-        retired: Gets the numbers of arguments that nobody needs.
+        retired: Gets the numbers of arguments that are no longer needed.
     """
 
     def __init__(self, strategy: TracingStrategy, retired: deque[int]) -> None:
@@ -341,7 +341,7 @@ class CallTable:
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, Resource),
         )
-        # In a context of its own, which ends in C: Ctrl-C cannot leave the caller in
+        # In a separate context, which ends in C: Ctrl-C cannot leave the caller in
         # this scope, or in the middle of a trace.
         plan = copy_context().run(self._plan, function, args, kwargs)
         plan.require_shared()
@@ -515,7 +515,7 @@ def _checked(function: object) -> Function:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    kinds = (Resource, RemoteValue, NoArgument)
+    kinds = (Resource, RemoteValue, DatasetHandle)
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
@@ -530,7 +530,7 @@ def _resources(tree: Any) -> list[PerWorker]:
                 "a RemoteValue is among the arguments; pass `value.fetch()`, or "
                 "compute both in one function"
             )
-        if isinstance(leaf, NoArgument):
+        if isinstance(leaf, DatasetHandle):
             leaf.refuse()
     return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
 

@@ -19,7 +19,6 @@ from zstrat.errors import PSUnavailableError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
 from zstrat.wire import (
-    Hello,
     Message,
     Printed,
     SessionOpened,
@@ -61,7 +60,7 @@ log = logging.getLogger("zstrat.coordinator")
 WORKERS_JOIN_SECONDS: Final = 1.0
 """Seconds for connected workers to join the session after all servers have, so that
 they are counted. Joining takes milliseconds."""
-GOODBYE_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 2.0
 """Seconds for all tasks together to answer that they closed the session."""
 
 
@@ -75,7 +74,7 @@ class Cluster:
         workers: Task number to address; numbers may be missing.
         options: How the program uses the cluster.
         writer: The incarnation in the HELLO of the links. Default: the session number.
-        draw: Draws a session number that nobody has used.
+        draw: Draws an unused session number.
     """
 
     def __init__(
@@ -162,7 +161,9 @@ class Cluster:
             address,
             self.membership.size,
             self.store_directory,
-            self._objection,
+            lambda task, hello, opened: objection_to(
+                task, hello, opened, self.workers, self._devices
+            ),
         )
         if renewal.close_messages:
             task.renew(renewal.worker_session, renewal.close_messages)
@@ -219,7 +220,7 @@ class Cluster:
         # Before anything is stopped, as it asks all tasks for their spans.
         if self.timeline is not None:
             try:
-                await self.timeline.close(GOODBYE_SECONDS)
+                await self.timeline.close(CLOSE_SECONDS)
             except Exception:  # to the log, as all else has to be closed
                 log.exception("ending the time line")
         self.run_status.end()
@@ -235,7 +236,7 @@ class Cluster:
         await self._leave_tasks(exits)
 
     async def _leave_tasks(self, exits: bool) -> None:
-        seconds = self._timeouts.drain if exits else GOODBYE_SECONDS
+        seconds = self._timeouts.drain if exits else CLOSE_SECONDS
         processes = () if self.replication is None else self.replication.processes
         # Workers first: they push while they drain.
         tasks = (*self.workers, *self.ps, *processes)
@@ -244,7 +245,7 @@ class Cluster:
             was_closed = task.is_closed  # or is being closed
             task.leave()
             if not was_closed and task.is_ready and (self._ends_on_close or exits):
-                answers.append(task.say_goodbye(seconds, exits=exits))
+                answers.append(task.close_session(seconds, exits=exits))
         if answers:
             await asyncio.wait(answers, timeout=seconds)
         await asyncio.gather(*(task.close() for task in tasks))
@@ -350,9 +351,7 @@ class Cluster:
             return
         self._absent.pop(task.place, None)
         if self.recovery is not None:
-            self.recovery.server_returned()
-            if not self._absent:
-                self.recovery.all_returned()
+            self.recovery.server_returned(is_last=not self._absent)
         if self.dispatcher is not None and self.outage_error is None:
             self.dispatcher.engine.end_outage()
             self.dispatcher.turn_soon()
@@ -406,8 +405,3 @@ class Cluster:
             return
         if self.dispatcher is not None:
             self.dispatcher.message_received(task, message)
-
-    def _objection(
-        self, task: TaskSession, hello: Hello, opened: SessionOpened | None
-    ) -> ZstratError | None:
-        return objection_to(task, hello, opened, self.workers, self._devices)

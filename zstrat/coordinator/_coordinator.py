@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-    from ._pending_errors import CallSite
+    from ._steps import CallSite
     from .leases import OnError
 
 
@@ -458,7 +458,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         site: CallSite | None = None
         if (
             awaiter.f_code.co_flags & inspect.CO_COROUTINE
-        ):  # else a task of its own runs it
+        ):  # else a separate task runs it
             site = awaiter.f_code, awaiter.f_lasti
         del awaiter  # an error's traceback would keep it alive
         core = self._core

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,9 @@ from zstrat.program import Function, rebuild
 from zstrat.variables import recorder
 
 from ._calls import Code, PickledArguments
-from ._on_worker import DatasetOnWorker
 from ._values import (
     Claim,
-    NoArgument,
+    DatasetHandle,
     PerWorker,
     PerWorkerValues,
     RemoteValue,
@@ -42,15 +41,8 @@ FIRST_BUILD: Final = 600.0
 """Seconds for the first worker to build an iterator, which gives the element spec."""
 
 
-class KnownSpec(Protocol):
-    """The dataset of an iterator."""
-
-    _spec: Any
-    """The element spec, once a worker has built an iterator."""
-
-
 @final
-class PerWorkerDataset(NoArgument):
+class PerWorkerDataset(DatasetHandle):
     """A dataset on every worker; ``iter()`` starts a pass through it.
 
     Args:
@@ -67,8 +59,6 @@ class PerWorkerDataset(NoArgument):
     ) -> None:
         self._core, self._maker, self._name = core, maker, name
         self._kind = kind
-        self._spec: Any = None
-        """The element spec, once a worker has built an iterator."""
 
     def __iter__(self) -> PerWorkerIterator:
         """Starts a new pass on every worker. Returns before the iterators are built.
@@ -85,18 +75,6 @@ class PerWorkerDataset(NoArgument):
             "iterator", self._name, self._maker, kind=self._kind
         )
         return PerWorkerIterator(self, self._core, record)
-
-    @property
-    def element_spec(self) -> Any:
-        """The structure of an element: a pytree of `jax.ShapeDtypeStruct`.
-
-        Waits until a worker has built an iterator; starts a pass for that if needed.
-        """
-        return iter(self).element_spec if self._spec is None else self._spec
-
-    def __reduce__(self) -> Any:
-        # An object that is pickled may hold it; as an argument it is refused before.
-        return DatasetOnWorker, (self._name,)
 
     def refuse(self) -> NoReturn:
         raise TypeError(
@@ -116,7 +94,7 @@ class PerWorkerIterator(PerWorker):
     """One iterator on every worker, for ``next()`` in scheduled functions."""
 
     def __init__(
-        self, dataset: KnownSpec, core: CoordinatorCore, record: Record
+        self, dataset: DatasetHandle, core: CoordinatorCore, record: Record
     ) -> None:
         self.resource = record.number
         self._dataset, self._core, self._record = dataset, core, record

@@ -111,7 +111,7 @@ class Dispatcher:
 
     @property
     def parts(self) -> CoordinatorParts:
-        """What rounds use of it."""
+        """The parts of it that rounds use."""
         return CoordinatorParts(
             self.engine, self.members, self.channels, self.turn_soon
         )

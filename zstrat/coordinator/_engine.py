@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zstrat.telemetry.timeline import ProgramNotes
 
     from ._calls import ScheduledCall
-    from ._pending_errors import CallSite
+    from ._steps import CallSite
     from .rounds._optimizer_rounds import SessionRounds
 
 INTERRUPT_SECONDS: Final = 1.0

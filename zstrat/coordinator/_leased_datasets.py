@@ -21,8 +21,7 @@ from zstrat.errors import InvalidArgumentError, OutOfRangeError
 
 from ._calls import Code
 from ._datasets import PerWorkerIterator, wait_known
-from ._on_worker import DatasetOnWorker
-from ._values import NoArgument, RemoteValue
+from ._values import DatasetHandle, RemoteValue
 from .leases import LeaseBook, OnError, lease_bar
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ _KEY: Final = "leases"
 
 
 @final
-class LeasedDataset(NoArgument):
+class LeasedDataset(DatasetHandle):
     """A dataset that all workers share; ``iter()`` starts a pass through its epochs.
 
     Args:
@@ -56,7 +55,6 @@ class LeasedDataset(NoArgument):
     ) -> None:
         self._core, self._maker, self._name = core, maker, book().name
         self._book, self._kind = book, kind
-        self._spec: Any = None
 
     def __iter__(self) -> LeasedIterator:
         """Starts a pass, or continues that of the program whose session this one
@@ -80,16 +78,6 @@ class LeasedDataset(NoArgument):
     def epochs(self) -> LeasedEpochs:
         """The epochs of a new pass."""
         return iter(self).epochs
-
-    @property
-    def element_spec(self) -> Any:
-        """The structure of a whole batch: a pytree of `jax.ShapeDtypeStruct`. Waits
-        until a worker has opened the source; starts a pass for that if needed."""
-        return iter(self).element_spec if self._spec is None else self._spec
-
-    def __reduce__(self) -> Any:
-        # An object that is pickled may hold it; as an argument it is refused before.
-        return DatasetOnWorker, (self._name,)
 
     def refuse(self) -> NoReturn:
         raise TypeError(f"{self._name} cannot be an argument; pass iter(dataset)")
@@ -260,7 +248,7 @@ class LeasedEpoch:
             return self._book.size
 
     def require_leased(self, before: int) -> int:
-        """Returns how many leases the pass has given so far; a loop goes on only if
+        """Returns how many leases the pass has given so far; a loop continues only if
         these are more than ``before``, or it would have no end.
 
         Raises:

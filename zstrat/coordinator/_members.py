@@ -129,7 +129,7 @@ class Member:
 
     @property
     def free(self) -> int:
-        """How many more closures it may get now."""
+        """Number of closures that it may get now, in addition to those that it has."""
         if not self.is_open or self.alone:
             return 0
         has, depth = len(self.in_flight), self.depth
@@ -405,11 +405,14 @@ class Members:
     ) -> list[tuple[Member, int]]:
         """Limits members to their share, by rate, of the closures that are ``left``.
         Before the end of an epoch that is more than they may hold. There a slow worker
-        with more would be waited for by all others."""
+        with more would be waited for by all others: it gets a k-th closure if it ends
+        k of them before the others end the rest. An idle one always gets one, as rates
+        of closures of another kind may mislead."""
         found = []
         for member, free in takers:
             if rate := member.rate:
-                share = math.ceil(left * rate / self._rates)
+                # Solved k / rate <= (left + 1 - k) / (all rates - rate) for k.
+                share = max(1, math.floor((left + 1) * rate / self._rates + 1e-9))
                 free = min(free, share - len(member.in_flight))
             if free > 0:
                 found.append((member, free))

@@ -45,8 +45,7 @@ from zstrat.errors import (
     WorkerLostError,
 )
 
-from ._pending_errors import ClosureSource, PendingError, PendingErrors
-from ._steps import Steps
+from ._steps import ClosureSource, PendingError, PendingErrors, Steps
 from .leases import SessionLeases
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._calls import ScheduledCall
-    from ._pending_errors import CallSite
+    from ._steps import CallSite
     from ._values import RemoteValue
     from .leases import Draw
 
@@ -146,7 +145,7 @@ class Ended:
 
 
 class Effect(NamedTuple):
-    """What is known of the updates of a step whose worker was lost: whether a server
+    """The fate of the updates of a step whose worker was lost: whether a server
     confirmed that it applied some."""
 
     words: str

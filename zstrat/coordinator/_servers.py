@@ -280,8 +280,10 @@ class ParameterServers:
                 dtype = DTYPES[entry.dtype]
                 nbytes = math.prod(entry.shape) * dtype.itemsize
                 parts = [
-                    await client.read_snapshot(ps, number, place, at, size)
-                    for at, size in _pieces(nbytes)
+                    await client.read_snapshot(
+                        ps, number, place, at, min(_PIECE, nbytes - at)
+                    )
+                    for at in range(0, nbytes, _PIECE)
                 ]
                 whole = np.concatenate(parts) if parts else np.empty(0, np.uint8)
                 slots[entry.key][entry.leaf] = whole.view(dtype).reshape(entry.shape)
@@ -383,11 +385,6 @@ def initializing_timeout(
     for spec, _ in entries:
         nbytes[spec.ps] += spec.nbytes
     return request + max(nbytes.values(), default=0) / _RATE
-
-
-def _pieces(nbytes: int) -> list[tuple[int, int]]:
-    """Returns the offset and the size of each message that reads a part of a slot."""
-    return [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
 
 
 async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:

@@ -215,8 +215,8 @@ class ClusterSession:
         values that were restored. Windows on workers drop their copies, too.
 
         Args:
-            restored: By outer optimizer: the rounds that its windows, which begin again
-                with nothing, go on with.
+            restored: By outer optimizer: the rounds from which its windows, which begin
+                again with nothing, continue.
 
         Raises:
             PSUnavailableError: A parameter server is lost.
@@ -400,7 +400,7 @@ class ClusterSession:
         return self.cluster.pause.is_held and self.cluster.outage_error is None
 
     def _close_core(self, reason: str) -> str | None:
-        """Closes the coordinator if nothing is unfinished; else returns what is."""
+        """Closes the coordinator unless work is unfinished; returns what is."""
         # On the loop, as `at_rest` posts the end of a pause to it.
         with contextlib.suppress(ClosedError):
             if self.run(self._is_paused(), "checking for an unfinished checkpoint"):

@@ -24,7 +24,7 @@ from zstrat.program import Resource, StepIterator, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
-from ._on_worker import Unfetched
+from ._on_worker import DatasetOnWorker, Unfetched
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
@@ -365,8 +365,29 @@ class StandIn(StepIterator):
         self.handle: Final = weakref.ref(handle)
 
 
-class NoArgument(abc.ABC):
-    """A handle that cannot be an argument of a scheduled function."""
+class DatasetHandle(abc.ABC):
+    """A dataset on the workers. Its iterators are arguments of scheduled functions, not
+    the dataset itself."""
+
+    _name: str
+    _spec: Any = None
+    """The element spec, once a worker has built an iterator."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> Any: ...
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of an element, or of a whole batch: a pytree of
+        `jax.ShapeDtypeStruct`.
+
+        Waits until a worker has built an iterator; starts a pass for that if needed.
+        """
+        return iter(self).element_spec if self._spec is None else self._spec
+
+    def __reduce__(self) -> Any:
+        # An object that is pickled may hold it; as an argument it is refused before.
+        return DatasetOnWorker, (self._name,)
 
     @abc.abstractmethod
     def refuse(self) -> NoReturn:

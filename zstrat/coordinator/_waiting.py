@@ -1,4 +1,4 @@
-"""How calls of the user wait for the loop thread, and what they ask of it.
+"""Lets calls of the user wait for the loop thread, blocking or in asyncio.
 
 A call repeats a short *attempt* under the lock of the engine. An attempt that cannot
 succeed yet returns a condition. The thread that makes it true, often the loop's, rings
@@ -58,8 +58,8 @@ class Cancelling:
 
 
 class LoopSide(Protocol):
-    """What the engine asks of the loop thread, from other threads. The first three are
-    called with the lock held: they take no lock, and return at once."""
+    """The requests of the engine to the loop thread, from other threads. The first
+    three are called with the lock held: they take no lock, and return at once."""
 
     def wake(self) -> None:
         """Wakes the loop, as closures wait. Called only if it had taken all of them."""

@@ -2,7 +2,6 @@ from ._calibrate import SIZES as SIZES
 from ._calibrate import Calibration as Calibration
 from ._calibrate import calibrate as calibrate
 from ._calibrate import calibrate_tasks as calibrate_tasks
-from ._child import Child as Child
 from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies
 from ._copies import run_with_cluster as run_with_cluster
@@ -16,15 +15,15 @@ from ._fork_server import STOPPED as STOPPED
 from ._fork_server import WORD as WORD
 from ._fork_server import ForkServer as ForkServer
 from ._fork_server import kept_fork_server as kept_fork_server
-from ._imports import choose_devices as choose_devices
-from ._imports import kept_for_good as kept_for_good
 from ._local import LocalCluster as LocalCluster
 from ._observe import ObservedRun as ObservedRun
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
 from ._observe import report_of as report_of
-from ._process_output import ProcessOutput as ProcessOutput
+from ._own_process import ProcessOutput as ProcessOutput
+from ._own_process import choose_devices as choose_devices
+from ._own_process import kept_for_good as kept_for_good
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
 from ._task import Task as Task

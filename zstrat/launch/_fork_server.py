@@ -35,6 +35,8 @@ _READ_LATER: Final = (
     "JAX_PLATFORMS",
     "NPROC",
     "TF_CONFIG",
+    # Keras reads it at import; daemons import Keras after the fork, if at all.
+    "KERAS_BACKEND",
     # jax sets it at import on machines without a TPU, and reads it to look for one.
     "TPU_SKIP_MDS_QUERY",
     GPUS_VARIABLE,

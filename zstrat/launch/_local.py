@@ -17,16 +17,16 @@ from zstrat.streams import occupy_descriptors
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
-from ._imports import import_coordinator
+from ._own_process import import_coordinator
 from ._runtime_dir import (
     RunFolder,
-    RuntimeDir,
+    StartedTasks,
+    addresses_in,
     daemon_environment,
     divided,
     share,
     virtual,
 )
-from ._started_tasks import StartedTasks
 
 if TYPE_CHECKING:
     import os
@@ -54,10 +54,10 @@ class LocalCluster(StartedTasks[Child]):
         num_ps, num_workers: Number of parameter servers and workers; 0 workers for
             programs that train by themselves, as with `BetweenGraphStrategy`.
         transport: The transport: "tcp" (loopback ports, which every user of this
-        machine can
-            reach), "ipc" (sockets in a folder that only this user can enter), "shm"
-            (like "ipc", with large bodies in shared memory) or "auto" (the last of
-            these that the system supports). Default: ``ZSTRAT_TRANSPORT``.
+            machine can reach), "ipc" (sockets in a folder that only this user can
+            enter), "shm" (like "ipc", with large bodies in shared memory) or "auto"
+            (the last of these that the system supports). Default:
+            ``ZSTRAT_TRANSPORT``.
         env: Variables for the daemons, in addition to those of this process. ``NPROC``
             is the number of threads of XLA; by default the workers share the cores.
             They divide the GPUs in ``CUDA_VISIBLE_DEVICES``, or all GPUs, equally.
@@ -112,8 +112,8 @@ class LocalCluster(StartedTasks[Child]):
         }
         fork_server(daemons)  # first, so that it ends after this object at exit
         folder = RunFolder(directory)
-        runtime_dir = RuntimeDir.of(self.transport, folder.path)
-        self.directory = runtime_dir.folder
+        address = addresses_in(folder.path, self.transport)
+        self.directory = folder.path
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
         remove = self.directory if directory is None else None
@@ -128,8 +128,7 @@ class LocalCluster(StartedTasks[Child]):
                     name = f"{job}-{index}"
                     log_file = self.directory / f"{name}.log"
                     path = log_file if logs == "files" else None
-                    bind = runtime_dir.address(name)
-                    child = Child(job, index, bind, path, env, kept)
+                    child = Child(job, index, address(name), path, env, kept)
                     children[child.task] = child
             self._start(children.values())
         except BaseException:  # to the caller, who has no object to stop

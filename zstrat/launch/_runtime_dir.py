@@ -1,28 +1,32 @@
-"""The folder of a run with its sockets, keys and logs, and the environment of the
-daemons."""
+"""The parts that a `LocalCluster` and a `Fleet` share: the folder of a run with its
+sockets, keys and logs, the environment of the daemons, and tasks that this program
+starts and that end with it (`StartedTasks`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
 import sys
 import tempfile
+import weakref
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, final
 
-from zstrat.cluster import GPUS_VARIABLE, parts_of
+from zstrat.cluster import GPUS_VARIABLE, ClusterSpec, parts_of
 from zstrat.config import checked_transport, daemon_variables
+from zstrat.errors import ClosedError
 from zstrat.paths import explained
 from zstrat.transport import generate_keys
 
 from ._child import inherited
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from zstrat.config import Settings
+
 
 log = logging.getLogger("zstrat.launch")
 
@@ -30,27 +34,17 @@ LONGEST_SOCKET_PATH: Final = 100
 """Bytes of the path of an ``ipc://`` address; the kernel allows 107."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RuntimeDir:
-    """A folder, and the kind of sockets ("tcp" or "ipc") that the daemons bind."""
+def addresses_in(folder: Path, transport: str) -> Callable[[str], str]:
+    """Returns a function that makes the address of a daemon from its name: a socket in
+    the folder, which need not exist yet, or a free loopback port.
 
-    folder: Path
-    sockets: str
-
-    @classmethod
-    def of(cls, transport: str, folder: Path) -> RuntimeDir:
-        """Chooses the sockets for this transport; the folder need not exist yet.
-
-        Raises:
-            ValueError: The transport is unknown, or the path is too long for its
-            sockets.
-        """
-        checked_transport(transport)
-        return cls(folder, _sockets(transport, folder))
-
-    def address(self, name: str) -> str:
-        """Returns the address that the daemon ``name`` binds."""
-        return "127.0.0.1:0" if self.sockets == "tcp" else f"ipc://{self.folder / name}"
+    Raises:
+        ValueError: The transport is unknown, or the path is too long for its sockets.
+    """
+    checked_transport(transport)
+    if _sockets(transport, folder) == "tcp":
+        return lambda name: "127.0.0.1:0"
+    return lambda name: f"ipc://{folder / name}"
 
 
 def virtual(devices: int) -> tuple[str, ...]:
@@ -207,3 +201,90 @@ def _sockets(transport: str, folder: Path) -> str:
             "transport='tcp'"
         )
     return "ipc"
+
+
+T = TypeVar("T")
+
+
+class StartedTasks(ABC, Generic[T]):
+    """Tasks by name, parameter servers first. Ends them once, and only in the process
+    that made this object.
+
+    Args:
+        by: How the tasks were started or are reached, for `repr`.
+        end: Ends the tasks, called with ``parts``; called again after Ctrl-C.
+    """
+
+    def __init__(
+        self, tasks: dict[str, T], by: str, end: Callable[..., None], *parts: Any
+    ) -> None:
+        self._tasks, self._by = tasks, by
+        self._parts = os.getpid(), end, parts
+        self._end = weakref.finalize(self, _end, *self._parts)
+
+    @abstractmethod
+    def _address(self, task: str) -> str:
+        """Returns the last address of the task; "" if it never served."""
+
+    @abstractmethod
+    def _log_file(self, task: str) -> Path | None:
+        """Returns the log file of the task; None: it logs to the terminal."""
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """The current addresses of the tasks."""
+        jobs: dict[str, list[str]] = {}
+        for task in self._tasks:
+            jobs.setdefault(task.partition(":")[0], []).append(self._address(task))
+        return ClusterSpec(jobs)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names such as "ps:0", parameter servers first."""
+        return tuple(self._tasks)
+
+    def log(self, task: str) -> str:
+        """Returns the log of ``task`` so far; "" if the logs go to the terminal."""
+        path = self._log_file(task)
+        if path is None or not path.exists():
+            return ""
+        return path.read_text("utf-8", "replace")
+
+    def stop(self) -> None:
+        """Drains and ends all tasks, workers first; kills those that do not end in
+        time. Idempotent; a call after Ctrl-C finishes an interrupted one."""
+        if self._end.alive:
+            _end(*self._parts)
+            self._end.detach()
+
+    close = stop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "running" if self._end.alive else "stopped"
+        return f"<{type(self).__name__} {' '.join(self._tasks)} {self._by}, {state}>"
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise ClosedError(
+                f"{self!r} is closed and its tasks have ended; create a new "
+                f"{type(self).__name__}"
+            )
+
+    def _task(self, name: str) -> T:
+        try:
+            return self._tasks[name]
+        except KeyError:
+            known = ", ".join(self._tasks)
+            raise ValueError(f"no task {name!r}: expected one of {known}") from None
+
+
+def _end(program: int, end: Callable[..., None], parts: tuple[Any, ...]) -> None:
+    """Ends the tasks, unless this is a forked process of the program."""
+    if os.getpid() == program:
+        end(*parts)

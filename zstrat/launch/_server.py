@@ -26,7 +26,7 @@ from zstrat.transport import run as run_loop
 from ._task import TaskAddress, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from types import FrameType
 
     from zstrat.config import Settings
@@ -38,15 +38,9 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class ShutdownSignals:
-    """Handles the signals of a program that has servers.
+    """Handles the signals of a program that has servers."""
 
-    Args:
-        ask: Requests the end of all servers; returns at once.
-        wait: Waits until all servers have ended, within their drain.
-    """
-
-    def __init__(self, ask: Callable[[str], None], wait: Callable[[], None]) -> None:
-        self._ask, self._wait = ask, wait
+    def __init__(self) -> None:
         self._joins = 0
 
     def install(self) -> None:
@@ -75,9 +69,13 @@ class ShutdownSignals:
     def _received(self, number: int, frame: FrameType | None) -> None:
         self.uninstall()  # a second signal ends the process at once
         handle(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both send it
-        self._ask(f"{signal.Signals(number).name} (once more ends at once)")
+        for server in list(_running):
+            if server._run is not None:
+                name = signal.Signals(number).name
+                server._run.end_soon(f"{name} (once more ends at once)")
         if not self._joins:
-            self._wait()
+            for server in list(_running):
+                server.stop()  # within its drain
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -286,18 +284,7 @@ def _define(
 _running: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
 
 
-def _ask_all(reason: str) -> None:
-    for server in list(_running):
-        if server._run is not None:
-            server._run.end_soon(reason)
-
-
-def _wait_for_all() -> None:
-    for server in list(_running):
-        server.stop()
-
-
-_shutdown_signals: Final = ShutdownSignals(_ask_all, _wait_for_all)
+_shutdown_signals: Final = ShutdownSignals()
 
 
 def _end_all() -> None:

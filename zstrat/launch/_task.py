@@ -24,7 +24,7 @@ from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_from_settings, unregister
 from zstrat.wire import Inspect, Job, Statistics
 
-from ._imports import kept_for_good
+from ._own_process import kept_for_good
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

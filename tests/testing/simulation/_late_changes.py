@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import numpy as np
@@ -37,7 +37,8 @@ from zstrat.wire import (
     UpdateOp,
 )
 
-from ._late_model import SHAPE, Held, Momentum, World, made, updated
+from ._late_model import SHAPE, Held, World, made, updated
+from ._rounds_model import optimizer_codes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -305,7 +306,7 @@ class LateChanges:
         model.has_optimizer = True
 
         async def make() -> None:
-            await servers.create_optimizer(OPTIMIZER, "late", _optimizer_code())
+            await servers.create_optimizer(OPTIMIZER, "late", optimizer_codes()[0])
             await servers.bind_optimizer(OPTIMIZER, _tree(model.keys[0]))
 
         await self._do(dict, make, self.spec(model.keys[0]).ps)
@@ -357,16 +358,18 @@ class LateChanges:
             await self.miss()
 
     async def _withdraw(self) -> None:
-        """As behind a creation that has failed: its numbers are given again."""
-        spec, servers = self._new(), self._coordinator.servers
+        """As behind a creation that has failed: its numbers are given again. A program
+        that is killed before leaves the variable to the next one."""
+        spec, value, servers = self._new(), _full(9), self._coordinator.servers
 
         async def create() -> None:
-            await self._create_one(spec, _full(9))
+            await self._create_one(spec, value)
             await servers.read([spec])
 
-        await self._do(dict, create, spec.ps)
+        await self._do(partial(_with, spec.key, made(value)), create, spec.ps)
         if not self._model.is_unsure:
-            await self._do(dict, partial(servers.withdraw, [spec], []), spec.ps)
+            withdraw = partial(servers.withdraw, [spec], [])
+            await self._do(partial(_without, spec.key), withdraw, spec.ps)
         if not self._model.is_unsure:
             self._model.next_key -= 1
             await self._create()
@@ -463,11 +466,6 @@ def _valued(key: int, value: np.ndarray, world: World) -> World:
 
 def _traced(key: int, trace: np.ndarray, world: World) -> World:
     return {**world, key: world[key]._replace(trace=trace)}
-
-
-@cache
-def _optimizer_code() -> bytes:
-    return dump_code(Momentum())
 
 
 def _tree(key: int) -> bytes:

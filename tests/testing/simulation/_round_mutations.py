@@ -110,7 +110,7 @@ def _closed_apart(count: Callable[..., Any], self: Any, *args: Any) -> None:
 _CLIENT: Final = "zstrat.ps.client._round_client.RoundCalls.close_round"
 _ROUNDS: Final = "zstrat.coordinator.rounds._optimizer_rounds.OptimizerRounds"
 _SESSION: Final = "zstrat.coordinator.rounds._optimizer_rounds.SessionRounds"
-_STATISTICS: Final = "zstrat.coordinator.rounds._round_statistics.RoundStatistics"
+_STATISTICS: Final = "zstrat.coordinator.rounds._optimizer_rounds.RoundStatistics"
 _OPEN: Final = "zstrat.ps.store._rounds.OpenRounds"
 _CONTRIBUTE: Final = "zstrat.worker._worker_session.WorkerSession._contribute"
 _REPLAY: Final = "zstrat.ps.replication._backup.replay"

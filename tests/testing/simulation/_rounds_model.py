@@ -15,6 +15,8 @@ from __future__ import annotations
 import random
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from unittest import mock
+from uuid import UUID
 
 import numpy as np
 
@@ -68,7 +70,7 @@ class DrawnRounds(NamedTuple):
     @property
     def code(self) -> bytes:
         """The optimizer as servers get it."""
-        return _code(self.is_coupled)
+        return optimizer_codes()[self.is_coupled]
 
     def tree(self, stores: int) -> bytes:
         """Its tree as servers get it."""
@@ -209,8 +211,12 @@ class CoupledMomentum:
 
 
 @cache
-def _code(is_coupled: bool) -> bytes:
-    return dump_code(CoupledMomentum() if is_coupled else Momentum())
+def optimizer_codes() -> tuple[bytes, bytes]:
+    """`Momentum` and `CoupledMomentum`, pickled: alike in all processes, as their
+    classes get no random numbers."""
+    numbers = [UUID(int=1), UUID(int=2)]
+    with mock.patch("uuid.uuid4", side_effect=numbers):
+        return dump_code(Momentum()), dump_code(CoupledMomentum())
 
 
 @cache

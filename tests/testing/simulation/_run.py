@@ -9,6 +9,8 @@ import gc
 import importlib
 import itertools
 import logging
+import random
+import secrets
 import sys
 import tempfile
 import traceback
@@ -332,11 +334,20 @@ def _buried() -> Iterator[None]:
             gc.unfreeze()
 
 
+_randbits: Final = secrets.randbits
+
+
+def _drawn(chance: random.Random, bits: int) -> int:
+    """The number of a snapshot, which is sent, is that of the seed; others are drawn
+    once in a process."""
+    return chance.getrandbits(bits) if bits == 62 else _randbits(bits)
+
+
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
-    """What is of the whole process begins anew for a run: numbers that are counted on,
-    the time of day in errors, the collector of memory, and the limit from which on a
-    server computes on its thread. Nothing is logged."""
+    """What is of the whole process begins anew for a run: numbers that are counted on
+    or drawn, the time of day in errors, the collector of memory, and the limit from
+    which on a server computes on its thread. Nothing is logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
@@ -344,6 +355,7 @@ def _alone(scenario: Scenario) -> Iterator[None]:
     clock = SimpleNamespace(gmtime=lambda since: since, strftime=lambda *_: "then")
     patches: list[Any] = [
         mock.patch("zstrat.wire._session.time", clock),
+        mock.patch("secrets.randbits", partial(_drawn, random.Random(scenario.seed))),
         mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)

@@ -10,8 +10,9 @@ from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import objection_to as objection_to
 from ._cluster_tasks import ClusterTasks as ClusterTasks
-from ._session_maker import SessionMaker as SessionMaker
-from ._session_maker import SessionOptions as SessionOptions
-from ._store_directory import StoreDirectory as StoreDirectory
+from ._cluster_tasks import SessionMaker as SessionMaker
+from ._cluster_tasks import SessionOptions as SessionOptions
+from ._cluster_tasks import StoreDirectory as StoreDirectory
+from ._session_request import log_failure as log_failure
 from ._task_session import TaskSession as TaskSession
 from ._task_session import TaskSessionEvents as TaskSessionEvents

@@ -274,12 +274,12 @@ def objection_to(
     task: TaskSession,
     hello: Hello,
     opened: SessionOpened | None,
-    workers: Iterable[TaskSession],
+    tasks: Iterable[TaskSession],
     planned: SessionOpened | None,
 ) -> ZstratError | None:
-    """Returns why a worker is refused, or None: it is another worker of the cluster by
-    a second address, or has another number of devices than steps are planned for."""
-    for other in workers:
+    """Returns why a task is refused, or None: it is another one of these ``tasks`` by a
+    second address, or a worker with another number of devices than ``planned``."""
+    for other in tasks:
         if other is task or other.is_closed or not other.is_ready:
             continue
         if other.hello is not None and other.hello.incarnation == hello.incarnation:

@@ -1,19 +1,94 @@
-"""The face of `Cluster` that its parts use: all tasks of a session."""
+"""All tasks of a session: as the parts of `Cluster` see them (`ClusterTasks`), the
+sessions made for them (`SessionMaker`), and the addresses of stores, which workers get
+(`StoreDirectory`).
+
+The message that opens a worker's session has all addresses. When a store moves later,
+each connected worker gets a `MoveServer`; the others get the new address when their
+session is opened again. The law of this file: only it fills in the message that opens a
+session, and only it sends workers the address of a store.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, final
 
-from ._task_session import TaskSessionEvents
+from zstrat.errors import BusyError
+from zstrat.wire import JoinSession, MoveServer, OpenSession
+
+from ._session_request import log_failure
+from ._task_session import TaskSession, TaskSessionEvents
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from zstrat.config import Timeouts
     from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient
+    from zstrat.transport import MakeTaskLink
+    from zstrat.wire import Message
 
-    from ._store_directory import StoreDirectory
-    from ._task_session import TaskSession
+    from ._task_session import Objection
+
+
+@final
+class StoreDirectory:
+    """The addresses of all stores of one session. On the loop.
+
+    Args:
+        addresses: By store, at the beginning.
+        workers: The sessions on the workers, which come and go.
+    """
+
+    def __init__(
+        self, addresses: Iterable[str], workers: Sequence[TaskSession]
+    ) -> None:
+        # Messages that open a session hold these two lists themselves, and are encoded
+        # when they are sent: they name the addresses of that moment.
+        self.addresses: Final = list(addresses)
+        self.views: Final = [1] * len(self.addresses)
+        """By store: its view, by which a worker knows the newer of two addresses."""
+        self._workers = workers
+        self._unanswered: set[asyncio.Future[Message]] = set()
+        """Messages to workers that they have not answered yet."""
+
+    def publish(self, store: int, view: int, address: str) -> None:
+        """Sends all workers the address where a store is served from now on."""
+        before, self.addresses[store] = self.addresses[store], address
+        self.views[store] = view
+        if before == address:  # it stays where it was, without its backup
+            return
+        for worker in self._workers:
+            if worker.link.is_open:  # else it gets all addresses with its next session
+                self._send(worker, MoveServer(worker.session, store, view, address))
+
+    def reset_addresses(self, addresses: Iterable[str]) -> None:
+        """Sets the addresses for another session, with which workers get them."""
+        self.addresses[:] = addresses
+
+    async def wait_workers_notified(self, timeout: float) -> None:
+        """Waits until all connected workers know the addresses, at most ``timeout``
+        seconds.
+
+        Cancellation: loses nothing.
+        """
+        if self._unanswered:
+            await asyncio.wait(list(self._unanswered), timeout=timeout)
+
+    def _send(self, worker: TaskSession, moved: MoveServer) -> None:
+        try:
+            answer = worker.link.submit(moved)
+        except BusyError:
+            worker.reopen("too many requests wait for its answer to send an address")
+            return
+        self._unanswered.add(answer)
+        answer.add_done_callback(self._answered)
+
+    def _answered(self, answer: asyncio.Future[Message]) -> None:
+        # A worker that was lost meanwhile gets the address with its next session.
+        self._unanswered.discard(answer)
+        log_failure("sending a worker the address of a store", answer)
 
 
 class ClusterTasks(TaskSessionEvents, Protocol):
@@ -61,3 +136,132 @@ class ClusterTasks(TaskSessionEvents, Protocol):
         """Notes that no process serves the store. `TaskSession.gone` says whether it is
         lost for good."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Options of a program's session on its cluster."""
+
+    prefetch: int = 0
+    """Optimizer steps that workers fetch ahead."""
+    listens: bool = False
+    """Workers send what their steps print."""
+    joins: bool = False
+    """Another program holds the parameter servers, and creates the variables."""
+    is_held_for_others: bool = False
+    """Other programs join, and the variables stay when this one ends."""
+    replicas: int = 0
+    """Copies of what each parameter server holds, in other ones: 0 or 1."""
+    stores_per_ps: int = 1
+    """Logical servers of each parameter server, which may move."""
+    name: str = ""
+    """Name of the session: it resumes what an earlier program left under the name, and
+    stays for a later one, unless it is ended (`Cluster.end_on_close`)."""
+    restart_partial: bool = False
+    """Begin empty if only a part is left under the name."""
+    program: str = ""
+    """Name of this program in the errors of others that want the cluster."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other programs update the variables, too."""
+        return self.joins or self.is_held_for_others
+
+
+@final
+class SessionMaker:
+    """Makes the sessions on the tasks of one cluster, not started yet."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        timeouts: Timeouts,
+        make_link: MakeTaskLink,
+        events: TaskSessionEvents,
+    ) -> None:
+        self.options: Final = options
+        self._timeouts, self._make_link, self._events = timeouts, make_link, events
+
+    def server(
+        self, session: int, store: int, address: str, workers: int
+    ) -> TaskSession:
+        """Returns the session on the server of a store.
+
+        Args:
+            session: Its number.
+            workers: How many places of workers there are.
+        """
+        timeouts, joins = self._timeouts, self.options.joins
+        opening: OpenSession | JoinSession
+        if joins:
+            opening = JoinSession(session, [], [], timeouts.request)
+        else:
+            opening = self._opening(session, store, workers, [], [])
+        return TaskSession(
+            "ps",
+            store,
+            store,
+            address,
+            opening,
+            self._make_link,
+            self._events,
+            one_life=True,
+            grace=timeouts.reconnect,
+            turn=timeouts.request if joins else timeouts.turn,
+            notice=timeouts.notice,
+            moves=bool(self.options.replicas),
+        )
+
+    def worker(
+        self,
+        session: int,
+        task_number: int,
+        place: int,
+        address: str,
+        workers: int,
+        stores: StoreDirectory,
+        objection: Objection,
+    ) -> TaskSession:
+        """Returns the session on a worker.
+
+        Args:
+            session: Its number.
+            workers: How many places of workers there are.
+            stores: Where the stores are when the session is opened.
+            objection: Says why the worker is not taken.
+        """
+        return TaskSession(
+            "worker",
+            task_number,
+            place,
+            address,
+            self._opening(session, place, workers, stores.addresses, stores.views),
+            self._make_link,
+            self._events,
+            turn=self._timeouts.turn,
+            notice=self._timeouts.notice,
+            objection=objection,
+        )
+
+    def _opening(
+        self,
+        session: int,
+        place: int,
+        workers: int,
+        servers: list[str],
+        views: list[int],
+    ) -> OpenSession:
+        options = self.options
+        return OpenSession(
+            session,
+            place,
+            workers,
+            servers,
+            options.prefetch,
+            options.listens,
+            views,
+            options.name,
+            replicas=options.replicas,
+            is_shared=options.is_shared,
+            program=options.program,
+        )

@@ -7,24 +7,31 @@ program holds.
 The law of this file: an older session of this program that has some of the same tasks
 is closed only when these have answered once more, so a wrong address leaves it as it
 is; and it is closed before the tasks are asked for the new session, as each task serves
-one.
+one. A second strategy, which every rerun of a notebook cell makes, so takes the tasks
+over from the first one, unless that has unfinished work (`OpenSessions`). Of the
+sessions of this program that claim a task, at most one is open, and at most one is
+being opened.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.coordinator._cluster import Cluster
 from zstrat.coordinator._servers import session_of
 from zstrat.coordinator._session import ClusterSession
+from zstrat.errors import BusyError
 from zstrat.transport import Portal, new_incarnation, program_name
 from zstrat.transport.health import register, serve_from_settings
+from zstrat.variables import user_line
 from zstrat.wire import Job
 
 from ._arrival import probe
-from ._open_sessions import open_sessions
-from ._session_maker import SessionOptions
+from ._cluster_tasks import SessionOptions
 from ._task_links import (
     addresses_of_ps,
     addresses_of_workers,
@@ -38,8 +45,6 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
     from zstrat.transport import MakeTaskLink
-
-    from ._open_sessions import ClaimedTask, SessionClaim
 
 
 def connect_session(
@@ -245,3 +250,126 @@ def _connected(
     except BaseException:  # to the caller, who has no session to close
         portal.close()
         raise
+
+
+ClaimedTask = tuple[str, int, str]
+"""The job and the index of this program, and the address of a task that it uses under
+these."""
+
+
+class SessionClaim:
+    """The tasks that one session claims. It does not keep the session alive."""
+
+    def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
+        self.tasks = frozenset(tasks)
+        self.made_at = "{}:{}".format(*user_line())
+        self._session: weakref.ref[ClusterSession] | None = None
+        self._portal: weakref.ref[Portal] | None = None
+
+    @property
+    def is_opening(self) -> bool:
+        return self._session is None
+
+    @property
+    def is_over(self) -> bool:
+        portal = None if self._portal is None else self._portal()
+        return not self.is_opening and (portal is None or portal.is_closed)
+
+    def opened(self, session: ClusterSession) -> None:
+        self._session = weakref.ref(session)
+        self._portal = weakref.ref(session.portal)
+
+    @property
+    def session(self) -> ClusterSession | None:
+        """The session; None while it is not open, or when it was collected."""
+        return None if self._session is None else self._session()
+
+    def give_way(self, made_at: str) -> None:
+        """Closes the session in favour of a newer one.
+
+        Args:
+            made_at: The line that makes the newer one.
+
+        Raises:
+            BusyError: The session has unfinished work.
+        """
+        session = self.session
+        if session is not None:
+            session.give_way(self.made_at, made_at)
+        elif self._portal is not None and (portal := self._portal()) is not None:
+            portal.close()  # the session was collected, and its portal closes anyway
+
+
+@final
+class OpenSessions:
+    """The open sessions of this program. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claims: list[SessionClaim] = []
+
+    def claim(self, tasks: Iterable[ClaimedTask]) -> SessionClaim:
+        """Claims tasks for a session that is being opened. Closes nothing yet.
+
+        Raises:
+            BusyError: Another thread is opening a session of some of them.
+        """
+        claim = SessionClaim(tasks)
+        with self._lock:
+            for rival in self._rivals_of(claim):
+                if rival.is_opening:
+                    raise BusyError(
+                        "another thread of this program is connecting to the same "
+                        f"cluster (strategy made at {rival.made_at}): make one "
+                        "strategy, and use it in all threads"
+                    )
+            self._claims.append(claim)
+        return claim
+
+    def has_rivals(self, claim: SessionClaim) -> bool:
+        """Returns whether other sessions have some of its tasks."""
+        with self._lock:
+            return bool(self._rivals_of(claim))
+
+    def take_over(self, claim: SessionClaim) -> None:
+        """Closes the other sessions that have some of its tasks.
+
+        Raises:
+            BusyError: One of them has unfinished work. It and those after it stay open.
+        """
+        with self._lock:
+            rivals = self._rivals_of(claim)
+        # Without the lock: closing a session may take a while.
+        for rival in rivals:
+            rival.give_way(claim.made_at)
+
+    def present(self) -> list[ClusterSession]:
+        """Returns the open sessions."""
+        with self._lock:
+            sessions = [claim.session for claim in self._claims if not claim.is_over]
+        return [session for session in sessions if session is not None]
+
+    def drop(self, claim: SessionClaim) -> None:
+        """Withdraws the claim of a session that was not opened."""
+        with self._lock:
+            self._claims.remove(claim)
+
+    def forget(self) -> None:
+        """Forgets all sessions after a fork: they belong to the parent."""
+        self._lock = threading.Lock()
+        for claim in self._claims:
+            if (session := claim.session) is not None:
+                session.forget()
+        self._claims = []
+
+    def _rivals_of(self, claim: SessionClaim) -> list[SessionClaim]:
+        self._claims = [other for other in self._claims if not other.is_over]
+        return [
+            other
+            for other in self._claims
+            if other is not claim and other.tasks & claim.tasks
+        ]
+
+
+open_sessions: Final = OpenSessions()
+os.register_at_fork(after_in_child=open_sessions.forget)

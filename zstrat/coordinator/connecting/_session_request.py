@@ -13,6 +13,7 @@ import logging
 import math
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
 from weakref import WeakKeyDictionary
 
@@ -79,7 +80,7 @@ class SessionRequest:
         return self._opening.session
 
     @property
-    def is_patient(self) -> bool:
+    def has_longest_pause(self) -> bool:
         """Whether the pauses have their longest length."""
         return self._pause >= LONGEST_PAUSE_SECONDS
 
@@ -167,8 +168,8 @@ class SessionRequest:
 
     def withdraw(self, link: TaskLink) -> None:
         """Closes the session on a task that we refuse, without awaiting its answer."""
-        goodbye = _sent_now(CloseSession(self.session, False))
-        link.submit(goodbye).add_done_callback(_ignore_outcome)
+        closing = _sent_now(CloseSession(self.session, False))
+        link.submit(closing).add_done_callback(_ignore_outcome)
 
     def close(
         self, link: TaskLink, timeout: float, *, exits: bool
@@ -180,9 +181,10 @@ class SessionRequest:
             exits: The process of the task exits, too.
         """
         deadline = asyncio.get_running_loop().time() + timeout
-        goodbye = _sent_now(CloseSession(self.session, exits))
-        answer = link.submit(goodbye, deadline=deadline)
-        answer.add_done_callback(_log_error)
+        closing = _sent_now(CloseSession(self.session, exits))
+        answer = link.submit(closing, deadline=deadline)
+        # A task that was lost meanwhile has left the session anyway.
+        answer.add_done_callback(partial(log_failure, "closing the session"))
         return answer
 
     def _answered(self, sent: asyncio.Future[Message]) -> None:
@@ -213,7 +215,7 @@ def _ignore_outcome(answer: asyncio.Future[Message]) -> None:
         answer.exception()
 
 
-def _log_error(answer: asyncio.Future[Message]) -> None:
-    """Logs an error: a task that was lost meanwhile has left the session anyway."""
+def log_failure(what: str, answer: asyncio.Future[Message]) -> None:
+    """Logs the error of a request that nothing else handles, if it failed."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("closing the session: %s", error)
+        log.info("%s: %s", what, error)

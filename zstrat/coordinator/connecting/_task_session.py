@@ -7,7 +7,7 @@ own: futures and timers call it back. `SessionPhase` has its drawing.
 
 A task with *one life* (a parameter server) keeps our data while its connection is cut
 and while we are away. So its loss is not reported while it may come back with all of
-it: it is silently asked to resume the session.
+it: it is asked to resume the session.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
 alternate.
@@ -242,7 +242,7 @@ class TaskSession:
 
     @property
     def state(self) -> str:
-        """How far connecting got, for messages."""
+        """The progress of connecting, for messages."""
         if self.is_ready:
             return "in the session"
         if self.refusal is not None:
@@ -356,7 +356,7 @@ class TaskSession:
         ``origin``."""
         self._request.keep_origin(origin)
 
-    def say_goodbye(
+    def close_session(
         self, timeout: float, *, exits: bool = False
     ) -> asyncio.Future[Message]:
         """Closes our session on the task, and logs it if the task does not answer.
@@ -425,8 +425,8 @@ class TaskSession:
         if not self._one_life or not self.is_ready or self._moves:
             self._leave(error.reason, level)
         elif self._absence is None:
-            # After a goodbye, too: an intact task closes the link of a program that was
-            # suspended for long.
+            # After a close message, too: an intact task closes the link of a program
+            # that was suspended for long.
             loop, grace = asyncio.get_running_loop(), self._grace
             if error.returns > grace:
                 grace = error.returns
@@ -511,7 +511,7 @@ class TaskSession:
     def _refused(self, error: ZstratError) -> None:
         # A dead coordinator holds its tasks until they notice its silence, which is
         # before our pauses have grown: so do not warn for each of them.
-        lasts = not isinstance(error, BusyError) or self._request.is_patient
+        lasts = not isinstance(error, BusyError) or self._request.has_longest_pause
         if lasts and self._warned != str(error):
             log.warning("%s at %s does not join: %s", self.name, self.address, error)
             self._warned = str(error)

@@ -1,4 +1,4 @@
-"""Which examples of leased datasets are read by which steps."""
+"""Assigns the examples of leased datasets to steps."""
 
 from ._book import LeaseBook as LeaseBook
 from ._book import OnError as OnError

@@ -267,7 +267,8 @@ class LeaseBook:
                 f"{Lease(epoch, start, size)}: with resume= create the same datasets "
                 "in the same order"
             )
-        self._epoch, self._next = epoch, start + size
+        # Of epochs before a checkpoint a remainder that is left out counts as done.
+        self._epoch, self._next = epoch, min(start + size, self._end)
         for gap in gaps(self.inherited, epoch, self._next, self._end):
             stop = gap.start + gap.size
             for at in range(gap.start, stop, self._batch):

@@ -21,7 +21,7 @@ def lease_bar(
     and when it will be over. In a file or a pipe only its last state is printed.
 
     Args:
-        read: Calls a function with the book, while nobody changes that.
+        read: Calls a function with the book, which does not change meanwhile.
         console: Where it is shown; None: on standard output.
     """
     # Here, as most programs show none, and importing rich takes 65 ms.

@@ -33,14 +33,14 @@ REMEMBERED: Final = 4096
 
 
 class Draw(NamedTuple):
-    """How many batches of a dataset, by number of its iterator, a step draws."""
+    """Number of batches that a step draws from a dataset, named by its iterator."""
 
     resource: int
     batches: int
 
 
 class Drawing(Protocol):
-    """What leases know of a closure."""
+    """The part of a closure that leases use."""
 
     step: int
     draws: Sequence[Draw]
@@ -51,7 +51,7 @@ C = TypeVar("C", bound=Drawing)
 
 
 class LeasedClosures(NamedTuple, Generic[C]):
-    """What has become of closures that are handed out."""
+    """The closures that a worker may get, after leases were sought for them."""
 
     ready: list[C]
     parked: list[C]

@@ -1,4 +1,4 @@
-"""How a program learns of workers: it asks the resolver, and workers report themselves.
+"""Discovers workers: the program asks the resolver, and workers report themselves.
 
 `ResolverWatch` asks the resolver of the cluster again, on a thread, as it may block.
 One question is open at a time. After a loss it asks at once, and then after growing
@@ -18,8 +18,10 @@ import asyncio
 import contextlib
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast, final
 
+from zstrat.coordinator.connecting import log_failure
 from zstrat.errors import (
     DeadlineExceededError,
     PermissionDeniedError,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from zstrat.coordinator.connecting import TaskSession
-    from zstrat.wire import Message, PlainTree, WorkerReported
+    from zstrat.wire import PlainTree, WorkerReported
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -212,7 +214,10 @@ class ReportedWorkers:
             self._refusals.write(logging.WARNING, text, message.address, error)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)
-        server.link.submit(answer).add_done_callback(_log_error)
+        # Without it that passes the report on again, or the worker reports elsewhere.
+        server.link.submit(answer).add_done_callback(
+            partial(log_failure, "answering a worker that reported itself")
+        )
 
     async def _join_worker(self, message: WorkerReported) -> int:
         address, task_number = message.address, message.index
@@ -234,10 +239,3 @@ class ReportedWorkers:
                     f"workers that join, within {timeout:.0f} s; report again"
                 )
             return await self._join(address, task_number, left)
-
-
-def _log_error(answer: asyncio.Future[Message]) -> None:
-    """Logs that an answer did not reach its server. That passes the report on again, or
-    the worker reports to another server."""
-    if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("answering a worker that reported itself: %s", error)

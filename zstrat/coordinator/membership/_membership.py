@@ -99,11 +99,12 @@ class _Worker:
     """It was in the session. The number of a worker that never joined is given to the
     next one."""
     is_self_reported: bool = False
-    """It reported itself with this number, which nobody gets if it never joins."""
+    """It reported itself with this number, which no other worker gets, even if it never
+    joins."""
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the program added it, it never joined, and nobody waits for it."""
+        """Whether the program added it, it never joined, and no call waits for it."""
         never = not (self.has_joined or self.is_listed)
         return never and self.presence is Presence.AWAY
 

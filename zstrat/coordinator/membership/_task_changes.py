@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import InvalidArgumentError
 from zstrat.transport import check_address, check_reachable, warn_of_blocking
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.coordinator._session import ClusterSession
 
+T = TypeVar("T", float, None)
+
 SLACK_SECONDS: Final = 10.0
 """Added to the timeout of a change, so that the loop's own error is the one raised."""
 
 
-def finite_seconds(timeout: float) -> float:
-    """Checks a timeout of the user.
+def finite_seconds(timeout: float | None, default: T) -> float | T:
+    """Checks a timeout of the user; None is the default.
 
     Raises:
         InvalidArgumentError: It is negative, infinite, or not a number.
     """
+    if timeout is None:
+        return default
     with contextlib.suppress(TypeError):
         if 0 <= timeout < float("inf"):
             return float(timeout)
@@ -231,16 +235,14 @@ class Workers:
     def _timeout(self, address: str, timeout: float | None) -> float:
         """Returns seconds for a worker to join at the address, which is checked."""
         require_reachable(address, "worker")
-        seconds = self._session.settings.timeouts.connect
-        return seconds if timeout is None else finite_seconds(timeout)
+        return finite_seconds(timeout, self._session.settings.timeouts.connect)
 
     def _removing(
         self, address: str, timeout: float | None
     ) -> tuple[Coroutine[Any, Any, None], float]:
         """Returns the coroutine that removes a worker, and the seconds to wait for
         it."""
-        seconds = self._session.settings.timeouts.drain
-        seconds = seconds if timeout is None else finite_seconds(timeout)
+        seconds = finite_seconds(timeout, self._session.settings.timeouts.drain)
         work = self._session.cluster.turnover.remove(address, seconds)
         return work, seconds + SLACK_SECONDS
 
@@ -367,14 +369,12 @@ class StoreServers:
         self, address: str, index: int | None, timeout: float | None
     ) -> Coroutine[Any, Any, int]:
         require_reachable(address, "ps")
-        seconds = self._session.settings.timeouts.connect
-        if timeout is not None:
-            seconds = finite_seconds(timeout)
+        seconds = finite_seconds(timeout, self._session.settings.timeouts.connect)
         return self._session.cluster.moves.add(address, task_number(index), seconds)
 
     def _vacating(
         self, address: str, timeout: float | None
     ) -> Coroutine[Any, Any, None]:
-        seconds = None if timeout is None else finite_seconds(timeout)
+        seconds = finite_seconds(timeout, None)
         address = named_address(address, "ps", self.addresses)
         return self._session.cluster.moves.vacate(address, seconds)

@@ -45,7 +45,7 @@ REMOVED: Final = "the program removed it from the cluster"
 GONE: Final = "it is lost, and the resolver no longer names it"
 
 
-GOODBYE_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 2.0
 """For a removed worker to answer that it closed its session."""
 
 
@@ -106,7 +106,7 @@ class WorkerSessions:
             task.release()
             self.dispatcher.remove_worker(task, reason, for_good=timeout is not None)
         if task.is_ready and timeout is not None:
-            answer = task.say_goodbye(GOODBYE_SECONDS)
+            answer = task.close_session(CLOSE_SECONDS)
             task.leave()  # before it closes, which would count as a loss
             await asyncio.wait([answer])
         await task.close()

@@ -3,5 +3,3 @@
 from ._profile import MAX_BYTES as MAX_BYTES
 from ._profile import SECONDS as SECONDS
 from ._profile import Profile as Profile
-from ._profile import profile as profile
-from ._timeline_run import TimelineRun as TimelineRun

@@ -135,8 +135,8 @@ class TimedCluster(ClusterTasks, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TimelineBounds:
-    """When a time line ends: after ``steps`` (None: any number) or ``seconds``; and the
-    approximate size of its file, beyond which the oldest spans are left out."""
+    """Bounds of a time line: its number of ``steps`` (None: any), its ``seconds``, and
+    the approximate size of its file, beyond which the oldest spans are left out."""
 
     steps: int | None
     seconds: float

@@ -7,5 +7,4 @@ from ._inventory import Inventory as Inventory
 from ._inventory import RestorePoint as RestorePoint
 from ._inventory import entry_of as entry_of
 from ._recovery import Recovery as Recovery
-from ._recovery import count as count
 from ._session_renewal import SessionRenewal as SessionRenewal

@@ -52,7 +52,7 @@ class RestorePoint(Protocol):
 
     @property
     def rounds(self) -> Mapping[int, RestoredRounds]:
-        """The rounds that windows of local steps go on with, by outer optimizer."""
+        """The rounds from which windows of local steps continue, by outer optimizer."""
         ...
 
     async def check(self) -> None:

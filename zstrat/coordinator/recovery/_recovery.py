@@ -116,13 +116,11 @@ class Recovery:
             loop = asyncio.get_running_loop()
             self._task = loop.create_task(self._recover(), name="recovery")  # see stop
 
-    def server_returned(self) -> None:
-        """Notes that a server is in the session again."""
+    def server_returned(self, *, is_last: bool) -> None:
+        """Notes that a server is in the session again; ``is_last``: now all of them
+        are, with their data."""
         self._news.set()
-
-    def all_returned(self) -> None:
-        """Notes that all servers are in the session with their data."""
-        if not self._is_torn:
+        if is_last and not self._is_torn:
             self.failure = None
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
 """The numbers of a session, and how all tasks enter another session.
 
-A session has a number of its own even if it resumes what another program has left under
-a name (`adopt`); keys are counted from the number of the first one.
+A session has its own number even if it resumes what another program has left under a
+name (`adopt`); keys are counted from the number of the first one.
 
 To start empty, parameter servers enter a session with an unused number
 (`renew_servers`). When they are filled, the workers enter it, too (`renew_workers`).
@@ -179,7 +179,7 @@ class SessionRenewal:
             task.renew(self.session, self.close_messages)
 
     async def close_ended_steps(self, rounds: Mapping[int, RestoredRounds]) -> None:
-        """Sends the servers the steps that have ended, and the rounds to go on with.
+        """Sends the servers the steps that have ended, and the rounds to continue from.
 
         Raises:
             PSUnavailableError, DeadlineExceededError: One does not answer.

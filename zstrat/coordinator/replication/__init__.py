@@ -14,7 +14,6 @@ from ._orders import Promote as Promote
 from ._orders import Serve as Serve
 from ._orders import Swap as Swap
 from ._placement import StorePlacement as StorePlacement
-from ._replicated_store import ReplicatedStore as ReplicatedStore
 from ._replication import Replication as Replication
 from ._store_moves import StoreMoves as StoreMoves
 from ._store_moves import plan_drain as plan_drain

@@ -145,13 +145,19 @@ class OrphanedStores:
         Cancellation: that of the work.
         """
         loop = asyncio.get_running_loop()
-        waits = self._orders.wait_until(self._is_any_lost)
+        stores = self._orders.placement.stores
+        waits = self._orders.wait_until(
+            lambda: any(store.phase is CopyPhase.EMPTY for store in stores)
+        )
         doing = loop.create_task(work, name="serving orphaned stores")
         looking = loop.create_task(waits, name="watching orphaned stores")
         both = doing, looking
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            self._require_left()
+            for store in stores:
+                if store.phase is CopyPhase.EMPTY:
+                    why = f"nothing is left of it: {store.reason}"
+                    raise session_lost(self._name, store.number, why)
             await doing
         finally:
             for task in both:
@@ -193,12 +199,3 @@ class OrphanedStores:
                 f"resume={self._name!r}: its stores are not served in time: "
                 f"{status.words()}; look at the logs of the parameter servers"
             ) from None
-
-    def _is_any_lost(self) -> bool:
-        return any(s.phase is CopyPhase.EMPTY for s in self._orders.placement.stores)
-
-    def _require_left(self) -> None:
-        for store in self._orders.placement.stores:
-            if store.phase is CopyPhase.EMPTY:
-                why = f"nothing is left of it: {store.reason}"
-                raise session_lost(self._name, store.number, why)

@@ -6,7 +6,7 @@ has what concerns all of them: which processes are there, which of them gets a c
 and which store moves.
 
 The law of this file: only the answer to the last order of a store is used, and before
-`StorePlacement.start` nothing is decided but where stores are created.
+`StorePlacement.start` only the creation of stores is decided.
 """
 
 from __future__ import annotations
@@ -179,21 +179,21 @@ class StorePlacement:
         """Cordons (or uncordons) the process for new copies."""
         self._processes[number].is_leaving = is_leaving
 
-    def abandon(self, number: int) -> None:
+    def remove_process(self, number: int) -> None:
         """Removes the process: it is no longer the home of any store."""
         for store in self.stores:
             if store.home == number:
                 store.home = store.primary.process
 
-    def forgive(self) -> list[PlacementOrder]:
-        """Asks processes again that refused a copy some time ago."""
+    def retry_refused(self) -> list[PlacementOrder]:
+        """Asks processes again that refused a copy a while ago."""
         for process in self._processes:
             process.unwilling.clear()
         return self._seek_all() if self._is_started else []
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether `forgive` is of use."""
+    def has_refused(self) -> bool:
+        """Whether a process has refused a copy: `retry_refused` asks it again."""
         return any(process.unwilling for process in self._processes)
 
     def primary_lost(

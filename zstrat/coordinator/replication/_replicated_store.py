@@ -88,7 +88,7 @@ class ReplicatedStore:
     backup: Copy | None = None
     """Its address is not known yet in HOSTING."""
     third: Copy | None = None
-    """A copy besides these while one of them is to be replaced; or the one to ask if
+    """An additional copy while one of these is to be replaced; or the one to ask if
     the backup does not become the primary."""
     is_third_in_sync: bool = False
     """The third copy has all that the backup has, which becomes the primary."""

@@ -210,14 +210,14 @@ class Replication:
         """
         self.placement.set_leaving(process.place, True)
         self.process_lost(process, "it was removed")
-        self.placement.abandon(process.place)
+        self.placement.remove_process(process.place)
         await self._known.leave(process, timeout)
 
-    def spare(self, index: int, is_leaving: bool) -> None:
+    def cordon(self, index: int, is_leaving: bool) -> None:
         """Cordons (or uncordons) the process for new copies."""
         self.placement.set_leaving(index, is_leaving)
         if not is_leaving:
-            self._orders.carry_out(self.placement.forgive())
+            self._orders.carry_out(self.placement.retry_refused())
 
     async def move(self, store: int, target: int) -> None:
         """Moves the store to another process. Returns when that serves it, or when it
@@ -354,7 +354,7 @@ class Replication:
     def _take_back(self, task: TaskSession) -> None:
         if self.is_started or self._takes_over:
             number, placement = task.place, self.placement
-            # While orphaned stores are searched, nobody serves them elsewhere.
+            # While orphaned stores are searched, no other process serves them.
             is_served = self.is_started and placement.is_own(number)
             view = placement.stores[number].view if is_served else None
             self._known.take_back(task, view)

@@ -253,14 +253,16 @@ class StoreMoves:
         )
         self._require_others(replication, process)
         # Before anything moves, so that nothing is copied there meanwhile.
-        replication.spare(process.place, True)
+        replication.cordon(process.place, True)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
                 # A worker without the new addresses would ask the removed process.
-                await self._cluster.store_directory.wait_workers_told(NOTICE_SECONDS)
+                await self._cluster.store_directory.wait_workers_notified(
+                    NOTICE_SECONDS
+                )
         except BaseException as error:  # to the caller: it stays
-            replication.spare(process.place, False)
+            replication.cordon(process.place, False)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
                     f"{process.name} at {address} has something left after "

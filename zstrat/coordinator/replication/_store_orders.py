@@ -2,8 +2,8 @@
 
 Orders to processes and copies are requests, one for a store at a time: the next order
 for a store replaces the one before, whose answer nobody awaits then (it may be carried
-out all the same). The other orders move the program's own lines, or report that nobody
-serves a store. On the loop thread.
+out all the same). The other orders move the request queues of the program, or
+report a store without a server. On the loop thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.coordinator.connecting import ProbedTask
+from zstrat.coordinator.connecting import ProbedTask, log_failure
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -42,7 +42,7 @@ from ._orders import (
     Serve,
     Swap,
 )
-from ._store_status import CopiesStatus
+from ._store_processes import CopiesStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 ATTACH_SECONDS: Final = 86400.0
 """Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
-FORGIVING: Final = 5.0
+RETRY_SECONDS: Final = 5.0
 """Seconds until a process is asked again to keep a backup that it could not."""
 
 
@@ -94,8 +94,8 @@ class StoreOrders:
         """The request that is under way, by store."""
         self._ended: list[asyncio.Task[None]] = []
         self._losses_due: dict[int, asyncio.TimerHandle] = {}
-        """By store: reports that nobody serves it, unless that changes before."""
-        self._forgiving: asyncio.TimerHandle | None = None
+        """By store: reports that no process serves it, unless that changes before."""
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
@@ -113,9 +113,9 @@ class StoreOrders:
                     self._ask(order)
         self.status.log_changes()
         self._news.set()
-        if self.placement.is_waiting and self._forgiving is None:
+        if self.placement.has_refused and self._retry_timer is None:
             loop = asyncio.get_running_loop()
-            self._forgiving = loop.call_later(FORGIVING, self._forgive)
+            self._retry_timer = loop.call_later(RETRY_SECONDS, self._retry_refused)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Waits for what orders and their answers bring about.
@@ -152,9 +152,9 @@ class StoreOrders:
         self._asking.clear()
         for store in list(self._losses_due):
             self._cancel_report(store)
-        if self._forgiving is not None:
-            self._forgiving.cancel()
-            self._forgiving = None
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
 
     async def wait_ended(self) -> None:
         """Waits after `stop` until nothing is under way.
@@ -163,15 +163,16 @@ class StoreOrders:
         """
         await asyncio.gather(*self._ended, return_exceptions=True)
 
-    def _forgive(self) -> None:
-        self._forgiving = None
-        self.carry_out(self.placement.forgive())
+    def _retry_refused(self) -> None:
+        self._retry_timer = None
+        self.carry_out(self.placement.retry_refused())
 
     def _drop(self, order: Drop) -> None:
         process = self.known.sessions[order.process]
         if process.is_ready:  # else it gets the order when it is back
             drop = DropStore(self.session, order.store, order.view)
-            process.link.submit(drop).add_done_callback(_log_undropped)
+            dropped = process.link.submit(drop)
+            dropped.add_done_callback(partial(log_failure, "dropping a copy"))
 
     def _serve(self, order: Serve) -> None:
         self._cancel_report(order.store)
@@ -241,47 +242,39 @@ class StoreOrders:
         self.carry_out(outcome(order, reason))
 
     async def _answer(self, order: Asked) -> Message:
+        """Sends the order to its process, when that is there; returns the answer."""
+        if isinstance(order, Promote):
+            return await self._promote(order)
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
         deadline = loop.time() + ATTACH_SECONDS
+        primary = task = self.servers[order.store]
+        if not isinstance(order, Attach | Detach):
+            task = self.known.sessions[order.process]
+        if isinstance(order, Host):
+            await primary.wait_ready(deadline)
+        await task.wait_ready(deadline)
+        if isinstance(order, Host | Establish):
+            deadline = loop.time() + self._timeouts.request
+        request: Message
         match order:
-            case Host(store, _, number, beside):
-                primary = self.servers[store]
-                process = self.known.sessions[number]
-                await primary.wait_ready(deadline)
-                await process.wait_ready(deadline)
-                deadline = loop.time() + self._timeouts.request
+            case Host(store, beside=beside):
                 assert primary.hello is not None, "it has entered the session"
                 named = primary.hello.incarnation
-                host = HostStore(session, store, view, primary=named, beside=beside)
-                return await process.link.submit(host, deadline=deadline)
-            case Establish(store, _, number):
-                process = self.known.sessions[number]
-                await process.wait_ready(deadline)
-                deadline = loop.time() + self._timeouts.request
-                host = HostStore(session, store, view, True)
-                return await process.link.submit(host, deadline=deadline)
-            case Swap(store, _, number, backup):
-                process = self.known.sessions[number]
-                await process.wait_ready(deadline)
+                request = HostStore(session, store, view, primary=named, beside=beside)
+            case Establish(store):
+                request = HostStore(session, store, view, True)
+            case Swap(store, backup=backup):
                 named = backup.incarnation
-                host = HostStore(session, store, view, primary=named, swaps=True)
-                return await process.link.submit(host, deadline=deadline)
-            case Attach(store, _, backup, beside):
-                primary = self.servers[store]
-                await primary.wait_ready(deadline)
+                request = HostStore(session, store, view, primary=named, swaps=True)
+            case Attach(backup=backup, beside=beside):
                 at, number = backup.address, backup.incarnation
-                attach = AttachBackup(session, view, at, number, beside)
-                return await primary.link.submit(attach, deadline=deadline)
-            case Detach(store):
-                primary = self.servers[store]
-                await primary.wait_ready(deadline)
-                detach = DetachBackup(session, view)
-                return await primary.link.submit(detach, deadline=deadline)
-            case Promote():
-                return await self._promote(order)
+                request = AttachBackup(session, view, at, number, beside)
+            case Detach():
+                request = DetachBackup(session, view)
+        return await task.link.submit(request, deadline=deadline)
 
     async def _promote(self, order: Promote) -> Message:
-        """Asks a backup over a link of its own: the program's line moves afterwards."""
+        """Asks a backup over a separate link: the program's line moves afterwards."""
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup
         backup = ProbedTask(
@@ -335,7 +328,7 @@ class StoreOrders:
         elif store.is_primary_known:
             log.warning(
                 "the process of %s is lost (%s): the store of %s, which it served, "
-                "goes on in the process of %s with all that was acknowledged",
+                "continues in the process of %s with all that was acknowledged",
                 self.known.sessions[store.primary.process].name,
                 store.reason,
                 name,
@@ -358,12 +351,6 @@ class StoreOrders:
             case Attach():
                 return f"{name}: its server does not fill its backup"
             case Detach():
-                return f"{name}: its server does not go on without its backup"
+                return f"{name}: its server does not continue without its backup"
             case Promote():
                 return f"{name}: its backup does not take its server's place"
-
-
-def _log_undropped(answer: asyncio.Future[Message]) -> None:
-    """A process that did not get the order gets it when it is back."""
-    if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("dropping a copy: %s", error)

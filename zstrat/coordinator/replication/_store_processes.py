@@ -1,4 +1,5 @@
-"""The sessions on the processes that hold stores and copies, by index.
+"""The sessions on the processes that hold stores and copies, by index; and what they
+hold, for the log, for errors and for metrics (`CopiesStatus`).
 
 A process keeps its index as long as the program's session lasts: a removed one is
 closed, and stays in the list. Each has a *life*, a number that grows when the process
@@ -12,8 +13,9 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.coordinator.connecting import TaskSession
-from zstrat.errors import AlreadyExistsError, ZstratError
+from zstrat.coordinator.connecting import TaskSession, objection_to
+from zstrat.errors import ZstratError
+from zstrat.wire import Inspect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSessionEvents
     from zstrat.transport import MakeTaskLink
-    from zstrat.wire import CloseSession, Hello, OpenSession, SessionOpened
+    from zstrat.wire import CloseSession, OpenSession, PlainTree
+
+    from ._placement import StorePlacement
+    from ._replicated_store import ReplicatedStore
 
 
 log = logging.getLogger("zstrat.coordinator")
@@ -74,7 +79,9 @@ class StoreProcesses:
             turn=self._timeouts.turn,
             notice=self._timeouts.notice,
             moves=True,
-            objection=self._objection,
+            objection=lambda task, hello, _: objection_to(
+                task, hello, None, self.sessions, None
+            ),
         )
         self.sessions.append(session)
         self.lives.append(0)
@@ -134,20 +141,134 @@ class StoreProcesses:
         process.leave()
         try:
             if was_ready:
-                await asyncio.wait([process.say_goodbye(timeout)])
+                await asyncio.wait([process.close_session(timeout)])
         finally:
             await process.close()
 
-    def _objection(
-        self, task: TaskSession, hello: Hello, _: SessionOpened | None
-    ) -> ZstratError | None:
-        """Returns an error if the cluster has the process at another address."""
-        for other in self.sessions:
-            is_other = other is not task and not other.is_closed
-            known = other.hello if is_other and other.is_ready else None
-            if known is not None and known.incarnation == hello.incarnation:
-                return AlreadyExistsError(
-                    f"the process at {task.address} is already in the cluster: it is "
-                    f"{other.name} at {other.address}"
-                )
-        return None
+
+@final
+class CopiesStatus:
+    """Describes all stores of a session.
+
+    Args:
+        servers: The sessions on the servers of the stores, by store.
+        processes: The sessions on the processes, by index.
+    """
+
+    def __init__(
+        self,
+        placement: StorePlacement,
+        servers: Sequence[TaskSession],
+        processes: Sequence[TaskSession],
+    ) -> None:
+        self._placement, self._replicas = placement, placement.replicas
+        self._servers, self._processes = servers, processes
+        bare = len(placement.stores) * placement.replicas
+        self._bare = dict.fromkeys(range(bare), logging.INFO)
+        """Stores without a backup, and the log level for when they get one."""
+
+    def log_changes(self) -> None:
+        """Logs which stores got or lost a backup since the last call."""
+        if self._replicas:
+            for store in self._placement.stores:
+                self._log_change(store)
+
+    def reason_with_process(self, number: int, reason: str) -> str:
+        """Returns why a store is lost, with the name of the process that served it if
+        that is not its own."""
+        store = self._placement.stores[number]
+        process = self._processes[store.primary.process].name
+        if not store.is_primary_known or process == self._servers[number].name:
+            return reason
+        return f"its store was in the process of {process}: {reason}"
+
+    def words(self) -> str:
+        """Returns the state of each store without a backup, for messages."""
+        return "; ".join(
+            f"the store of {self._servers[store.number].name}: {store.phase.value}"
+            f"{f' ({store.reason})' if store.reason else ''}"
+            for store in self._placement.stores
+            if not store.is_paired
+        )
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """Returns the numbers of moves and failovers, the number of stores that are not
+        known to have a backup, and where stores are. From any thread."""
+        placement = self._placement
+        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
+        if self._replicas:
+            counts["failovers"] = placement.failovers
+            alive = [process.is_heard for process in self._processes]
+            counts["stores_without_backup"] = self._not_known_whole(alive)
+        return {**counts, "stores": [self._entry(store) for store in placement.stores]}
+
+    async def ask_without_backup(self, timeout: float) -> int:
+        """Asks all processes, and counts the stores of which not both answer: a process
+        that was killed a moment ago may not be missed yet.
+
+        Args:
+            timeout: Seconds that a process has to answer.
+
+        Cancellation: nothing has changed.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        answers = await asyncio.gather(
+            *(_answers(process, deadline) for process in self._processes)
+        )
+        return self._not_known_whole(answers)
+
+    def _not_known_whole(self, live: Sequence[bool]) -> int:
+        """Returns the number of stores that are not known to have two complete copies.
+
+        Args:
+            live: Whether each process is known to live, by index.
+        """
+        return sum(
+            not store.is_paired or not all(live[copy.process] for copy in store.copies)
+            for store in self._placement.stores
+        )
+
+    def _is_unknown(self, store: ReplicatedStore) -> bool:
+        """Returns whether it has two complete copies, and the process of one does not
+        answer."""
+        alive = all(self._processes[copy.process].is_heard for copy in store.copies)
+        return store.is_paired and not alive
+
+    def _log_change(self, store: ReplicatedStore) -> None:
+        name, bare = self._servers[store.number].name, self._bare
+        if store.is_paired and store.number in bare:
+            level = bare.pop(store.number)
+            assert store.backup is not None, store
+            at = self._processes[store.backup.process].name
+            words = "the store of %s has a backup, in the process of %s"
+            log.log(level, words, name, at)
+        elif not store.is_paired and store.number not in bare:
+            bare[store.number] = logging.WARNING
+            log.warning(
+                "the store of %s has no backup until another process has taken what it "
+                "holds (%s)",
+                name,
+                store.reason,
+            )
+
+    def _entry(self, store: ReplicatedStore) -> PlainTree:
+        backup = store.backup
+        return {
+            "store": store.number,
+            "process": self._processes[store.primary.process].name,
+            "address": store.primary.address,
+            "backup": "" if backup is None else self._processes[backup.process].name,
+            "state": "unknown" if self._is_unknown(store) else store.phase.value,
+        }
+
+
+async def _answers(process: TaskSession, deadline: float) -> bool:
+    """Returns whether a process answers before a deadline (loop time)."""
+    if not process.is_heard:
+        return False
+    try:
+        async with asyncio.timeout_at(deadline):
+            await process.link.submit(Inspect(), deadline=deadline)
+    except (ZstratError, TimeoutError):
+        return False
+    return process.is_heard

@@ -10,25 +10,126 @@ the members, so no two of them differ.
       └──────────────── all servers have applied it ───────────────┘
 
 While a round is closing, contributions are to the next one.
+
+`RoundStatistics` measures how many rounds are closed, and for which workers they wait.
+A round that is closed with the contributions of several workers has waited for the last
+one: since the contribution before it, all others were there. The sum of these seconds
+is what the same rounds would have saved with one backup worker more.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import AlreadyExistsError
+from zstrat.telemetry import Throughput
 from zstrat.wire import HeldRounds, RoundMember, RoundOrder
 
-from ._round_statistics import RoundStatistics
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
 
     from zstrat.variables import Rounds
     from zstrat.wire import PlainTree, StepContribution
+
+
+RECENT_ROUNDS: Final = 64
+"""Rounds from which it is derived who holds rounds up now."""
+
+
+class _Wait(NamedTuple):
+    """Rounds that waited for a worker alone, the last one, and for how many seconds."""
+
+    rounds: int = 0
+    seconds: float = 0.0
+
+
+_Waits = dict[int, _Wait]  # by worker
+
+
+@final
+@dataclass(slots=True)
+class RoundStatistics:
+    """The numbers of the rounds of one optimizer. Workers are known by their place."""
+
+    closed: int = 0
+    """Rounds that all servers have applied."""
+    late: Counter[int] = field(default_factory=Counter)
+    """By worker: contributions to a round that was closed already."""
+    dropped: Counter[int] = field(default_factory=Counter)
+    """By worker: those of them without effect."""
+    _waits: _Waits = field(default_factory=dict)
+    _rate: Throughput = field(default_factory=Throughput)
+    _recent: deque[tuple[float, _Waits]] = field(
+        default_factory=lambda: deque(maxlen=RECENT_ROUNDS + 1)
+    )
+    """When rounds were applied, and for whom each of them waited."""
+    _closing: _Waits = field(default_factory=dict)
+    """Of the round that is being closed; {} if only one contribution is a member."""
+
+    def contributed_late(self, worker: int, *, is_dropped: bool) -> None:
+        """Counts a contribution to a round that was closed already."""
+        self.late[worker] += 1
+        if is_dropped:
+            self.dropped[worker] += 1
+
+    def closing(self, contributed: Iterable[tuple[float, int]]) -> None:
+        """Notes the members of the round that is being closed: when they contributed,
+        and which worker did."""
+        in_order = sorted(contributed)
+        self._closing = {}
+        if len(in_order) > 1:
+            (before, _), (at, worker) = in_order[-2:]
+            self._closing = {worker: _Wait(1, at - before)}
+
+    def applied(self, now: float) -> None:
+        """Notes that all servers have applied the round."""
+        self.closed += 1
+        if now >= self._rate.next_mark:
+            self._rate.mark(now, self.closed - 1, self.closed)
+        _add(self._waits, self._closing)
+        self._recent.append((now, self._closing))
+
+    def metrics(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
+        """Returns the numbers as plain data, workers by name: at most ``most``, those
+        with the largest ones."""
+        (first, _), *others = tuple(self._recent) or ((now, {}),)
+        waits: _Waits = {}
+        for _, each in others:
+            _add(waits, each)
+        return {
+            "closed": self.closed,
+            "per_s": self._rate.rate(now, self.closed),
+            "late": _counts(self.late, most),
+            "dropped": _counts(self.dropped, most),
+            "waited_for": _plain(self._waits, most),
+            "recent": {
+                "rounds": len(others),
+                "seconds": others[-1][0] - first if others else 0.0,
+                "waited_for": _plain(waits, most),
+            },
+        }
+
+
+def _add(waits: _Waits, more: _Waits) -> None:
+    for worker, (rounds, seconds) in more.items():
+        before = waits.get(worker, _Wait())
+        waits[worker] = _Wait(before.rounds + rounds, before.seconds + seconds)
+
+
+def _counts(of_workers: Counter[int], most: int | None) -> dict[str, PlainTree]:
+    # A copy: the loop may add a worker while another thread asks.
+    largest = of_workers.copy().most_common(most)
+    return {f"worker:{worker}": count for worker, count in largest}
+
+
+def _plain(waits: _Waits, most: int | None) -> dict[str, PlainTree]:
+    largest = sorted(dict(waits).items(), key=lambda item: -item[1].seconds)[:most]
+    return {f"worker:{worker}": each._asdict() for worker, each in largest}
+
 
 _NAMED: Final = 64
 """Members of a round that its errors name at most."""
@@ -81,7 +182,7 @@ class OptimizerRounds:
     """Whether the round before the open one is being applied."""
     is_left_open: bool = False
     """Whether the coordinator before has left a round open, which is closed with what
-    it has: a worker may wait for it that has contributed, which nobody was told."""
+    it has: a worker may wait for it whose contribution was not reported here."""
     coupled: bool = False
     """Whether the optimizer computes operands from all gradients of a round."""
     statistics: RoundStatistics = field(default_factory=RoundStatistics)
@@ -165,11 +266,8 @@ class OptimizerRounds:
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
         order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
-        sources = [
-            f"step {each.member.step} of worker {each.worker}"
-            for each in sorted(found, key=lambda each: each.member)[:_NAMED]
-        ]
-        closing = ClosingRound(order, operands, ", ".join(sources))
+        sources = sources_of((each.member.step, each.worker) for each in found)
+        closing = ClosingRound(order, operands, sources)
         self.begin(self.number + 1)
         self.is_closing, self.is_left_open = True, False
         return closing
@@ -180,21 +278,21 @@ class OptimizerRounds:
         self.statistics.applied(now)
 
     def order_to_drop(self, restored: RestoredRounds | None) -> RoundOrder | None:
-        """Returns the order to close the open round without what waits, and to go on
-        with one that is restored; None: there is nothing to do."""
+        """Returns the order to close the open round without what waits, and to
+        continue from one that is restored; None: there is nothing to do."""
         last, waits = self.number, bool(self._members or self._inherited)
         if restored is not None:
             # Not the next one, which a worker may have begun.
             least = self.number + 2 if self.number or waits else 0
-            behind = max(0, least - restored.number)
-            last = restored.number + -(-behind // restored.cycle) * restored.cycle - 1
+            more = -(-max(0, least - restored.number) // restored.cycle)
+            last = restored.number + more * restored.cycle - 1
         if not waits and (restored is None or last < self.number):
             return None
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
     def begin(self, number: int, inherited: Sequence[StepContribution] = ()) -> None:
-        """Goes on with this round, and with what the program before has contributed to
-        it alone."""
+        """Continues from this round, and from what the program before has contributed
+        to it alone."""
         self.number, self._inherited = number, inherited
         self._members, self._enough_at, self.is_closing = {}, None, False
 
@@ -309,6 +407,15 @@ class SessionRounds:
             name = f"{each.name} {each.optimizer}" if taken else each.name
             metrics[name] = each.metrics(there, now, most)
         return metrics
+
+
+def sources_of(members: Iterable[tuple[int, int]]) -> str:
+    """Describes the members of a round, by step and worker, for errors."""
+    return ", ".join(
+        f"step {step} of "
+        + ("the program before" if worker == FORMER else f"worker {worker}")
+        for step, worker in sorted(members)[:_NAMED]
+    )
 
 
 def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, HeldRounds]:

@@ -25,7 +25,13 @@ from zstrat.errors import (
 )
 from zstrat.wire import MergedOperands, MergeOperands
 
-from ._optimizer_rounds import SessionRounds, first_free_step, inherited_rounds
+from ._optimizer_rounds import (
+    FORMER,
+    SessionRounds,
+    first_free_step,
+    inherited_rounds,
+    sources_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +55,8 @@ PAUSE: Final = 0.05
 
 
 class CoordinatorParts(NamedTuple):
-    """What rounds use of a coordinator. ``channels`` are by place of the worker."""
+    """The parts of a coordinator that rounds use. ``channels`` are by place of the
+    worker."""
 
     engine: ClosureEngine
     members: Members
@@ -80,6 +87,8 @@ class RoundClosing:
         servers are back,"""
         self._again_at = 0.0
         """and not before this time."""
+        self._error: UnavailableError | None = None
+        """Why a round can never be closed: servers may differ."""
         self._news = asyncio.Event()
         """Set by the next look, which replaces it."""
         self._timer: asyncio.TimerHandle | None = None
@@ -94,6 +103,7 @@ class RoundClosing:
         in this session.
 
         Raises:
+            UnavailableError: One server has lost what others have applied.
             ZstratError: As `PsClient.close_round`.
 
         Cancellation: another program may take them over.
@@ -101,9 +111,17 @@ class RoundClosing:
         held = await self._client.held_rounds(deadline)
         self.first_step = first_free_step(held)
         self.rounds.inherited = decided = inherited_rounds(held)
-        for each in decided.values():
-            if each.closed.number >= 0:  # servers that have closed it do nothing
-                await self._client.close_round(each.closed, [], 0, each.arrays)
+        for optimizer, each in decided.items():
+            if (order := each.closed).number < 0:
+                continue
+            try:  # servers that have closed it do nothing
+                await self._client.close_round(order, [], 0, each.arrays)
+            except ZstratError as error:
+                if error.retryable:
+                    raise
+                sources = sources_of((member.step, FORMER) for member in order.members)
+                effect = "servers differ"
+                raise _unclosed(order, optimizer, effect, error, sources) from error
 
     def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
         """Adds an optimizer that was created on the servers."""
@@ -149,11 +167,17 @@ class RoundClosing:
             return
         self._news.set()  # also while it is held: `hold` waits for what is being closed
         self._news = asyncio.Event()
+        engine = coordinator.engine
+        if self._error is not None:
+            # The end of an outage does not end this, nor does a new coordinator.
+            if engine.outage_error is None:
+                engine.fail(self._error, lasting=True)
+            return
         if self._is_held:
             return
-        members, queue = coordinator.members, coordinator.engine.queue
+        members, queue = coordinator.members, engine.queue
         # While a restore waits for a server there is no outage, and it is away.
-        is_away = queue.suspended or coordinator.engine.outage_error is not None
+        is_away = queue.suspended or engine.outage_error is not None
         next_due: list[float] = []
         if self._failed and not is_away:
             if now < self._again_at:
@@ -180,12 +204,15 @@ class RoundClosing:
         """Closes no round until `release`; waits until none is being closed.
 
         Raises:
-            UnavailableError: A server is away that may not have closed one.
+            UnavailableError: A server is away that may not have closed one, or never
+                can.
 
         Cancellation: they are closed all the same.
         """
         self._is_held = True
         await self.settle()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
         if self._failed:
             rounds, closing = self._failed[0]
             raise UnavailableError(
@@ -213,7 +240,7 @@ class RoundClosing:
         `release`, as no round may be closed meanwhile.
 
         Args:
-            restored: By optimizer: the rounds to go on with.
+            restored: By optimizer: the rounds to continue from.
 
         Raises:
             ZstratError: As `PsClient.close_round`.
@@ -229,7 +256,7 @@ class RoundClosing:
 
     def restart(self) -> None:
         """Begins again on servers that are emptied."""
-        self._failed = []
+        self._failed, self._error = [], None
         for task in self._closing:
             task.cancel()
         self.rounds.restart()
@@ -252,13 +279,13 @@ class RoundClosing:
 
     async def _close(self, rounds: OptimizerRounds, closing: ClosingRound) -> None:
         assert self._coordinator is not None
-        engine, order = self._coordinator.engine, closing.order
+        queue, order = self._coordinator.engine.queue, closing.order
         loop = asyncio.get_running_loop()
         try:
             if closing.operands is None:
                 # Once: a server that has closed the round has no gradients of it.
                 closing.operands = await self._operands(order)
-            over = engine.queue.steps.low_water
+            over = queue.steps.low_water
             await self._client.close_round(order, rounds.steps, over, closing.operands)
         except Exception as error:  # goes to each call that needs the servers
             if isinstance(error, ZstratError) and error.retryable:
@@ -273,13 +300,9 @@ class RoundClosing:
             effect = "no server has applied it"
             if closing.operands is not None:
                 effect = "servers may differ now"
-            words = (
-                f"round {order.number} of optimizer {rounds.name!r} could not be "
-                f"closed on all parameter servers, so {effect}: "
-                f"{type(error).__name__}: {error}. Its members are {closing.sources}. "
-                "Start the program again, without resume=, and restore a checkpoint"
+            self._error = _unclosed(
+                order, repr(rounds.name), effect, error, closing.sources
             )
-            engine.fail(UnavailableError(words), lasting=True)
         else:
             rounds.closed(loop.time())
 
@@ -365,6 +388,18 @@ class RoundClosing:
         if due is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(due, lambda: self.look(loop.time()))
+
+
+def _unclosed(
+    order: RoundOrder, optimizer: object, effect: str, error: Exception, sources: str
+) -> UnavailableError:
+    """Returns the error for a round that can never be closed."""
+    return UnavailableError(
+        f"round {order.number} of optimizer {optimizer} could not be closed on all "
+        f"parameter servers, so {effect}: {type(error).__name__}: {error}. Its members "
+        f"are {sources}. Start the program again, without resume=, and restore a "
+        "checkpoint"
+    )
 
 
 def _words(rounds: OptimizerRounds, there: Sequence[int], members: Members) -> str:

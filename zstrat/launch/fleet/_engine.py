@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from zstrat.config import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from zstrat.errors import ZstratError
@@ -97,17 +97,15 @@ class TaskEnd:
     mistake: ZstratError | None = None
 
 
-class TaskEvents(Protocol):
-    """Receives the events of one process. Callable from any thread; never blocks."""
+@dataclass(frozen=True, slots=True)
+class TaskEvents:
+    """Takes the events of one process, from any thread; never blocks."""
 
-    def bound(self, address: str) -> None:
-        """Called when the task serves at this address; at most once, and before
-        `ended`."""
-        ...
-
-    def ended(self, end: TaskEnd) -> None:
-        """Called exactly once, when the process has ended."""
-        ...
+    bound: Callable[[str], None]
+    """Call it with the address when the task serves; at most once, and before
+    `ended`."""
+    ended: Callable[[TaskEnd], None]
+    """Call it exactly once, when the process has ended."""
 
 
 class RunningTask(Protocol):

@@ -23,12 +23,11 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.launch._child import KeptLogs, quoted_end
-from zstrat.launch._runtime_dir import RunFolder, RunKeys
-from zstrat.launch._started_tasks import StartedTasks
+from zstrat.launch._runtime_dir import RunFolder, RunKeys, StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
-from ._engine import FleetTask, TaskEnd, TaskLaunch
+from ._engine import FleetTask, TaskEnd, TaskEvents, TaskLaunch
 from .state import (
     BeginFailed,
     DrainTask,
@@ -57,21 +56,6 @@ log = logging.getLogger("zstrat.launch")
 
 Event = Callable[[float], "Iterable[FleetOrder]"]
 """Reports an event to the state, with the time; returns the orders of the state."""
-
-
-class _AttemptEvents:
-    """Reports the events of one attempt of one task to the thread of the fleet."""
-
-    def __init__(self, thread: FleetThread, task: str, attempt: int) -> None:
-        self._thread, self._task, self._attempt = thread, task, attempt
-
-    def bound(self, address: str) -> None:
-        state = self._thread.state
-        self._thread.put(lambda now: state.bound(self._task, self._attempt, address))
-
-    def ended(self, end: TaskEnd) -> None:
-        state = self._thread.state
-        self._thread.put(lambda now: state.ended(self._task, self._attempt, end, now))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,10 +134,7 @@ class FleetThread:
             self.over.get()
 
     def kill(self, task: str) -> None:
-        def now_kill(now: float) -> Iterable[FleetOrder]:
-            return [KillTask(task)]
-
-        self.put(now_kill)
+        self.put(lambda now: [KillTask(task)])
 
     def _work(self) -> None:
         try:
@@ -204,7 +185,11 @@ class FleetThread:
                 assert_never(order)
 
     def _start(self, task: str, attempt: int, bind: str) -> None:
-        events = _AttemptEvents(self, task, attempt)
+        put, state = self.put, self.state
+        events = TaskEvents(
+            lambda address: put(lambda now: state.bound(task, attempt, address)),
+            lambda end: put(lambda now: state.ended(task, attempt, end, now)),
+        )
         try:
             launch = self.plan.launch(task, bind)
             self._running[task] = self._engine.start(launch, events)

@@ -35,7 +35,7 @@ from zstrat.launch._child import end_words, inherited
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
-from ._engine import TaskEnd
+from ._engine import TaskEnd, TaskEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
 
-    from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
+    from ._engine import FleetTask, RunningTask, TaskLaunch
 
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class TaskHost:
             port = "0"  # on another machine than before that port may be taken
         bind = launch.bind and host_and_port(host, port)
         here = dataclasses.replace(launch, log=None, bind=bind)
-        self._running = _ThisHost(host).start(here, self)
+        self._running = _ThisHost(host).start(here, TaskEvents(self.bound, self.ended))
 
     def bound(self, address: str) -> None:
         self._bound.set_result(address)

@@ -112,9 +112,9 @@ class RayEngine:
     name = "Ray"
 
     def __init__(
-        self, ray: Any, bundles: Mapping[str, tuple[Any, int]], groups: list[Any]
+        self, ray: Any, bundles: Mapping[str, Sequence[Any]], reserved: _PlacementGroups
     ) -> None:
-        self._ray, self._bundles, self._groups = ray, bundles, groups
+        self._ray, self._bundles, self._reserved = ray, bundles, reserved
 
     def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask:
         group, bundle = self._bundles[launch.task.name]
@@ -137,8 +137,7 @@ class RayEngine:
 
     def close(self) -> None:
         """Releases the reserved resources."""
-        while self._groups:
-            self._ray.util.remove_placement_group(self._groups.pop())
+        self._reserved.release()
 
 
 def ray(
@@ -194,14 +193,15 @@ def ray(
             reserved.group([dict(worker_resources or {"CPU": 1})]) for _ in range(most)
         ]
         ready = reserved.wait_ready(ps, workers, least)
-        bundles = {f"ps:{n}": (ps, n) for n in range(num_ps)}
-        bundles |= {f"worker:{n}": (group, 0) for n, group in enumerate(ready)}
+        places = [("ps", n, ps, n) for n in range(num_ps)]
+        places += [("worker", n, group, 0) for n, group in enumerate(ready)]
         tasks = [
-            FleetTask(*_job_and_index(name), reserved.host(*bundle))
-            for name, bundle in bundles.items()
+            FleetTask(job, n, reserved.host(group, bundle))
+            for job, n, group, bundle in places
         ]
+        bundles = {f"{job}:{n}": bundle for job, n, *bundle in places}
         return Fleet(
-            RayEngine(engine, bundles, reserved.groups),
+            RayEngine(engine, bundles, reserved),
             tasks,
             restarts=restarts,
             window=window,
@@ -286,8 +286,3 @@ def _span(workers: int | tuple[int, int]) -> tuple[int, int]:
     raise ValueError(
         f"num_workers={workers!r}: expected a number, 1 or more, or (least, most)"
     )
-
-
-def _job_and_index(name: str) -> tuple[str, int]:
-    job, _, index = name.partition(":")
-    return job, int(index)

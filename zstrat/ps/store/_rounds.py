@@ -259,7 +259,6 @@ class OpenRounds:
             part = merged_part(optimizer)
             if ledger is not None and ledger.is_duplicate(each.step, part):
                 continue
-            kept = True
             before = waiting.get(each.step)
             if before is not None and before.given.attempt >= each.attempt:
                 continue
@@ -269,6 +268,7 @@ class OpenRounds:
                     "one optimizer wait already"
                 )
             waiting[each.step] = Contribution(each, gradients)
+            kept = True
         return kept
 
     def merging(self, order: RoundOrder) -> Merging | None:

@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from ._assembly import PictureValue as PictureValue
+from ._assembly import Timeline as Timeline
+from ._assembly import TimelineCurve as TimelineCurve
+from ._assembly import TimelineRow as TimelineRow
+from ._assembly import TimelineSpan as TimelineSpan
+from ._assembly import TimelineTask as TimelineTask
 from ._assembly import assemble as assemble
+from ._assembly import without_overlaps as without_overlaps
 from ._clock import ClockLine as ClockLine
 from ._clock import ClockReading as ClockReading
 from ._clock import RoundTrip as RoundTrip
@@ -20,13 +27,6 @@ from ._notes import jax_columns as jax_columns
 from ._otlp import has_arrived as has_arrived
 from ._otlp import http_exporter as http_exporter
 from ._otlp import sdk_spans as sdk_spans
-from ._picture import PictureValue as PictureValue
-from ._picture import Timeline as Timeline
-from ._picture import TimelineCurve as TimelineCurve
-from ._picture import TimelineRow as TimelineRow
-from ._picture import TimelineSpan as TimelineSpan
-from ._picture import TimelineTask as TimelineTask
-from ._picture import without_overlaps as without_overlaps
 
 if TYPE_CHECKING:  # of the extra
     from ._otlp import ReadableSpan as ReadableSpan

@@ -29,7 +29,7 @@ class RoundTrip(NamedTuple):
 
     @property
     def offset(self) -> float:
-        """How far the other clock is ahead, if both ways took equally long."""
+        """Seconds by which the other clock is ahead, if both ways took equally long."""
         return self.remote - (self.sent + self.received) / 2
 
     @property

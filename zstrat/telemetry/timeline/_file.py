@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO, cast
 
 from zstrat.paths import explained
 
-from ._picture import earliest, placed
+from ._assembly import earliest, placed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ._picture import Timeline, TimelineCurve, TimelineSpan, TimelineTask
+    from ._assembly import Timeline, TimelineCurve, TimelineSpan, TimelineTask
 
     Event = dict[str, Any]
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from ._picture import earliest, placed
+from ._assembly import earliest, placed
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan as ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter as SpanExporter
 
-    from ._picture import Timeline
+    from ._assembly import Timeline
 
 MISSING = "pip install 'zstrat[opentelemetry]'"
 
