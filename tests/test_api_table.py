@@ -72,7 +72,7 @@ def test_a_place_is_linked_to_the_file_that_defines_it(make_api):
     for here, file in (
         ("zs.ReduceOp.SUM", "zstrat/collectives/_reduction.py"),
         ("zs.Variable", "zstrat/variables/_variable.py"),
-        ("zs.InputContext.num_replicas_in_sync", "zstrat/data/_options.py"),
+        ("zs.InputContext.num_replicas_in_sync", "zstrat/data/_replica_rows.py"),
         ("zs.data.Dataset.range", "zstrat/data/_sources.py"),
         ("zs.compat.v1.distribute", "zstrat/compat/v1/distribute/__init__.py"),
     ):

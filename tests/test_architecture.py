@@ -298,7 +298,6 @@ SMALL = {
     "zstrat.__main__": "started by name",
     "zstrat.cli.__main__": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
-    "zstrat.transport._identity": "the door says who this process is",
 }
 """Files of 60 lines or less that one file imports; in `contrib`, `compat` and
 `experimental` TF's paths decide what is a file."""

@@ -132,7 +132,7 @@ class Pair(NamedTuple):
     ("element", "words"),
     [
         (Pair(1, 2), "named tuple"),
-        ({1: 2}, "keys that are no text"),
+        ({1: 2}, "keys that are not text"),
         (np.zeros(2, [("x", int)]), "dtype"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_secret_that_cannot_be_used_is_named_though_others_can(tmp_path):
     keys = by_name(run(examine(None, settings, 1.0)))["keys"]
     assert keys.ok is False
     assert "ps.secret has mode 0644" in keys.words
-    assert "worker.secret is no key" in keys.words
+    assert "worker.secret is not a key" in keys.words
 
 
 def test_versions():

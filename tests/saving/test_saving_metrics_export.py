@@ -126,7 +126,7 @@ def test_every_is_a_time(wrong):
 
 
 def test_ctrl_c_anywhere_in_a_close_loses_no_point():
-    files = "/saving/_metrics_export.py", "/zstrat/threads.py", "/threading.py"
+    files = "/saving/_evaluator.py", "/zstrat/threads.py", "/threading.py"
     for number in range(1, 20):
         written = Written()
         export = zs.MetricsExport(Told(told([[0, 0.5, 2.0]])), [written], every=1e6)

@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_used_leaves_the_keys_in_use(folder, caplog):
     (folder / "worker.public").write_text("cut off")
     security.refresh()
     assert security.keys is before
-    assert "worker.public is no key" in caplog.text
+    assert "worker.public is not a key" in caplog.text
     caplog.clear()
     security.refresh()
     assert not caplog.text  # it was told

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = struct.Struct("<Q")
 MAX_HEADER: Final = 100_000_000
-"""What the safetensors library reads at most; a million tensors fit."""
+"""The longest header that the safetensors library reads; a million tensors fit."""
 ALIGNMENT: Final = 4096
 """The first tensor begins at a multiple: a program that maps the file likes 64, and the
 disk takes elements from where they are if they go to a whole block."""

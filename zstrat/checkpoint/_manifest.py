@@ -1,4 +1,4 @@
-"""What a checkpoint holds: one logical tensor a variable, and the files of its pieces.
+"""The manifest of a checkpoint: a logical tensor a variable, and its pieces' files.
 
 A checkpoint is a folder with part files and `manifest.json`. The manifest is written
 last, and by rename: a folder without one is not a checkpoint, whatever is in it, and
@@ -177,7 +177,7 @@ class Manifest:
         """Makes the folder a checkpoint; replaces the one that it was.
 
         Args:
-            mark: Tells temporary files of this writer from those of others.
+            mark: Distinguishes temporary files of this writer from those of others.
 
         Raises:
             ResourceExhaustedError: The disk is full; nothing changed.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 BLOCK: Final = 4096
-"""What direct transfers are multiples of: the largest block of disks, and a page."""
+"""The unit of direct transfers: the largest block of disks, and a page."""
 
 DIRECT_FROM_BYTES: Final = 4 * 2**20
 """Bytes of a file from which on it is direct. Also the stage: a transfer of so many

@@ -218,11 +218,11 @@ class Bucket:
         A single member in C order is not copied: the result is a view. Else
         ``allocate(elements, dtype)`` returns the memory.
         """
-        mine = [arrays[member] for member in self.members]
+        chosen = [arrays[member] for member in self.members]
         if not self.is_packed:
-            return mine[0].reshape(-1)
+            return chosen[0].reshape(-1)
         whole = allocate(sum(self.counts), self.dtype)
-        for array, part in zip(mine, self.split(whole), strict=True):
+        for array, part in zip(chosen, self.split(whole), strict=True):
             part.reshape(array.shape)[...] = array
         return whole
 

@@ -1,4 +1,4 @@
-"""How contributions become a result: the arithmetic of a reduction, and its dtypes.
+"""The arithmetic of a reduction: how contributions become a result, and its dtypes.
 
 f32, f64, complex and integers are reduced in their own dtype. The sum of numbers of
 fewer bits (f16, bf16, float8) is kept in f32 and rounded once, when it is complete. MIN

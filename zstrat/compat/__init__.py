@@ -1,3 +1,3 @@
-"""TF's old paths. Nothing here has a behaviour of its own."""
+"""TF's old paths. Nothing here has behaviour."""
 
 from . import v1 as v1

@@ -1,4 +1,4 @@
-"""What one worker reads of a dataset that several have.
+"""The part that one worker reads of a dataset that several have.
 
 The law: every decision is made here, before the first element is read, of numbers and
 of the recipe alone (`_lineage`); the iterators only obey.
@@ -19,9 +19,8 @@ from . import _lineage as lineage
 from ._dataset import Dataset
 from ._foreign import Foreign, foreign
 from ._leaves import node_of
-from ._options import AutoShardPolicy
 from ._passes import INFINITE
-from ._replica_rows import cutter
+from ._replica_rows import AutoShardPolicy, cutter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

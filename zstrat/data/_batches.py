@@ -3,15 +3,19 @@
 Rows that were in a batch stay in their order, and are views of the batches where they
 do not reach over the end of one. Elements of different shapes are stacked when each
 array is filled up to a common one.
+
+Batches of examples that are found by number are a dataset like any other: what a
+coordinator leases to steps, range by range, `IndexedPass` yields in the order of the
+positions, all epochs, one after the other.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
@@ -358,3 +362,43 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
             f"component {path}"
         )
     return cast[()]
+
+
+class IndexedBatches(Protocol):
+    """A `LeasedSource`, as this file needs it."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def seed(self) -> int | None: ...
+
+    @property
+    def drop_remainder(self) -> bool: ...
+
+    def batches(self, start: int) -> Iterator[Element]:
+        """Yields the batches of all epochs, without the first ``start``."""
+        ...
+
+    def steps(self) -> int:
+        """Returns the number of batches, or `INFINITE`, or `UNKNOWN`."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IndexedPass(Recipe):
+    """The batches of all epochs, without the first ``start``."""
+
+    source: IndexedBatches
+    start: int = 0
+
+    def items(self) -> Iterator[Element]:
+        return self.source.batches(self.start)
+
+    def size(self) -> int:
+        steps = self.source.steps()
+        return steps if steps < 0 else max(0, steps - self.start)
+
+    def without_first(self, count: int) -> Recipe:
+        return replace(self, start=self.start + count)

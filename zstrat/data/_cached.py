@@ -81,8 +81,8 @@ class Cached(PassThrough):
         return self
 
     def shared(self, parts: int, index: int) -> Cached:
-        """Returns the cache of one worker among several, which has a file of its
-        own."""
+        """Returns the cache of one worker among several, which has a separate
+        file."""
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
         return replace(self, path=path, kept=WholePass())
 
@@ -170,7 +170,9 @@ def _head(element: Element, blobs: list[bytes], path: str) -> Any:
         return None
     if isinstance(element, dict):
         if not all(isinstance(key, str) for key in element):
-            raise _refused(f"a dict with keys that are no text ({list(element)})", path)
+            raise _refused(
+                f"a dict with keys that are not text ({list(element)})", path
+            )
         return {"dict": {k: _head(v, blobs, path) for k, v in element.items()}}
     if isinstance(element, tuple):
         if type(element) is not tuple:

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from . import _passes as passes
-from ._batches import PaddedBatches, Rebatched, Unbatched
+from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._folded import folded, looked_at
-from ._indexed_pass import IndexedPass
 from ._leased import LeasedSource
 from ._lineage import Hinted, Opted, options_of
-from ._options import SHARD_HINT, Options
 from ._parallel import threads_of
 from ._position import DatasetIterator
+from ._replica_rows import SHARD_HINT, Options
 from ._several import Concatenated, Interleaved
 from ._shuffle import Shuffled
 from ._sources import Sources
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from ._spec import Spec
 
 AUTOTUNE: Final = -1
-"""As a buffer size: two elements, one that is read while the next one is made."""
+"""Stands for a buffer of two elements, one that is read while the next one is made."""
 INFINITE_CARDINALITY: Final = passes.INFINITE
 UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
 
@@ -213,7 +212,7 @@ class Dataset(Sources):
 
         Args:
             num_parallel_calls: Number of open datasets to read ahead, a block
-                each, on threads of their own; -1 (`AUTOTUNE`): all.
+                each, on separate threads; -1 (`AUTOTUNE`): all.
 
         Raises:
             ValueError: A number is not positive; more parallel calls than datasets.
@@ -416,7 +415,7 @@ class Dataset(Sources):
 
         Known of arrays, files, numbers, a generator with a signature, and all that
         keeps or stacks their elements. Where it is not (after `map` and `interleave`,
-        of other generators) the first element is drawn, by a pass of its own that no
+        of other generators) the first element is drawn, by a separate pass that no
         other pass counts, and its lengths are reported unchanged.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What is found by a pass: one value of all elements, or what the first looks like.
+"""Findings of a pass: one value of all elements, or what the first looks like.
 
 Both passes are closed here, whatever comes.
 """
@@ -81,7 +81,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def looked_at(recipe: Recipe) -> Spec:
-    """Returns the spec of the dataset's first element, drawn from a pass of its own
+    """Returns the spec of the dataset's first element, drawn from a separate pass
     that does not change the order of later passes.
 
     Raises:

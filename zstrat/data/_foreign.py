@@ -2,7 +2,7 @@
 
 Their elements pass through as they are, and are refused if there are objects in them.
 What is known about them without a pass (rows of a batch, how many elements, who may
-still write to them) is asked of their own libraries, which are never imported here: an
+still write to them) is asked of their libraries, which are never imported here: an
 object of grain has imported it before.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from ._elements import ending
 from ._leaves import SCALARS, Array, require_data
-from ._options import AutoShardPolicy
 from ._passes import INFINITE, UNKNOWN, Recipe
+from ._replica_rows import AutoShardPolicy
 from ._spec import common_first_axis
 from ._tree import as_element, leaves
 
@@ -119,8 +119,8 @@ def is_huggingface(source: object) -> bool:
 
 
 def parse_no_flags() -> None:
-    """Tells absl, if it is here, that the command line has none of its flags: they have
-    their defaults. For processes whose command line is ours.
+    """Gives the flags of absl, if it is here, their defaults: the command line has none
+    of them. For processes whose command line is ours.
 
     grain asks for its flags when it starts processes (``mp_prefetch``), and absl would
     refuse to say, because nobody has called ``app.run``.

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from ._batches import Rebatched, Unbatched
+from ._batches import IndexedPass, Rebatched, Unbatched
 from ._cached import Cached
 from ._elements import ClosingIterator
 from ._foreign import is_huggingface
-from ._indexed_pass import IndexedPass
 from ._leaves import Array
 from ._lineage import Opted
 from ._parallel import in_order, numbered
@@ -287,8 +286,8 @@ class _Tables(IndexedRows):
 
 @final
 class _RecordFiles(IndexedRows):
-    """What a reader yields of each file; a block is a file, read from its start. The
-    records of all files are counted once."""
+    """The rows that a reader yields of each file; a block is a file, read from its
+    start. The records of all files are counted once."""
 
     is_sequential = True
 

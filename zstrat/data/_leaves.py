@@ -1,7 +1,7 @@
-"""What may be a leaf of an element: numbers, booleans, text, records, arrays of them.
+"""Leaves of an element: numbers, booleans, text, records, and arrays of them.
 
 numpy wraps whatever else a source gives into an array of one object, and a step would
-take that for a constant of its own. So it is refused where it enters, with its place,
+take that for one of its constants. So it is refused where it enters, with its place,
 its type and what to give instead.
 
 Classes that jax knows as pytrees are structure. jax is asked about them if somebody has
@@ -32,7 +32,7 @@ SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic
 _NO_NODES: Final = _PLAIN | np.ndarray | list | None
 _TEXT: Final = str | bytes | None
-"""What an array of objects may hold: text and records, and None where one is missing.
+"""Objects that an array may hold: text and records, and None where one is missing.
 """
 _DATA: Final = (
     "no data: elements are numbers, booleans, text, bytes and arrays of these, in "
@@ -200,7 +200,7 @@ def _advice(leaf: object) -> str:
     if _is_sparse(leaf):
         return (
             "Make it dense (`to_dense()` of zs.IndexedSlices), or give its fields as "
-            "arrays, each a component of its own: {'values': x.values, 'indices': "
+            "arrays, each a separate component: {'values': x.values, 'indices': "
             "x.indices}"
         )
     if isinstance(leaf, np.ndarray | list):

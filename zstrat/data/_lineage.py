@@ -1,4 +1,4 @@
-"""What a recipe consists of: found by walking from the last operation to the source.
+"""The parts of a recipe, found by walking from the last operation to the source.
 
 Sharing a dataset out among workers rewrites its recipe: another source with fewer
 files, or a shard where the user left a hint. What is known without a pass (the batch
@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ._batches import PaddedBatches, Rebatched, Unbatched
+from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._foreign import Foreign
-from ._indexed_pass import IndexedPass
-from ._options import AutoShardPolicy, Options
 from ._passes import (
     INFINITE,
     Batched,
@@ -36,6 +34,7 @@ from ._passes import (
     Repeated,
     Rows,
 )
+from ._replica_rows import AutoShardPolicy, Options
 from ._several import Concatenated, Interleaved, Several
 from ._shuffle import Shuffled
 from ._spec import common_first_axis, first_axis, unknown
@@ -110,8 +109,8 @@ class ShapePromise(enum.IntEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class KnownShapes:
-    """What a recipe says of the shapes of its elements without a pass. What functions
-    make of which datasets is known when a pass has made an element.
+    """The shapes of the elements of a recipe, as far as it shows them without a pass.
+    What functions make of which datasets is known when a pass has made an element.
 
     Args:
         batch_size: The rows of a whole batch, None if that is not known.

@@ -45,7 +45,7 @@ _WAITING: Final = 2
 """Elements that are under way, for each thread: one is made, one is ready or begun."""
 
 MOST_THREADS: Final = 16
-"""What `AUTOTUNE` stands for on a machine with more cores."""
+"""The value of `AUTOTUNE` on a machine with more cores."""
 
 
 class _End(NamedTuple):
@@ -56,7 +56,7 @@ class _End(NamedTuple):
 
 
 _CLOSED: Final = object()
-"""What wakes a reader whose buffer was closed."""
+"""An item that wakes a reader whose buffer was closed."""
 
 
 class _Buffer:
@@ -73,7 +73,7 @@ class _Buffer:
         self._items: Final[SimpleQueue[Any]] = SimpleQueue()
         self._room: Final[SimpleQueue[bool]] = SimpleQueue()
         self._taken: Final[list[Any]] = []
-        """What has left the queue, and not this object."""
+        """Items that have left the queue, and not this object."""
         self._is_closed = False
         self._end: _End | None = None
         for _ in range(size):
@@ -277,7 +277,7 @@ class Callers:
 
     def call(self, results: Results, function: Callable[..., Any], *args: Any) -> None:
         """Begins a call in the reader's context; its result goes to ``results``."""
-        run = contextvars.copy_context().run  # of its own: two may not share one
+        run = contextvars.copy_context().run  # one each: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
         if self._is_ended:  # after the last look at the calls: no thread makes it
             results.put(_dropped())

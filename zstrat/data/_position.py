@@ -1,4 +1,4 @@
-"""Where a pass is, so that another one, of any process, can continue from there.
+"""The position of a pass, from which another one, of any process, can continue.
 
 A position is the number of elements that were drawn, and what makes the order of the
 pass: the numbers of its shuffles, and the seeds that were drawn for those without one.
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError, InvalidArgumentError
 
-from ._batches import Rebatched, Unbatched
+from ._batches import IndexedPass, Rebatched, Unbatched
 from ._cached import Cached
 from ._elements import Elements
-from ._indexed_pass import IndexedPass
 from ._lineage import walk
 from ._passes import Batching, Filtered
 from ._several import Interleaved

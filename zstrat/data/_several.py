@@ -15,7 +15,7 @@ import abc
 import contextlib
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self, final
 
 from ._elements import ending
 from ._parallel import Prefetcher, numbered
@@ -163,15 +163,6 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
     return Zipped(tuple(sources), structure)
 
 
-@runtime_checkable
-class HasRecipe(Protocol):
-    """An object with a recipe, such as a dataset: a function for `interleave` returns
-    one."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-
-
 @final
 class MadeRecipes:
     """A record of the datasets that a function has made. A copy of it is empty."""
@@ -253,11 +244,12 @@ class Interleaved(Derived):
 
     def _opened(self, element: Element) -> Recipe:
         made = self.function(*arguments(element))
-        if not isinstance(made, HasRecipe):
+        recipe = getattr(made, "recipe", None)  # that of a dataset
+        if not isinstance(recipe, Recipe):
             raise TypeError(
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"
             )
-        recipe = made.recipe.first()
+        recipe = recipe.first()
         self.made.note(recipe)
         return recipe

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class PassCounter:
-    """Numbers the passes over one `Shuffled`, so that each has an order of its own.
+    """Numbers the passes over one `Shuffled`, so that each has a different order.
 
     A copy begins at the first pass again: what a dataset yields where it was shipped to
     does not depend on earlier reads.
@@ -56,7 +56,7 @@ class PassCounter:
             self._last = max(self._last, order[-1])
 
     def branch(self) -> PassCounter:
-        """Returns a count of its own, of which the passes here know nothing."""
+        """Returns a separate count, of which the passes here know nothing."""
         return PassCounter((*self._first, next(self._branches)))
 
     def __reduce__(self) -> tuple[type[PassCounter], tuple[tuple[int, ...]]]:

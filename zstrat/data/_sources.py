@@ -1,4 +1,4 @@
-"""Where the elements of a dataset come from: arrays, generators, files.
+"""The sources of the elements of a dataset: arrays, generators, files.
 
 The constructors of `Dataset`, which say what they need in the words of TF; the work is
 that of the recipes. What they refuse they refuse when a dataset is made, not later.

@@ -1,4 +1,4 @@
-"""What an element looks like: the shape and dtype of each leaf.
+"""The spec of an element: the shape and dtype of each leaf.
 
 A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
 what they know without a pass; to know more, draw one element (`Look`).
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Spec = Any
 """The structure of an element with a `TensorSpec` at each leaf; None: not known."""
 Look = Callable[[Any], Spec]
-"""What is asked about a recipe that does not know itself."""
+"""A look at a recipe that does not know its own spec."""
 
 TEXT: Final = np.dtype(object)
 """Of `bytes`, whose batches are arrays of objects."""
@@ -135,7 +135,8 @@ def common_spec(first: Spec, second: Spec) -> Spec:
         other = theirs.pop(path, None)
         if other is None or (ours.dtype, ours.ndim) != (other.dtype, other.ndim):
             raise _incompatible(first, second)
-        merged.append(TensorSpec(map(_common, ours.shape, other.shape), ours.dtype))
+        both = zip(ours.shape, other.shape, strict=True)
+        merged.append(TensorSpec([x if x == y else None for x, y in both], ours.dtype))
     if theirs:
         raise _incompatible(first, second)
     return with_leaves(first, merged)
@@ -286,10 +287,6 @@ def _fits(shape: Any, wanted: tuple[int | None, ...]) -> bool:
     return len(shape) == len(wanted) and all(
         size is None or size == found for found, size in zip(shape, wanted, strict=True)
     )
-
-
-def _common(first: int | None, second: int | None) -> int | None:
-    return first if first == second else None
 
 
 def _dtype(given: Any) -> np.dtype[Any]:

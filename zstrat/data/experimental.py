@@ -1,5 +1,5 @@
 """TF's path of the sharding options of tf.data: the same names as there."""
 
-from ._options import SHARD_HINT as SHARD_HINT
-from ._options import AutoShardPolicy as AutoShardPolicy
-from ._options import DistributeOptions as DistributeOptions
+from ._replica_rows import SHARD_HINT as SHARD_HINT
+from ._replica_rows import AutoShardPolicy as AutoShardPolicy
+from ._replica_rows import DistributeOptions as DistributeOptions

@@ -98,7 +98,10 @@ class TreeCut:
         self.coupling, found = _by_leaf(tree, state, owners, program)
         # What is computed inside of a branch cannot be an operand. Where all branches
         # are computed and one is selected, it can, and leaves may come apart after all.
-        if self.coupling is not None and _has_branches(program):
+        has_branches = any(
+            eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns
+        )
+        if self.coupling is not None and has_branches:
             selected = update(selects=True)
             coupling, again = _by_leaf(tree, state, owners, selected)
             if coupling is None:
@@ -206,8 +209,8 @@ def _adopted(
 
 def _together(own: Sequence[tuple[int, ...]], shared: Sequence[int]) -> _Found:
     slots = [
-        LeafSlots(mine, tuple(shared) if leaf == 0 else ())
-        for leaf, mine in enumerate(own)
+        LeafSlots(indices, tuple(shared) if leaf == 0 else ())
+        for leaf, indices in enumerate(own)
     ]
     return slots, [frozenset()] * len(own)
 
@@ -324,7 +327,7 @@ class _Search:
                 before = self._before(var)
                 fails = any(ways.get(each) is _FAILS for each in before)
                 left = [each for each in before if each not in ways]
-                # Depth first, by a stack of its own: programs of large trees are deeper
+                # Depth first, by an explicit stack: programs of large trees are deeper
                 # than Python lets calls be.
                 if left and not fails:
                     stack += left
@@ -413,7 +416,3 @@ def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[
     jaxpr = program.closed.jaxpr
     order = [*jaxpr.invars, *[var for eqn in jaxpr.eqns for var in eqn.outvars]]
     return [var for var in order if var in wanted]
-
-
-def _has_branches(program: TreeProgram) -> bool:
-    return any(eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns)

@@ -16,7 +16,7 @@ import optax
 
 
 class DelayedNesterovState(NamedTuple):
-    """How many updates came since the last step of the momentum (``counted``), the
+    """The number of updates since the last step of the momentum (``counted``), the
     ``momentum``, and the sum of these updates."""
 
     counted: jax.Array

@@ -175,7 +175,7 @@ class TreeProgram:
 
     @functools.cached_property
     def makers(self) -> Makers:
-        """Which equation makes each variable."""
+        """The equation that makes each variable."""
         return _makers_in(self.closed.jaxpr)
 
     @property
@@ -353,7 +353,7 @@ def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     if eqn.primitive.name not in _CALLS:
         made = eqn.primitive.bind(*operands, **eqn.params)
         return made if eqn.primitive.multiple_results else [made]
-    # How the functions of a call are bound is jax's: it is a program of its own.
+    # How the functions of a call are bound is jax's: it is a separate program.
     given = {
         var: operand
         for var, operand in zip(eqn.invars, operands, strict=True)

@@ -138,8 +138,8 @@ class LeafRule:
                 "it makes of several variables"
             )
         size = value.shape[0] if value.shape else None
-        mine, part = self._begun(size)
-        made = iter(part.run({mine: value}))
+        source, part = self._begun(size)
+        made = iter(part.run({source: value}))
         return [
             jnp.zeros(kind.shape, kind.dtype) if slot in self._together else next(made)
             for slot, kind in zip(self.slots, self.kinds(size), strict=True)
@@ -149,10 +149,10 @@ class LeafRule:
         """Returns the part of the program of new slots that makes those of this leaf
         alone, and its input."""
         program = self.tree.init(self._sizes(size))
-        mine = program.inputs[1][self.leaf]
+        source = program.inputs[1][self.leaf]
         alone = [slot for slot in self.slots if slot not in self._together]
         wanted = [program.outputs[slot.state] for slot in alone]
-        return mine, ProgramPart(program.closed, wanted, [mine], program.makers)
+        return source, ProgramPart(program.closed, wanted, [source], program.makers)
 
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
@@ -191,10 +191,10 @@ class LeafRule:
         them does not name would be moved by a part of that. "" if there is none."""
         state = self.tree.state_of()
         numbered = state.treedef.unflatten(range(len(state.leaves)))
-        mine = {slot.state for slot in self.slots if slot.rows}
+        numbers = {slot.state for slot in self.slots if slot.rows}
         nodes = jax.tree.leaves(numbered, is_leaf=lambda node: bool(_maker_of(node)))
         for node in nodes:
-            if (who := _maker_of(node)) and mine & {*jax.tree.leaves(node)}:
+            if (who := _maker_of(node)) and numbers & {*jax.tree.leaves(node)}:
                 return who
         return ""
 
@@ -230,8 +230,8 @@ class LeafRule:
         sizes = [None, _another_size(self)] if self.kind.shape else [None]
         try:
             for size in sizes:
-                mine, part = self._begun(size)
-                begun = part.closed([mine])
+                source, part = self._begun(size)
+                begun = part.closed([source])
                 if begun is None:
                     return self.leaf
                 found += self.kinds(size)
@@ -353,8 +353,8 @@ class _Step:
         self._rule = rule
         gradients, values, states, _ = program.inputs
         operands = [cut.operands[n] for n in cut.uses[leaf]]
-        mine = [states[slot.state] for slot in rule.slots]
-        self._inputs = [values[leaf], *mine, gradients[leaf], *operands]
+        slot_inputs = [states[slot.state] for slot in rule.slots]
+        self._inputs = [values[leaf], *slot_inputs, gradients[leaf], *operands]
         leaves = program.counts[0]
         after = [program.outputs[leaves + slot.state] for slot in rule.slots]
         wanted = [program.outputs[leaf], *after]

@@ -149,18 +149,18 @@ def _axis(axes: dict[Any, int], var: Any) -> int:
 def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
     name = eqn.primitive.name
     given = [_axis(axes, var) for var in eqn.invars]
-    mine = {axis for axis in given if axis != FREE}
+    row_axes = {axis for axis in given if axis != FREE}
     call = inner_call(eqn)
     if call is not None:
         return axes_of_rows(call[0], given, rows)
     if name == "cond":
         return _through_cond(eqn, given, rows)
-    if not mine:
+    if not row_axes:
         _require_uniform(eqn, rows)
         return [FREE] * len(eqn.outvars)
-    if len(mine) > 1:
+    if len(row_axes) > 1:
         raise RowsTogether(f"{name} mixes rows with another axis")
-    (axis,) = mine
+    (axis,) = row_axes
     if name in ELEMENTWISE:
         return [axis] * len(eqn.outvars)
     if name in _REDUCTIONS:
@@ -255,8 +255,8 @@ def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
     each = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
     result = []
     for axes in zip(*each, strict=True):
-        mine = {axis for axis in axes if axis != FREE}
-        if len(mine) > 1:
+        row_axes = {axis for axis in axes if axis != FREE}
+        if len(row_axes) > 1:
             raise RowsTogether("cond mixes rows with another axis")
-        result.append(next(iter(mine), FREE))
+        result.append(next(iter(row_axes), FREE))
     return result

@@ -20,7 +20,7 @@ from ._state import update_state, writer_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._differences import Base
+    from ._tables import Base
 
 _OWN: Final = frozenset({"_tracked", "_restore", SAVE_COUNTER})
 
@@ -47,7 +47,7 @@ class Checkpoint(Tracked):
     _tracked: dict[str, Any]
     _restore: Restore | None
     save_counter: Variable
-    """How often `save` was called; int64, in this process."""
+    """The number of calls of `save`; int64, in this process."""
 
     def __init__(self, root: Any = None, **trackables: Any) -> None:
         counter = local_counter(SAVE_COUNTER)
@@ -96,7 +96,7 @@ class Checkpoint(Tracked):
         first. Training continues while it is written; parameter servers that see the
         folder write side by side. Programs that share parameter servers
         (``BetweenGraphStrategy``) do not wait for each other: ``steps`` says null, and
-        each server is saved at a moment of its own.
+        each server is saved at another moment.
 
         Saves and restores in several threads that have an object in common wait for
         each other.
@@ -104,7 +104,7 @@ class Checkpoint(Tracked):
         Of variables with ``synchronization=ON_READ`` (metrics) the value of all
         replicas is saved. With several processes to save one is a collective: all
         processes save, at the same place of the program, and those whose
-        ``strategy.extended.should_checkpoint`` is false to a folder of their own, which
+        ``strategy.extended.should_checkpoint`` is false to a separate folder, which
         they may delete. Without such variables the chief saves alone.
 
         Raises:

@@ -1,9 +1,13 @@
-"""Evaluates the checkpoints of a folder as they appear, and writes down the numbers.
+"""Evaluates the checkpoints of a folder as they appear, and writes metrics down.
 
-The evaluator is a program of its own, beside the training: it shares nothing with it
+The evaluator is a separate program, beside the training: it shares nothing with it
 but the folder. It looks at the folder again and again, because the file systems that
 machines share do not report changes to each other; between two looks it waits, and can
 be stopped. The numbers go to a file of JSON lines, and to TensorBoard.
+
+`MetricsExport` sends the metrics of a run to the same writers. Its law: training never
+waits for a writer, nor fails because of one. A thread asks the coordinator from time to
+time; a full disk or a folder that hangs costs points, and is logged.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import numpy as np
@@ -20,16 +25,18 @@ import numpy as np
 from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest, absolute
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.paths import explained
-from zstrat.threads import Latch
+from zstrat.threads import Latch, SteadyThread
 
 from ._graph import graph_of
 from ._rotation import latest_checkpoint
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Self
 
     from ._checkpoint import Checkpoint
+
 
 log = logging.getLogger("zstrat.evaluator")
 
@@ -123,7 +130,9 @@ class SidecarEvaluator:
         except (DataLossError, NotFoundError, FileNotFoundError) as error:
             if isinstance(error, NotFoundError) and _version(path) is not None:
                 raise  # it is there, and lacks something: trying again will not help
-            self._complain(path, error)
+            if self._complained != path:
+                self._complained = path
+                log.warning("%s is left out, and tried again: %s", path, error)
             self._stop.wait(self._pause)
             return False
         began = time.monotonic()
@@ -139,11 +148,6 @@ class SidecarEvaluator:
         log.info("%s, step %d: %s", os.path.basename(path), step, said)
         self._seen, self._done = version, self._done + 1
         return True
-
-    def _complain(self, path: str, error: Exception) -> None:
-        if self._complained != path:
-            self._complained = path
-            log.warning("%s is left out, and tried again: %s", path, error)
 
     def _is_last(self, path: str) -> bool:
         return self._max is not None and int(path.rsplit("-", 1)[1]) >= self._max
@@ -176,7 +180,7 @@ def _stored_iterations(path: str, manifest: Manifest) -> int:
 
 
 def _version(path: str) -> tuple[str, int] | None:
-    """Tells a checkpoint from one that replaced it; None if it is gone."""
+    """Identifies a checkpoint, also from one that replaced it; None if it is gone."""
     try:
         return path, os.stat(os.path.join(path, MANIFEST)).st_mtime_ns
     except OSError:
@@ -250,3 +254,155 @@ class TensorBoardEvents:
 
     def close(self) -> None:
         self._events.close()
+
+
+_export_log: Final = logging.getLogger("zstrat.saving")
+
+_CLOSING: Final = 10.0
+"""Seconds that writers have for the last points."""
+_QUANTILES: Final = ("p50", "p99")
+
+Point = tuple[int, dict[str, float]]
+"""A step, and the values at it."""
+
+
+class ReportsMetrics(Protocol):
+    """A coordinator, as far as it reports metrics."""
+
+    def metrics(self) -> Mapping[str, Any]: ...
+
+
+@dataclass
+class ExportedPoints:
+    """Keeps which points are new. Values given to `zs.log_scalar` have their name and
+    step; other metrics of the run are below ``run/``, at the number of steps done."""
+
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def take(self, metrics: Mapping[str, Any]) -> list[Point]:
+        """Returns the points of the metrics that were not taken before."""
+        found = [*self._scalars(metrics.get("scalars", {}))]
+        done = _number(metrics.get("scheduled_closures")) - sum(
+            _number(metrics.get(name))
+            for name in ("queued_closures", "inflight_closures")
+        )
+        return [*found, (int(done), dict(_rates(metrics)))]
+
+    def _scalars(self, scalars: Mapping[str, Any]) -> Iterator[Point]:
+        for name, points in scalars.items():
+            for step, seconds, value in points:
+                if seconds > self._until.get(name, -math.inf):
+                    self._until[name] = seconds
+                    yield step, {name: math.nan if value is None else value}
+
+
+def _rates(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name in ("steps_per_s", "examples_per_s"):
+        if metrics.get(name) is not None:
+            yield f"run/{name}", _number(metrics[name])
+    summaries = {
+        "staleness": metrics.get("staleness", {}),
+        **{f"{name}_s": each for name, each in metrics.get("phases", {}).items()},
+    }
+    for name, summary in summaries.items():
+        if summary.get("count"):
+            for key in _QUANTILES:
+                yield f"run/{name}/{key}", _number(summary[key])
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+@final
+class MetricsExport:
+    """Writes the metrics of a run, for as long as it is open: the scalars of
+    `log_scalar`, steps and examples per second, staleness, and the phases of steps.
+
+    A context manager. A writer that fails is logged once, and written to again; the
+    program is not notified.
+
+    Args:
+        coordinator: Whose metrics.
+        writers: Such as `TensorBoardEvents`; they are closed with this.
+        every: Seconds between two looks. Of a scalar that gets more than 1,000 points
+            in that time the last 1,000 are written.
+
+    Raises:
+        ValueError: ``every`` is not a time.
+    """
+
+    def __init__(
+        self,
+        coordinator: ReportsMetrics,
+        writers: Sequence[MetricsWriter],
+        *,
+        every: float = 10.0,
+    ) -> None:
+        if not 0 < every < math.inf:
+            raise ValueError(f"every={every!r}: expected seconds, above 0")
+        self._coordinator, self._every = coordinator, every
+        self._writers = [_Guarded(writer) for writer in writers]
+        self._points = ExportedPoints()
+        self._ends = Latch()
+        # A daemon: a folder that hangs must not keep the program from ending.
+        self._thread = SteadyThread(self._run, name="zstrat metrics export")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes what is new, and closes the writers; waits ten seconds at most.
+        Idempotent."""
+        self._ends.open()
+        self._thread.join(_CLOSING)
+        if self._thread.is_alive():
+            _export_log.warning(
+                "a writer of metrics hangs, and its last points are lost"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        ends = False
+        while not ends:
+            ends = self._ends.wait(self._every)
+            try:
+                points = self._points.take(self._coordinator.metrics())
+            except Exception:  # to the log: no caller waits
+                _export_log.exception("asking for metrics")
+                continue
+            for writer in self._writers:
+                writer.write(points)
+        for writer in self._writers:
+            writer.close()
+
+
+class _Guarded:
+    """Wraps a metrics writer and logs its errors; of consecutive failures it logs only
+    the first."""
+
+    def __init__(self, writer: MetricsWriter) -> None:
+        self._writer = writer
+        self._fails = False
+
+    def write(self, points: Sequence[Point]) -> None:
+        try:
+            for step, values in points:
+                self._writer.write(step, values, {})
+        except Exception:  # to the log: training continues without these points
+            if not self._fails:
+                _export_log.exception(
+                    "%s: points are lost", type(self._writer).__name__
+                )
+            self._fails = True
+        else:
+            self._fails = False
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        except Exception:  # to the log, as above
+            _export_log.exception("closing %s", type(self._writer).__name__)

@@ -29,9 +29,15 @@ from zstrat.errors import AlreadyExistsError, InvalidArgumentError
 from zstrat.variables import HashTable
 
 from ._graph import SAVE_COUNTER, graph_of
-from ._operation import FileThread, ProgressBar, run_blocking
+from ._operation import (
+    FileThread,
+    ProgressBar,
+    at_rest,
+    clusters_of,
+    run_blocking,
+    steadily,
+)
 from ._save import saved_components
-from ._servers import at_rest, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import GONE, IDS, beside_name, logical_tensors, stored_graph
 

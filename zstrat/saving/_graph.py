@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SAVE_COUNTER: Final = "save_counter"
 
 SavedIterator = CheckpointableIterator | PerWorkerIterator
-"""What a checkpoint holds the place of."""
+"""An iterator whose position a checkpoint holds."""
 
 
 class Tracked(abc.ABC):
@@ -146,7 +146,7 @@ def held(value: Any) -> dict[str, Any]:
         case dict():
             return _by_text((str(key), each) for key, each in value.items())
     if isinstance(value, list) or type(value) is tuple:
-        return {str(place): each for place, each in enumerate(value)}
+        return {str(index): each for index, each in enumerate(value)}
     return _tree_level(value)
 
 
@@ -230,8 +230,8 @@ def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:
                 yield name, child
             case DictKey(key=name) | FlattenedIndexKey(key=name):
                 yield str(name), child
-            case SequenceKey(idx=place):
-                yield str(place), child
+            case SequenceKey(idx=index):
+                yield str(index), child
             case _:  # a class of the user's own for keys: how it prints must do
                 yield str(key), child
 

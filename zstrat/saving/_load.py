@@ -29,8 +29,7 @@ from zstrat.variables import HashTable, Optimizer, SlotValues, StorageWithSlots
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._match import Matching
-from ._operation import FileThread, ProgressBar
-from ._servers import at_rest, cluster_of
+from ._operation import FileThread, ProgressBar, at_rest, cluster_of
 from ._tables import TableLoad, load_table, table_tensors
 from ._tensors import stored_graph
 from ._windows import restore_windows
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from zstrat.variables import OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
-    from ._servers import AskedCluster, ClusterMoment, T
+    from ._operation import ClusterMoment, Run
     from ._tensors import StoredNode
 
 
@@ -116,7 +115,10 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
                 for each in windows:
                     await restore_windows(cluster, each, files, disk)
             await disk(_load_local, local, files)
-            await _all(load_server(*asked, files, disk) for asked in servers)
+            await _all(
+                load_server(cluster.client, cluster.run_async, server, files, disk)
+                for cluster, server in servers
+            )
             for iterator, _, state in found.places:
                 if isinstance(iterator, PerWorkerIterator):
                     await iterator.set_state_async(state)
@@ -200,7 +202,8 @@ def _ask(
 
 
 async def load_server(
-    cluster: AskedCluster,
+    client: PsClient,
+    run: Run,
     server: LoadingServer,
     files: CheckpointFiles,
     disk: FileThread,
@@ -209,10 +212,9 @@ async def load_server(
 
     Raises: As `load`.
     """
-    client, run = cluster.client, cluster.run_async
     for table in server.tables:
-        await load_table(cluster, server.ps, table, files, disk)
-    if server.resets and (resets := await _existing(cluster, server)):
+        await load_table(client, run, server.ps, table, files, disk)
+    if server.resets and (resets := await _existing(client, run, server)):
         await run(client.load(server.ps, resets), "resetting optimizers")
     if not server.entries:
         return
@@ -228,9 +230,10 @@ async def load_server(
         await run(client.store(server.ps, *batch), "restoring variables")
 
 
-async def _existing(cluster: AskedCluster, server: LoadingServer) -> list[LoadEntry]:
+async def _existing(
+    client: PsClient, run: Run, server: LoadingServer
+) -> list[LoadEntry]:
     """Returns the resets whose slots exist."""
-    client, run = cluster.client, cluster.run_async
     keys = dict.fromkeys(entry.key for entry in server.resets)
     optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
     # The pin only lists slots; no other pin has its number.
@@ -391,23 +394,20 @@ class SavedServers:
             await check(self.path, await disk(Manifest.of, self.path), disk)
 
     async def fill(self, client: PsClient) -> None:
-        files, here = CheckpointFiles(self.path), _OnLoop(client)
+        files = CheckpointFiles(self.path)
+
+        async def run(work: Coroutine[Any, Any, Any], what: str) -> Any:
+            del what
+            return await work  # this is the loop of the cluster
+
         async with FileThread() as disk:
             try:
-                await _all(load_server(here, x, files, disk) for x in self.servers)
+                await _all(
+                    load_server(client, run, server, files, disk)
+                    for server in self.servers
+                )
             finally:
                 await to_its_end(disk(files.close))
-
-
-@dataclass(frozen=True)
-class _OnLoop:
-    """Asks the servers on the loop of their cluster."""
-
-    client: PsClient
-
-    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        del what
-        return await work
 
 
 async def remember_saved(

@@ -1,4 +1,4 @@
-"""Which object of the program gets what of a checkpoint; decides without I/O.
+"""Matches objects of the program with those of a checkpoint; decides without I/O.
 
 The stored graph and the living one are walked side by side, by the names under which
 objects are held. An object that appears later (an attribute set on a module, say) is
@@ -19,8 +19,7 @@ from zstrat.program import LocalOptimizer
 from zstrat.variables import AbstractVariable, HashTable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
-from ._slot_names import matched_slots
-from ._tensors import IDS
+from ._tensors import IDS, matched_slots
 from ._windows import RestoredWindows
 
 if TYPE_CHECKING:
@@ -54,11 +53,11 @@ class Found:
     pairs: list[tuple[Any, int]] = field(default_factory=list)
     """Objects of the program, each with its stored node."""
     missing: list[str] = field(default_factory=list)
-    """What the program has and the checkpoint does not."""
+    """Objects that the program has and the checkpoint does not, as text."""
     wrong: list[str] = field(default_factory=list)
-    """What both have, and differently."""
+    """Differences of objects that both have, as text."""
     left: dict[str, str] = field(default_factory=dict)
-    """What the checkpoint has of an optimizer, and the optimizer does not keep: the
+    """Slots that the checkpoint has of an optimizer, which does not keep them: the
     tensor, and words for it."""
     loads: list[Load] = field(default_factory=list)
     partly: list[tuple[Optimizer, AbstractVariable]] = field(default_factory=list)
@@ -137,7 +136,7 @@ class Matching:
         """Stored node -> the objects that match it, by ``id``."""
 
     def find(
-        self, value: Any, place: int, path: str = "", *, named: bool = True
+        self, value: Any, index: int, path: str = "", *, named: bool = True
     ) -> Found:
         """Walks an object beside a stored node; notes nothing.
 
@@ -146,7 +145,7 @@ class Matching:
             named: See `is_trackable`.
         """
         found = Found()
-        self._walk(value, place, path, found, set(), named)
+        self._walk(value, index, path, found, set(), named)
         self._find_twice(found)
         self._find_slots(found)
         self._find_windows(found)
@@ -155,24 +154,24 @@ class Matching:
     def accept(self, found: Found) -> list[Module]:
         """Notes what was found as taken; returns the modules that are new."""
         new = []
-        for value, place in found.pairs:
-            taken = self._taken.setdefault(place, {})
+        for value, index in found.pairs:
+            taken = self._taken.setdefault(index, {})
             if id(value) not in taken:
                 taken[id(value)] = value
                 if isinstance(value, Module):
                     new.append(value)
-        for _, place, _ in found.places:
-            self._taken.setdefault(place, {})
+        for _, index, _ in found.places:
+            self._taken.setdefault(index, {})
         self._left += found.left
         return new
 
     def child_of(self, holder: Any, name: str) -> list[int]:
         """Returns the stored nodes that an attribute of a matched object matches."""
         return [
-            place
+            index
             for node, values in self._taken.items()
             if id(holder) in values
-            and (place := self._nodes[node].children.get(name)) is not None
+            and (index := self._nodes[node].children.get(name)) is not None
         ]
 
     def unused(self) -> list[str]:
@@ -180,9 +179,9 @@ class Matching:
         taken."""
         nodes = [
             node.path
-            for place, node in enumerate(self._nodes)
-            if place not in self._taken
-            and place not in self._skip
+            for index, node in enumerate(self._nodes)
+            if index not in self._taken
+            and index not in self._skip
             and node.kind != "group"
         ]
         return nodes + self._left
@@ -190,17 +189,17 @@ class Matching:
     def _walk(
         self,
         value: Any,
-        place: int,
+        index: int,
         path: str,
         found: Found,
         seen: set[tuple[int, int, bool]],
         named: bool,
     ) -> None:
-        if (id(value), place, named) in seen:
+        if (id(value), index, named) in seen:
             return
-        seen.add((id(value), place, named))
-        node = self._nodes[place]
-        is_new = id(value) not in self._taken.get(place, {})
+        seen.add((id(value), index, named))
+        node = self._nodes[index]
+        is_new = id(value) not in self._taken.get(index, {})
         if isinstance(value, AbstractVariable):
             if node.kind != "variable":
                 found.missing.append(
@@ -215,11 +214,11 @@ class Matching:
         elif isinstance(value, SavedIterator):
             if node.kind != "iterator":
                 found.missing.append(f"  iterator at {path}")
-            elif place not in self._taken:  # a later one begins its pass from the start
-                self._place(value, place, path, found)
+            elif index not in self._taken:  # a later one begins its pass from the start
+                self._place(value, index, path, found)
             return
         if is_new:
-            found.pairs.append((value, place))
+            found.pairs.append((value, index))
         named = named and not isinstance(value, Module)
         for name, child in held(value).items():
             if not is_trackable(child, named=named):
@@ -275,9 +274,9 @@ class Matching:
         return tensor.shape == shape or (self._grows and _has_grown(tensor, shape))
 
     def _place(
-        self, iterator: SavedIterator, place: int, path: str, found: Found
+        self, iterator: SavedIterator, index: int, path: str, found: Found
     ) -> None:
-        state = self._nodes[place].state
+        state = self._nodes[index].state
         try:
             why = iterator.misfit(state)
         except InvalidArgumentError as error:  # the place of another kind of iterator
@@ -285,7 +284,7 @@ class Matching:
         if why:
             found.wrong.append(f"  iterator at {path}: {why}")
         else:
-            found.places.append((iterator, place, state))
+            found.places.append((iterator, index, state))
             if isinstance(iterator, PerWorkerIterator):
                 found.worker_places[iterator.resource] = iterator.states_of(state)
 
@@ -324,25 +323,25 @@ class Matching:
         """Slots of each pair of an optimizer and a variable of which one is new."""
         variables = self._by_kind(found, AbstractVariable)
         optimizers = self._by_kind(found, Optimizer)
-        new = {(id(value), place) for value, place in found.pairs}
+        new = {(id(value), index) for value, index in found.pairs}
         for optimizer, at in optimizers:
             stored, classes = self._nodes[at].slots, self._nodes[at].state
-            for variable, place in variables:
-                if {(id(optimizer), at), (id(variable), place)} & new:
-                    leaves = stored.get(place, {})
+            for variable, index in variables:
+                if {(id(optimizer), at), (id(variable), index)} & new:
+                    leaves = stored.get(index, {})
                     self._slots(optimizer, variable, leaves, classes, found)
 
     def _find_windows(self, found: Found) -> None:
-        """What workers keep for each optimizer of windows that is new. Workers start
-        from scratch beside variables that are found later."""
+        """Returns the arrays of workers for each new optimizer of windows. Workers
+        start from scratch beside variables that are found later."""
         variables = self._by_kind(found, AbstractVariable)
         for value, at in found.pairs:
             if isinstance(value, LocalOptimizer):
                 node = self._nodes[at]
                 arrays = [
                     (variable, leaf, self._tensors[name])
-                    for variable, place in variables
-                    for leaf, name in node.slots.get(place, {}).items()
+                    for variable, index in variables
+                    for leaf, name in node.slots.get(index, {}).items()
                 ]
                 number = int(node.state.get("round", 0))
                 found.windows.append(RestoredWindows(value, number, arrays))
@@ -410,7 +409,7 @@ class Matching:
 
 
 def _of_others(
-    names: Mapping[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
+    names: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the slots whose states are of another class in the checkpoint, and both
     classes as text. Adam and AdaBelief, say, give their fields the same names.
@@ -418,7 +417,7 @@ def _of_others(
     Args:
         names: The stored slot for each slot.
     """
-    pairs = {leaf: (mine.get(leaf), theirs.get(old)) for leaf, old in names.items()}
+    pairs = {leaf: (ours.get(leaf), theirs.get(old)) for leaf, old in names.items()}
     return {
         leaf: f"{one}, and the checkpoint in {other}"
         for leaf, (one, other) in sorted(pairs.items())

@@ -1,4 +1,4 @@
-"""How a save or a restore runs: in a blocking call or awaited, in turn, with its files.
+"""A save or restore as an operation: its loop, turn and files, and clusters at rest.
 
 One coroutine serves both forms of a call. The blocking form runs it to its end in a
 loop on its own thread: a notebook's thread has a loop already, and Ctrl-C in the
@@ -14,6 +14,8 @@ of before a restore and some of after it, and two saves would take one number.
 Law of turns: an operation waits only for those that came before and have an object
 in common with it, so no two wait for each other. A turn may be waited for from any
 thread and any event loop.
+
+The clusters that store the variables are held between two steps meanwhile (`at_rest`).
 """
 
 from __future__ import annotations
@@ -29,15 +31,37 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    NamedTuple,
+    ParamSpec,
+    TextIO,
+    TypeAlias,
+    TypeVar,
+)
 
+from zstrat.coordinator import until_settled
 from zstrat.program import hide_frames
+from zstrat.strategy import ServerVariables
 from zstrat.transport import Portal, warn_of_blocking
+from zstrat.variables import StorageWithSlots
 
 from ._graph import graph_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Hashable,
+        Iterable,
+    )
+
+    from zstrat.coordinator import ClusterSession, SessionCut
+    from zstrat.variables import VariableHandle
 
 
 T = TypeVar("T")
@@ -259,3 +283,69 @@ class ProgressBar:
         self._out.write(f"\r{self._what} [{bar:<{_WIDTH}}] {size}\x1b[K")
         self._out.flush()
         self._has_written = True
+
+
+Run: TypeAlias = "Callable[[Coroutine[Any, Any, Any], str], Awaitable[Any]]"
+"""Runs a coroutine of a `PsClient` on the loop of its cluster, from any loop, as
+`ClusterSession.run_async` does. Cancellation: cancels the coroutine."""
+
+
+class ClusterMoment(NamedTuple):
+    """The moment when values of a cluster were saved or loaded: between which steps,
+    and after how many restores of its servers."""
+
+    cluster: ClusterSession
+    cut: SessionCut | None
+    restores: int
+
+
+def cluster_of(variable: VariableHandle) -> ClusterSession | None:
+    """Returns the cluster that a variable lives on, None if it lives in this process.
+
+    Raises:
+        RuntimeError: It lives elsewhere: the handle came from another task.
+    """
+    storage = variable.storage
+    if isinstance(storage, StorageWithSlots):
+        return None
+    if isinstance(storage, ServerVariables):
+        return storage.session
+    raise RuntimeError(
+        f"{variable.spec} at {variable.device} cannot be saved or restored from here: "
+        "this handle came from another task; checkpoints are written by the coordinator"
+    )
+
+
+def clusters_of(variables: Iterable[VariableHandle]) -> list[ClusterSession]:
+    """Returns the clusters that store any of the variables, each once.
+
+    Raises: As `cluster_of`.
+    """
+    found = {id(at): at for each in variables if (at := cluster_of(each)) is not None}
+    return list(found.values())
+
+
+@contextlib.asynccontextmanager
+async def at_rest(
+    clusters: Iterable[ClusterSession],
+) -> AsyncIterator[list[ClusterMoment]]:
+    """Holds all of the clusters between two steps; when that is, of each."""
+    async with contextlib.AsyncExitStack() as resting:
+        moments = []
+        for cluster in clusters:
+            restores = cluster.restores
+            cut = await resting.enter_async_context(cluster.at_rest())
+            moments.append(ClusterMoment(cluster, cut, restores))
+        yield moments
+
+
+async def steadily(
+    variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
+) -> T:
+    """Carries out what may be done twice; again if it failed because a parameter server
+    was lost that was filled again, or came back, meanwhile, or had its place taken.
+
+    Raises:
+        PSUnavailableError: One did not come back, or could not be filled.
+    """
+    return await until_settled(clusters_of(variables), work)

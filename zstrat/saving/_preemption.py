@@ -36,8 +36,8 @@ from zstrat.signals import handle
 
 from ._checkpoint import Checkpoint, local_counter
 from ._graph import graph_of
+from ._operation import clusters_of
 from ._rotation import CheckpointManager
-from ._servers import clusters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

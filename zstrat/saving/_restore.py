@@ -18,12 +18,11 @@ from zstrat.variables import Module, unwatch, watch
 from ._graph import SAVE_COUNTER, is_trackable
 from ._load import check, load, remember
 from ._match import Found, Matching
-from ._operation import FileThread, in_turn, run_blocking
-from ._servers import steadily
+from ._operation import FileThread, in_turn, run_blocking, steadily
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
-    from ._servers import ClusterMoment
+    from ._operation import ClusterMoment
 
 
 class Restore:
@@ -87,8 +86,8 @@ class Restore:
         named = not isinstance(holder, Module)
         if self._matching is None or not is_trackable(value, named=named):
             return
-        for place in self._matching.child_of(holder, name):
-            found = self._matching.find(value, place, name, named=named)
+        for index in self._matching.child_of(holder, name):
+            found = self._matching.find(value, index, name, named=named)
             self._require(found)
             run_blocking(self._load_later(found))
             self._accept(found)
@@ -159,7 +158,7 @@ class Restore:
 
 
 class RestoreStatus:
-    """What became of a restore; TF's words. Each method returns the status.
+    """The outcome of a restore; TF's words. Each method returns the status.
 
     A restore is strict: it raised if the program had something at that time that the
     checkpoint lacks, or that has another shape or dtype. The other direction, values

@@ -15,7 +15,6 @@ from zstrat.checkpoint import absolute, make_folder, remove
 from zstrat.errors import DataLossError, InvalidArgumentError, NotFoundError
 from zstrat.variables import user_line
 
-from ._differences import Base, cuts_of
 from ._graph import graph_of
 from ._operation import FileThread, in_turn, run_blocking
 from ._state import (
@@ -27,6 +26,7 @@ from ._state import (
     update_state,
     writer_of,
 )
+from ._tables import Base, cuts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ class CheckpointManager:
 
     It continues with the checkpoints of its name that are in the folder. Checkpoints of
     other names, for example of other managers, it never deletes, and restores only if
-    there is none of its own. From its first save until `close` (or until it is dropped)
+    it has none itself. From its first save until `close` (or until it is dropped)
     no other process can save to the folder.
 
     Args:

@@ -19,11 +19,10 @@ from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
 from zstrat.variables import HashTable
 
-from ._differences import with_base
 from ._load import remember_saved
-from ._operation import FileThread, ProgressBar
-from ._servers import clusters_of, steadily
+from ._operation import FileThread, ProgressBar, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
+from ._tables import with_base
 from ._tensors import logical_tensors, plain_graph
 from ._windows import PinnedWindows, WorkerLostError
 
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from zstrat.coordinator import SessionCut
     from zstrat.variables import Variable
 
-    from ._differences import Base
     from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SnapshotSource, SourceTensor, Written
+    from ._tables import Base
     from ._tensors import Logical
 
 log = logging.getLogger("zstrat.saving")
@@ -53,7 +52,7 @@ DIGEST: Final = 64
 
 _NO_CUT: Final = (
     "%s is not one moment of the training: other programs update the variables, and "
-    "each parameter server is saved at a moment of its own; pause them before you save"
+    "each parameter server is saved at another moment; pause them before you save"
 )
 
 
@@ -275,8 +274,11 @@ async def _write_part(
     file = folder.part(f"{source.name}-{number}")
     path = folder.path_of(file)
     if await source.shares(seen):
-        places, names = [each.place for each, _ in pieces], [name for _, name in pieces]
-        written = await source.write(path, places, names)
+        numbers, names = (
+            [each.number for each, _ in pieces],
+            [name for _, name in pieces],
+        )
+        written = await source.write(path, numbers, names)
         progress.add(written.size)
         return file, written
     infos = [each.info._replace(name=name) for each, name in pieces]

@@ -1,4 +1,4 @@
-"""Where pinned tensors are stored, and how their bytes get into files.
+"""The sources of pinned tensors, and how their bytes get into files.
 
 A *source* is a parameter server, or this process for its own variables. A server
 that shares the folder writes its own file; the tensors of one that does not are fetched
@@ -7,11 +7,12 @@ in pieces of a bounded size and written here.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
@@ -21,7 +22,7 @@ from zstrat.transport import to_its_end
 from zstrat.variables import StorageWithSlots
 from zstrat.wire import TensorEntry, raw
 
-from ._servers import at_rest, cluster_of
+from ._operation import at_rest, cluster_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Variable
     from zstrat.wire import Buffer
 
-    from ._operation import FileThread
-    from ._servers import ClusterMoment
+    from ._operation import ClusterMoment, FileThread
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""
@@ -42,11 +42,11 @@ AHEAD: Final = 4
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a snapshot, which updates do not change. ``place`` is its index in
+    """A tensor of a snapshot, which updates do not change. ``number`` is its index in
     ``source``."""
 
     source: SnapshotSource
-    place: int
+    number: int
     entry: TensorEntry
 
     @property
@@ -61,34 +61,34 @@ class Written(NamedTuple):
     size: int
 
 
-class SnapshotSource(Protocol):
-    """One place with pinned tensors."""
+class SnapshotSource(abc.ABC):
+    """One process with pinned tensors. One that can write files overrides `shares` and
+    `write`."""
 
-    @property
-    def name(self) -> str:
-        """The source as file names say it: "ps0", "local"."""
-        ...
+    name: str
+    """The source as file names say it: "ps0", "local"."""
 
     async def shares(self, path: str) -> bool:
         """Returns whether it can write beside this file itself."""
-        ...
+        del path
+        return False
 
     async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
+        self, path: str, numbers: Sequence[int], names: Sequence[str]
     ) -> Written:
         """Writes tensors to a new file; see `shares`."""
-        ...
+        raise NotImplementedError(f"{self.name} does not write {path}")
 
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+    @abc.abstractmethod
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
         """Fetches some bytes of a tensor."""
-        ...
 
 
-class LocalSnapshotSource:
+class LocalSnapshotSource(SnapshotSource):
     """Variables of this process. Their values are never written to, so that holding
     them is pinning them."""
 
-    name: Final = "local"
+    name = "local"
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
@@ -120,20 +120,11 @@ class LocalSnapshotSource:
         )
         return SourceTensor(self, len(self._arrays) - 1, entry)
 
-    async def shares(self, path: str) -> bool:
-        del path
-        return False
-
-    async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
-    ) -> Written:
-        raise NotImplementedError  # `shares` says no, so `stream` writes for it
-
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
-        return raw(self._arrays[place])[offset : offset + size]
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
+        return raw(self._arrays[number])[offset : offset + size]
 
 
-class ServerSnapshotSource:
+class ServerSnapshotSource(SnapshotSource):
     """One parameter server, in one snapshot."""
 
     def __init__(self, cluster: ClusterSession, snapshot: int, ps: int) -> None:
@@ -145,16 +136,16 @@ class ServerSnapshotSource:
         return (await self._cluster.run_async(sees, "looking for the folder"))[self._ps]
 
     async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
+        self, path: str, numbers: Sequence[int], names: Sequence[str]
     ) -> Written:
         client = self._cluster.client
-        work = client.write_snapshot(self._ps, self._snapshot, path, places, names)
+        work = client.write_snapshot(self._ps, self._snapshot, path, numbers, names)
         answer = await self._cluster.run_async(work, f"writing {path}")
         return Written(answer.digests, answer.size)
 
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
         client = self._cluster.client
-        work = client.read_snapshot(self._ps, self._snapshot, place, offset, size)
+        work = client.read_snapshot(self._ps, self._snapshot, number, offset, size)
         return await self._cluster.run_async(work, "reading a snapshot")
 
 
@@ -189,7 +180,7 @@ class PinnedSnapshot:
         self._besides = clusters
         self._clusters: list[ClusterSession] = []
         self.moments: list[ClusterMoment] = []
-        """Which steps are in it, of each cluster."""
+        """The steps that are in it, of each cluster."""
 
     async def __aenter__(self) -> list[SourceTensor]:
         clusters = {id(cluster): cluster for cluster in self._besides}
@@ -234,7 +225,7 @@ class PinnedSnapshot:
         sources = {
             ps: ServerSnapshotSource(cluster, self._number, ps) for ps, _, _ in found
         }
-        return [SourceTensor(sources[ps], place, entry) for ps, place, entry in found]
+        return [SourceTensor(sources[ps], number, entry) for ps, number, entry in found]
 
 
 async def stream(
@@ -274,7 +265,7 @@ async def _fill(
     try:
         for batch in _batches(tensors):
             pieces = await asyncio.gather(
-                *(each.source.fetch(each.place, *part) for each, *part in batch)
+                *(each.source.fetch(each.number, *part) for each, *part in batch)
             )
             if writing is not None:
                 await writing

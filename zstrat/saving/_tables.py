@@ -1,4 +1,9 @@
-"""Loads tables of any id from a checkpoint, on however many servers they are now.
+"""Tables of any id in checkpoints: rows that have changed, and how parts are loaded.
+
+A checkpoint of the rows that have changed since another one is whole by itself: it has
+the files of its *base*, by hard links, which take no room, and its own files with
+all variables, the rows of tables that have changed since, and the ids that were
+removed. A table is restored from both, one after the other.
 
 Each part of a table takes the rows whose ids are in its buckets, from wherever they
 were: a server that can read the folder reads the ids of all parts, and the rows of
@@ -7,26 +12,133 @@ those that it finds; to others the rows are sent.
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
 from zstrat.ids import buckets_of, hashes_of
 from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
 
-from ._tensors import CLOCK, COUNTS, GONE, IDS, TIMES, USES, WAITING
+from ._operation import cluster_of
+from ._tensors import (
+    CLOCK,
+    COUNTS,
+    GONE,
+    IDS,
+    TIMES,
+    USES,
+    WAITING,
+    beside_name,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from zstrat.checkpoint import CheckpointFiles, StoredPiece, StoredTensor
+    from zstrat.checkpoint import CheckpointFiles, CheckpointFolder
+    from zstrat.ps import PsClient
     from zstrat.variables import AbstractVariable, VariableSpec
 
+    from ._graph import Graph
     from ._match import Load
-    from ._operation import FileThread
-    from ._servers import AskedCluster
+    from ._operation import FileThread, Run
+    from ._tensors import Logical
+
+
+log = logging.getLogger("zstrat.saving")
+
+_LINKED: Final = "part-base-"
+"""The beginning of the names of linked files."""
+
+_WHOLE: Final = (CLOCK, COUNTS, GONE, TIMES, WAITING)
+"""Leaves of which a difference has all."""
+
+
+class Base(NamedTuple):
+    """A whole checkpoint, and the cut of each part of a table that follows changes, by
+    key, from before it was written.
+
+    ``is_linked``: ``path`` is a difference to it, which has its files.
+    """
+
+    path: str
+    cuts: Mapping[int, int]
+    is_linked: bool = False
+
+    def pieces_of(self, stored: StoredTensor) -> list[StoredPiece]:
+        """Returns the pieces of a tensor in ``path`` that are the base's."""
+        if not self.is_linked:
+            return list(stored.pieces)
+        return [piece for piece in stored.pieces if piece.file.startswith(_LINKED)]
+
+
+async def cuts_of(graph: Graph) -> dict[int, int]:
+    """Asks for the cuts of now, of the tables that follow changes."""
+    cuts: dict[int, int] = {}
+    for node in graph.variables:
+        table = node.value
+        if isinstance(table, HashTable) and table.follows:
+            cluster = cluster_of(table.components[0])
+            assert cluster is not None
+            specs = [part.spec for part in table.components]
+            work = cluster.servers.table_sizes(specs)
+            sizes = await cluster.run_async(work, "asking for the cut of a table")
+            pairs = zip(specs, sizes, strict=True)
+            cuts.update((spec.key, cut) for spec, (_, _, cut, _) in pairs)
+    return cuts
+
+
+def with_base(
+    manifest: Manifest,
+    base: Base,
+    folder: CheckpointFolder,
+    logicals: Iterable[Logical],
+) -> Manifest:
+    """Adds the rows of a base to the tables of a checkpoint that is being written, and
+    links its files. Blocks.
+
+    Raises:
+        DataLossError, NotFoundError, OSError: The base is gone, or cannot be linked.
+    """
+    before = Manifest.of(base.path)
+    tensors, files = dict(manifest.tensors), dict(manifest.files)
+    names: dict[str, str] = {}
+    for logical in logicals:
+        components = logical.variable.value.components
+        follows = all(part.spec.key in base.cuts for part in components)
+        old = before.tensors.get(logical.name)
+        if not (follows and logical.by_rows and logical.leaf not in _WHOLE and old):
+            continue
+        pieces = base.pieces_of(old)
+        for piece in pieces:
+            if piece.file not in names:
+                names[piece.file] = folder.part(f"base-{len(names)}")
+        # A slot may have no pieces for the last rows; ids are all there.
+        ids = base.pieces_of(before.tensors[beside_name(logical.variable, IDS)])
+        rows = max([piece.stop for piece in ids], default=0)
+        renamed = [piece._replace(file=names[piece.file]) for piece in pieces]
+        tensors[logical.name] = _joined(renamed, rows, tensors[logical.name])
+    for file, name in names.items():
+        os.link(os.path.join(base.path, file), folder.path_of(name))
+        files[name] = before.files[file]
+    return replace(manifest, tensors=tensors, files=files)
+
+
+def _joined(old: Sequence[StoredPiece], rows: int, new: StoredTensor) -> StoredTensor:
+    """Returns a tensor with the pieces of the base, which has so many rows, and those
+    of the difference."""
+    pieces = list(old)
+    pieces += [
+        piece._replace(start=piece.start + rows, stop=piece.stop + rows)
+        for piece in new.pieces
+    ]
+    shape = (rows + new.shape[0], *new.shape[1:])
+    return replace(new, shape=shape, pieces=tuple(pieces))
+
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that one message sends, about."""
@@ -85,7 +197,8 @@ def _ids_of(piece: StoredPiece, ids: StoredTensor) -> str:
 
 
 async def load_table(
-    cluster: AskedCluster,
+    client: PsClient,
+    run: Run,
     ps: int,
     table: TableLoad,
     files: CheckpointFiles,
@@ -98,7 +211,7 @@ async def load_table(
         DataLossError, OSError: A file has changed or cannot be read.
         InvalidArgumentError: The server does not keep such a slot.
     """
-    client, run, spec = cluster.client, cluster.run_async, table.spec
+    spec = table.spec
     assert spec.buckets is not None
     first, last = spec.buckets
     probe = table.tensors[0].path

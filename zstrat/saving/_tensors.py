@@ -1,14 +1,25 @@
 """Pinned tensors as logical ones: one a variable, and one for each of its slots.
 
-On however many servers a variable is, a checkpoint has one tensor of it. Slots
-that follow its rows are put together in the same way, and so are the ids of the rows of
-a table of any id. What an optimizer keeps once for
-each component (a count of steps) is stored once for each, for the rows that it goes
-with. A component that no gradient has reached has no slots: these rows are left out.
+On however many servers a variable is, a checkpoint has one tensor of it. Slots that
+follow its rows are put together in the same way, and so are the ids of the rows of a
+table of any id. What an optimizer keeps once for each component (a count of steps) is
+stored once for each, for the rows that it goes with. A component that no gradient has
+reached has no slots: these rows are left out.
+
+A slot's name is its path in the state of the optimizer: ``[0].mu``. The last key is a
+field of the state of one transformation, and the keys before it say where that is in
+the chain. Fields of one state stay together, so a state that has moved, as adam's does
+in ``optax.chain(clip, adam)``, is found by its kind: the names of its fields.
+
+Law of matching slots: nothing is guessed. States of one kind of which there are several
+are matched only if they all have their old paths, or all moved into (or out of) one
+place.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,14 +31,17 @@ from zstrat.variables import HashTable
 from ._windows import number_in_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SourceTensor
 
+    StatePaths = Mapping[frozenset[str], list[str]]
+    """The paths of the states of each kind, sorted."""
+
 
 IDS: Final = ".ids"
-"""What the ids of a table's rows are called, where a slot has its name."""
+"""The name of the ids of a table's rows, where a slot has its name."""
 
 WAITING: Final = ".waiting"
 """Likewise the ids that have no row yet; `COUNTS` has as many."""
@@ -36,7 +50,8 @@ COUNTS: Final = ".counts"
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
 TIMES: Final = ".times"
-"""When rows had gradients, the number of pushes up to now, and up to some times."""
+"""The times when rows had gradients, the number of pushes up to now, and up to some
+times."""
 
 GONE: Final = ".gone"
 """Ids that were removed since another checkpoint, of which this one is a difference."""
@@ -192,7 +207,7 @@ def plain_graph(
 ) -> dict[str, Any]:
     """Returns the graph as JSON; inverse of `stored_graph`. ``states``:
     `StoredNode.state` of iterators and optimizers, by their paths."""
-    number = {id(node): place for place, node in enumerate(graph.nodes)}
+    number = {id(node): index for index, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
     beside: dict[int, dict[str, str]] = {}
     for logical in logicals:
@@ -205,18 +220,18 @@ def plain_graph(
             leaves = own.setdefault(str(number[id(logical.variable)]), {})
             leaves[logical.leaf] = logical.name
     nodes = []
-    for place, node in enumerate(graph.nodes):
+    for index, node in enumerate(graph.nodes):
         plain: dict[str, Any] = {"kind": node.kind, "path": node.path}
         if node.children:
             plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
         if node.kind == "variable":
             plain["tensor"] = node.path
-        if place in beside:
-            plain["beside"] = beside[place]
+        if index in beside:
+            plain["beside"] = beside[index]
         if states.get(node.path) or node.kind == "iterator":
             plain["state"] = states[node.path]
-        if place in slots:
-            plain["slots"] = slots[place]
+        if index in slots:
+            plain["slots"] = slots[index]
         nodes.append(plain)
     return {"nodes": nodes}
 
@@ -254,3 +269,59 @@ def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> Store
                 if places <= set(range(count)) and names <= set(manifest.tensors):
                     return node
     raise DataLossError(file, "", f"damaged object: {plain!r:.80}")
+
+
+_KEY: Final = re.compile(
+    r"""\.\w+|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]'"]*)\]"""
+)
+"""One key of a path as `jax.tree_util.keystr` writes it."""
+
+
+def matched_slots(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Returns the stored slot for each slot that an optimizer keeps, as far as there is
+    one."""
+    here, there = _by_kind(wanted), _by_kind(stored)
+    kinds = here.keys() & there.keys()
+    found = {
+        path + name: old + name
+        for kind in kinds
+        for path, old in _paired(here[kind], there[kind])
+        for name in kind
+    }
+    # A state with more fields, or fewer, than it had.
+    others = _names(here, kinds) & _names(there, kinds)
+    return found | {name: name for name in others}
+
+
+def _by_kind(names: Iterable[str]) -> StatePaths:
+    fields: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        keys = _KEY.findall(name)
+        last = keys[-1] if keys and "".join(keys) == name else name
+        fields[name.removesuffix(last)].add(last)
+    found: dict[frozenset[str], list[str]] = defaultdict(list)
+    for path in sorted(fields):
+        found[frozenset(fields[path])].append(path)
+    return found
+
+
+def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
+    """Returns the paths of states of one kind, here and in the checkpoint."""
+    if len(here) != len(there):
+        return []
+    pairs = list(zip(here, there, strict=True))
+    if len(pairs) == 1 or _is_moved(pairs) or _is_moved([(b, a) for a, b in pairs]):
+        return pairs
+    return []
+
+
+def _is_moved(pairs: list[tuple[str, str]]) -> bool:
+    """Returns whether each path is the other one after a common prefix, or without
+    one."""
+    prefixes = {path.removesuffix(old) for path, old in pairs if path.endswith(old)}
+    return len(prefixes) == 1 and all(path.endswith(old) for path, old in pairs)
+
+
+def _names(states: StatePaths, without: Iterable[frozenset[str]]) -> set[str]:
+    kinds = states.keys() - set(without)
+    return {path + name for kind in kinds for path in states[kind] for name in kind}

@@ -1,4 +1,4 @@
-"""What windows of local steps keep on workers, in checkpoints.
+"""Windows of local steps in checkpoints: the arrays that they keep on workers.
 
 A `LocalOptimizer` in a checkpoint has the number of its open round and, beside each
 variable, the arrays of each worker, such as "0/.mu" of the first one. They are pinned
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zstrat.coordinator import RestoredRounds
 from zstrat.wire import (
@@ -21,8 +21,8 @@ from zstrat.wire import (
     StoreTensors,
 )
 
-from ._servers import cluster_of
-from ._snapshot_sources import SourceTensor
+from ._operation import cluster_of
+from ._snapshot_sources import SnapshotSource, SourceTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._operation import FileThread
-    from ._snapshot_sources import Written
 
 
 class RestoredWindows(NamedTuple):
@@ -54,29 +53,20 @@ class WorkerLostError(Exception):
     """A worker was lost while a checkpoint with its windows was written."""
 
 
-class _WorkerSource:
+class _WorkerSource(SnapshotSource):
     """The arrays that one worker has pinned."""
 
     def __init__(self, cluster: ClusterSession, snapshot: int, worker: int) -> None:
         self._cluster, self._snapshot, self._worker = cluster, snapshot, worker
-        self.name: Final = f"worker{worker}"
+        self.name = f"worker{worker}"
 
-    async def shares(self, path: str) -> bool:
-        del path
-        return False
-
-    async def write(
-        self, path: str, places: Sequence[int], names: Sequence[str]
-    ) -> Written:
-        raise NotImplementedError  # `shares` says no, so `stream` writes for it
-
-    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+    async def fetch(self, number: int, offset: int, size: int) -> Buffer:
         """Fetches some bytes of an array.
 
         Raises:
             WorkerLostError: The worker is lost.
         """
-        fields = self._snapshot, place, offset, size
+        fields = self._snapshot, number, offset, size
         part = await self._cluster.ask_worker(self._worker, ReadSnapshot, *fields)
         if part is None:
             raise WorkerLostError(f"{self.name} was lost meanwhile")
@@ -91,7 +81,7 @@ def number_in_checkpoints(optimizer: LocalOptimizer) -> int:
 
 
 class PinnedWindows:
-    """What the workers of some clusters keep beside variables, at one moment.
+    """The arrays that workers of some clusters keep beside variables, at one moment.
 
     Args:
         components: The variables, part by part.
@@ -142,7 +132,7 @@ class PinnedWindows:
             )
             if answer is None or not answer.tensors:
                 break
-            for place, entry in enumerate(answer.tensors, count):
+            for index, entry in enumerate(answer.tensors, count):
                 shape = self._shapes.get(entry.key)
                 if shape is not None:
                     number = number_in_checkpoints(self._optimizers[entry.optimizer])
@@ -151,7 +141,7 @@ class PinnedWindows:
                         leaf=f"{worker}/{entry.leaf}",
                         rows=bool(shape) and entry.shape[:1] == shape[:1],
                     )
-                    pinned.append(SourceTensor(source, place, own))
+                    pinned.append(SourceTensor(source, index, own))
             count, total = count + len(answer.tensors), answer.total
         return pinned
 

@@ -19,8 +19,9 @@ from zstrat.doors import install_integration
 from zstrat.program import KerasWarning as KerasWarning
 from zstrat.variables import creator
 
-from ._abstract import AbstractReplicaContext, AbstractStrategy
 from ._frames import (
+    AbstractReplicaContext,
+    AbstractStrategy,
     Frame,
     current,
     entered,

@@ -5,7 +5,7 @@ a strategy gives its devices and variables when it makes one.
 
 Law of the file: these methods are for the cross-replica context. A variable that is one
 array for all replicas is one component, so what is done to every copy is done once.
-Where each replica has a copy of its own, each copy is a component.
+Where each replica has its own copy, each copy is a component.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zstrat.collectives import ReduceOp
     from zstrat.variables import VariableHandle
 
-    from ._abstract import AbstractStrategy
+    from ._frames import AbstractStrategy
 
     Colocated = Callable[[AbstractVariable], AbstractContextManager[None]]
     Pairs = Sequence[tuple[Any, Any]]
@@ -46,7 +46,7 @@ class StrategyExtended:
 
     Args:
         workers, parameters: Names of `worker_devices` and `parameter_devices`.
-        owns: Tells whether the strategy created a variable; None: it creates none.
+        owns: Returns whether the strategy created a variable; None: it creates none.
         colocated: Makes the context in which new variables go where a given one is;
             None: all variables are in one place.
         ops: Reduces values of the local devices outside of steps.
@@ -96,7 +96,7 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether each process runs a program of its own."""
+        """Whether each process runs a separate program."""
         return self._between_graph
 
     @property
@@ -144,7 +144,7 @@ class StrategyExtended:
         return container_of(value) if whole is None else whole
 
     def read_var(self, v: Any) -> Any:
-        """Reads a variable; the aggregate, if each replica has a value of its own.
+        """Reads a variable; the aggregate, if each replica has its own value.
 
         Raises:
             ValueError: ``v`` is not a variable.
@@ -161,7 +161,7 @@ class StrategyExtended:
     ) -> Any:
         """Calls ``fn(component, *args, **kwargs)`` in the update context, for each
         component of ``var``: once for a variable that is one array for all replicas,
-        and for each copy, in replica order, where replicas have copies of their own.
+        and for each copy, in replica order, where replicas have separate copies.
 
         In a replica function this is a ``merge_call``: each replica calls it, with
         equal arguments.

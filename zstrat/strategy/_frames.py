@@ -1,4 +1,4 @@
-"""Which strategy is current, and on which side of it the code runs.
+"""The current strategy, and the side of it on which the code runs.
 
 Outside everything the code is in the replica context of the default strategy. A scope
 is the cross-replica context of its strategy; the body of ``run`` is the replica
@@ -7,17 +7,23 @@ cross-replica context that knows its copy. A context variable holds the stack, s
 thread and each asyncio task has its own. Code that has entered nothing is under the
 strategy that `experimental_set_strategy` made current, if any.
 
-Law of the file: frames are pushed and popped here alone, and popped in reverse order;
-anything else is an error that names both strategies.
+A strategy makes the contexts of its replicas, and a context knows its strategy. Their
+interfaces here have the methods that the rest of the package calls, so that neither
+file imports the other.
+
+Laws of the file: frames are pushed and popped here alone, and popped in reverse order;
+anything else is an error that names both strategies. Of this package it imports the
+`Team` alone, so that every file of the package may import it.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import weakref
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from zstrat.program.trace import (
     StrategyFingerprint,
@@ -27,11 +33,111 @@ from zstrat.program.trace import (
 from zstrat.variables import creator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    import jax
+
+    from zstrat.collectives import ReduceOp
+    from zstrat.data import InputContext
     from zstrat.variables import Creator
 
-    from ._abstract import AbstractReplicaContext, AbstractStrategy
+    from .replica._collective import Team
+
+
+class AbstractStrategy(abc.ABC):
+    """A strategy as the code that runs under it sees it. `zs.Strategy` is
+    the only subclass and documents the methods."""
+
+    is_default: bool = False
+    """Whether it is the one that is current where none was entered."""
+
+    @property
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose gradients are summed before they leave a worker."""
+
+    @property
+    @abc.abstractmethod
+    def extended(self) -> Any:
+        """The `StrategyExtended` of this strategy."""
+        # `Any`: that class imports the contexts, which import this file.
+
+    @abc.abstractmethod
+    def scope(self) -> AbstractContextManager[AbstractStrategy]:
+        """Makes the strategy current."""
+
+    @property
+    @abc.abstractmethod
+    def cluster_resolver(self) -> Any:
+        """The resolver that it was made from, or None."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        """Calls ``fn`` once per local replica."""
+
+    @abc.abstractmethod
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Reduces the values of the replicas to one."""
+
+    @abc.abstractmethod
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns one entry per local replica."""
+
+    @abc.abstractmethod
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Concatenates the values of the replicas along ``axis``."""
+
+    @abc.abstractmethod
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: Any = None
+    ) -> Iterable[Any]:
+        """Shares a dataset of global batches out among all replicas."""
+
+    @abc.abstractmethod
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> Iterable[Any]:
+        """Calls a function that makes a dataset in each worker."""
+
+    @abc.abstractmethod
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[..., Any]
+    ) -> Any:
+        """Calls ``value_fn`` for each replica."""
+
+    @abc.abstractmethod
+    def _devices(self) -> Sequence[jax.Device]:
+        """Returns devices of this process for replicas, one each; fewer is fine."""
+
+    @abc.abstractmethod
+    def _team(self) -> Team:
+        """Returns the replicas that compute together."""
+
+
+class AbstractReplicaContext(abc.ABC):
+    """The context of a replica, as the code that stores or looks up the current one
+    sees it. `ReplicaContext` is the only subclass."""
+
+    @property
+    @abc.abstractmethod
+    def replica_id_in_sync_group(self) -> int | jax.Array:
+        """The number of the replica, traced where several are one program."""
+
+    @abc.abstractmethod
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``merge_fn(strategy, *args)`` once, in the cross-replica context."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,7 @@ from zstrat.errors import OutOfRangeError
 from zstrat.program import drawn
 from zstrat.variables import VariableAggregation
 
-from ._abstract import AbstractStrategy
-from ._frames import current
+from ._frames import AbstractStrategy, current
 from ._options import InputReplicationMode
 from .reduce._values import reduction
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
 
-    from ._abstract import AbstractReplicaContext
+    from ._frames import AbstractReplicaContext
     from ._options import InputOptions
 
 

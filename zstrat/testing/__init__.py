@@ -14,10 +14,10 @@ from ._link import FakeLink as FakeLink
 from ._link import FakeRemote as FakeRemote
 from ._link import through_the_codec as through_the_codec
 from ._network import NoNamespacesError as NoNamespacesError
+from ._network import Relay as Relay
 from ._network import SwitchedNetwork as SwitchedNetwork
 from ._network import switched_network as switched_network
 from ._process import ProcessResources as ProcessResources
 from ._process import frozen as frozen
 from ._process import full_disk as full_disk
 from ._process import leak_check as leak_check
-from ._relay import Relay as Relay

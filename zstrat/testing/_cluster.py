@@ -19,8 +19,8 @@ from zstrat.config import environment, settings_from
 from zstrat.launch import LocalCluster, Server
 from zstrat.transport import on_own_thread
 
+from ._network import Relay
 from ._process import frozen
-from ._relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping

@@ -91,7 +91,12 @@ def leak_check(timeout: float = _ON_ITS_WAY) -> Iterator[None]:
     """
     threads, children = set(threading.enumerate()), _children()
     yield
-    left = [t for t in threading.enumerate() if t not in threads and _must_end(t)]
+    left = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in threads
+        if not thread.daemon or thread.name.startswith("zstrat")
+    ]
     for thread in left:
         thread.join(timeout)  # it may be ending
     names = [thread.name for thread in left if thread.is_alive()]
@@ -102,10 +107,6 @@ def leak_check(timeout: float = _ON_ITS_WAY) -> Iterator[None]:
     orphans = {pid: _command(pid) for pid in _children() - children}
     if orphans:
         raise AssertionError(f"the test left processes behind: {orphans}")
-
-
-def _must_end(thread: threading.Thread) -> bool:
-    return not thread.daemon or thread.name.startswith("zstrat")
 
 
 def _children() -> set[int]:

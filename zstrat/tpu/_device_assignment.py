@@ -250,7 +250,7 @@ def _extents(name: str, given: Sequence[int] | None) -> list[int]:
 _log: Final = logging.getLogger(__name__)
 
 Chip = tuple[int, int, int]
-"""Where a chip is: ``(x, y, z)``."""
+"""The place of a chip: ``(x, y, z)``."""
 
 
 def ring(extents: Sequence[int]) -> list[Chip]:

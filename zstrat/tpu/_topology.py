@@ -189,8 +189,8 @@ def _require_apart(coordinates: np.ndarray, places: int) -> None:
     places_of, counts = np.unique(rows, axis=0, return_counts=True)
     twice = places_of[counts > 1][0].tolist()
     raise ValueError(
-        f"`device_coordinates` names {twice} more than once: every device has a place "
-        "of its own"
+        f"`device_coordinates` names {twice} more than once: give each device other "
+        "coordinates"
     )
 
 

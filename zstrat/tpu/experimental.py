@@ -1,4 +1,4 @@
-"""What TF keeps in ``tf.tpu.experimental``."""
+"""The names in ``tf.tpu.experimental``."""
 
 from ._device_assignment import DeviceAssignment as DeviceAssignment
 from ._device_assignment import DeviceOrderMode as DeviceOrderMode

@@ -9,9 +9,6 @@ from ._data_connections import DataConnections as DataConnections
 from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
-from ._identity import hello as hello
-from ._identity import new_incarnation as new_incarnation
-from ._identity import program_name as program_name
 from ._keys import NEXT as NEXT
 from ._keys import PREVIOUS as PREVIOUS
 from ._keys import Secrecy as Secrecy
@@ -30,6 +27,10 @@ from ._loop import new_event_loop as new_event_loop
 from ._loop import require_own as require_own
 from ._loop import run as run
 from ._loop import warn_of_blocking as warn_of_blocking
+from ._opening import copied_error as copied_error
+from ._opening import hello as hello
+from ._opening import new_incarnation as new_incarnation
+from ._opening import program_name as program_name
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending

@@ -108,7 +108,7 @@ class DataConnections:
         self._member, self._settings = member, settings
         self._secret = b""
         self.credential = z85.encode(secrets.token_bytes(32))
-        """What the other members have to know of this one, 40 bytes; nobody else."""
+        """The 40 bytes by which the other members, and nobody else, know this one."""
         if encrypted:
             self.credential, self._secret = zmq.curve_keypair()
         self._known: dict[str, int] = {}
@@ -340,7 +340,7 @@ def _require_room(members: int) -> None:
     if used + wanted > allowed():
         raise OSError(
             errno.EMFILE,
-            f"{used} of {allowed()} descriptors are open, and connections of their own "
+            f"{used} of {allowed()} descriptors are open, and separate connections "
             f"to {members} ranks take {wanted}: raise `ulimit -n`",
         )
 

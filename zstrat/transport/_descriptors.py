@@ -56,7 +56,7 @@ class Accepted(NamedTuple):
 
     def carried(self) -> Carried:
         """Returns the bytes moved by the connection; all 0 where Linux does not
-        tell."""
+        say."""
         with suppress(OSError, struct.error), borrowed(self.descriptor) as line:
             size = _TCP_INFO.size
             info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)

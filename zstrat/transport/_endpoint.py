@@ -448,7 +448,7 @@ bytes of a header count as one more, for the time that decoding takes."""
 _LONG_HEADER: Final = 4096
 
 LEAST_DESCRIPTORS: Final = 64
-"""A task has about 25 of its own, and each peer takes some. With fewer, libzmq aborts
+"""A task has about 25 itself, and each peer takes some. With fewer, libzmq aborts
 the process, or never reads from peers that connect."""
 
 

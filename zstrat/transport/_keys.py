@@ -304,7 +304,9 @@ def _read(file: Path) -> str:
     except UnicodeDecodeError:
         key = ""
     if len(key) != _KEY_LENGTH:
-        raise ValueError(f"{file} is no key: expected {_KEY_LENGTH} characters of Z85")
+        raise ValueError(
+            f"{file} is not a key: expected {_KEY_LENGTH} characters of Z85"
+        )
     return key
 
 
@@ -392,10 +394,10 @@ def _is_own(group: int) -> bool:
     """Returns whether this process is in the group, and no other user is."""
     if group not in (os.getegid(), *os.getgroups()):
         return False
-    mine = os.geteuid()
+    user_id = os.geteuid()
     try:
         members = {pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem}
     except KeyError:  # a number without a name: given by the engine
         members = set()
     members |= {each.pw_uid for each in pwd.getpwall() if each.pw_gid == group}
-    return members <= {mine}
+    return members <= {user_id}

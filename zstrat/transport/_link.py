@@ -32,7 +32,7 @@ from zstrat.wire.connection import (
 
 from ._address import parse
 from ._dial import Dial
-from ._opening import Continuity, Opening, again
+from ._opening import Continuity, Opening, copied_error
 from ._pool import POOL
 from ._pump import Outlet, parts_of
 from ._shared_memory import channel_of
@@ -317,7 +317,7 @@ class Link:
         if self._outlet is not None:
             for order in self._outlet.peer.leave(reason):
                 if isinstance(order, Failed) and not order.token.done():
-                    order.token.set_exception(again(error))
+                    order.token.set_exception(copied_error(error))
             self._outlet.flush()
         self._opening.fail(error)
         if self._is_started:

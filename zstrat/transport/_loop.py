@@ -14,7 +14,7 @@ the middle of a socket call could otherwise hang or crash the exit.
 
 Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
 a callback of the garbage collector, as jax has one, or a finalizer, nobody can catch
-it: Python says that it is ignored, and goes on. A program that schedules steps in a
+it: Python says that it is ignored, and continues. A program that schedules steps in a
 loop lost three of four, so they are raised again.
 """
 
@@ -58,7 +58,7 @@ _of_parent: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet(
 
 _OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _warned: Final[set[str]] = set()
-"""What to await in place of calls that have blocked a loop."""
+"""The calls to await in place of those that have blocked a loop."""
 
 Result = TypeVar("Result")
 
@@ -114,7 +114,7 @@ def _outside() -> int:
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Runs ``main`` to its end on a loop of its own, as `asyncio.run` does."""
+    """Runs ``main`` to its end on a new loop, as `asyncio.run` does."""
     runner = asyncio.Runner(loop_factory=new_event_loop)
     loop = runner.get_loop()
     try:
@@ -196,7 +196,7 @@ _ENDED: Final = "the session was closed"
 
 
 class Portal:
-    """An event loop on a thread of its own."""
+    """An event loop on a separate thread."""
 
     def __init__(self, name: str = "zstrat") -> None:
         self.loop = new_event_loop()

@@ -1,4 +1,4 @@
-"""The greeting of the task at the far end of a link, its waiters, and its loss.
+"""The greetings of a link: HELLO of this process, and that of the task at its far end.
 
 Callers that wait in vain for the greeting get an error that says what is known of the
 cause. A broken connection is not yet a lost task: the same incarnation may come back
@@ -10,13 +10,58 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+import os
+import platform
+import secrets
+import socket
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Final, TypeVar
 
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError
+from zstrat.wire import PROTOCOL, Hello
 from zstrat.wire.connection import described
 
-if TYPE_CHECKING:
-    from zstrat.wire import Hello
+AnyError = TypeVar("AnyError", bound=Exception)
+
+_PACKAGES: Final = ("zstrat", "jax", "numpy")
+_LONGEST_NAME: Final = 80
+
+
+def new_incarnation() -> int:
+    """Returns a number that no other start of any task has: 63 random bits, never 0.
+    The upper 31 are those of this process, see `zstrat.wire.Owner.is_of`."""
+    return _process_bits(os.getpid()) | secrets.randbits(32) | 1
+
+
+@cache
+def _process_bits(pid: int) -> int:
+    """Returns the random bits of this process; a child that it forks has others."""
+    del pid
+    return secrets.randbits(31) << 32
+
+
+def hello(job: str, index: int, incarnation: int) -> Hello:
+    """Returns the HELLO of this process. Imports nothing to learn the versions."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a ps without jax, say
+            continue
+    return Hello(
+        PROTOCOL, job, index, incarnation, socket.gethostname(), os.getpid(), versions
+    )
+
+
+def program_name() -> str:
+    """Returns what runs in this process, for words to a person: "train.py"."""
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    name = f"python {name}" if name in ("-c", "-m") else name
+    return name[:_LONGEST_NAME] if name.isprintable() else ""
 
 
 _LOG: Final = logging.getLogger("zstrat.transport")
@@ -59,7 +104,7 @@ class Opening:
         self._failed, self._failed_at = 0, 0.0
         self._nothing = NOTHING
         self.trouble = NOTHING
-        """What is wrong so far, for the error of callers that wait in vain."""
+        """The trouble so far, for the error of callers that wait in vain."""
 
     async def wait(self, deadline: float) -> Hello:
         """Waits until the task greets, and returns its HELLO.
@@ -72,7 +117,7 @@ class Opening:
             Exception: One side refused the other, or the link was closed.
         """
         if self._refusal is not None:
-            raise again(self._refusal)
+            raise copied_error(self._refusal)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Hello] = loop.create_future()
         self._waiters.add(waiter)
@@ -166,10 +211,10 @@ class Opening:
         """Fails all callers that wait."""
         for waiter in self._waiters:
             if not waiter.done():
-                waiter.set_exception(again(error))
+                waiter.set_exception(copied_error(error))
 
 
-def again(error: Exception) -> Exception:
+def copied_error(error: AnyError) -> AnyError:
     """Copies the error for another caller: an exception that is raised twice collects
     both tracebacks."""
     return type(error)(*error.args)
@@ -185,7 +230,7 @@ class Continuity:
 
     @property
     def due(self) -> float | None:
-        """When `tick` may decide that the task is lost; None: not before `closed`."""
+        """The time for `tick` to decide on a loss; None: not before `closed`."""
         return None if self._broken is None else self._broken[1] + self._reconnect
 
     def opened(self, hello: Hello) -> str | None:

@@ -46,7 +46,7 @@ _lock: Final = threading.Lock()
 
 
 def count_direct(sent: int, got: int) -> None:
-    """Adds what a thread has moved by sockets of its own; from any thread."""
+    """Adds what a thread has moved by its own sockets; from any thread."""
     with _lock:
         _DIRECT.sent += sent
         _DIRECT.got += got
@@ -192,7 +192,7 @@ class Pump:
     def _drain(self) -> None:
         recv, receive, left = self._recv, self._receive, BUDGET
         questions, at = _QUESTIONS, self._header
-        # What is sent meanwhile needs no look of its own: the last thing done here is
+        # What is sent meanwhile needs no separate look: the last thing done here is
         # to find the socket empty.
         before, self._scheduled = self._scheduled, True
         try:

@@ -70,7 +70,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Blocks:
-    """Which parts of an arena are free: first fit from the bottom, neighbours merged.
+    """The free parts of an arena: first fit from the bottom, neighbours merged.
 
     The lowest fit keeps using the pages that have been touched: the first touch of a
     page of shared memory costs ten times its copy.

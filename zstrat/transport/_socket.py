@@ -1,6 +1,6 @@
 """ZeroMQ's contexts and sockets, with our options, and what it says of connections.
 
-An endpoint has a context, and so an I/O thread, of its own; all links of the process
+An endpoint has its own context, and so its own I/O thread; all links of the process
 share another one, which lives as long as the last of them. What ZeroMQ says about the
 connections of one socket comes as events on the loop.
 """
@@ -206,7 +206,7 @@ def event_of(parts: Sequence[bytes]) -> Event:
 
 
 class Monitor:
-    """Tells ``happened`` of what befalls ``socket``. To be closed before the socket."""
+    """Calls ``happened`` with each event of ``socket``; closed before the socket."""
 
     def __init__(
         self,
@@ -239,8 +239,8 @@ class Monitor:
 
 
 class Sockets(Protocol):
-    """What `Endpoint` and `Link` ask of ZeroMQ. Contexts and sockets are those of the
-    implementation; of a frame that has arrived `Pump` gives zmq's."""
+    """The calls of `Endpoint` and `Link` to ZeroMQ. Contexts and sockets are those of
+    the implementation; of a frame that has arrived `Pump` gives zmq's."""
 
     def context(self) -> Any:
         """Returns a new context, for one endpoint alone."""
@@ -301,7 +301,7 @@ class ZeroMQSockets:
         address: Address,
         settings: Settings,
     ) -> zmq.Socket[bytes]:
-        """As of `Sockets`."""
+        """Returns a new socket; see `Sockets`."""
         return new_socket(context, kind, address, settings)
 
 

@@ -46,9 +46,9 @@ class FailureInquiry:
         self.rank, self._words = rank, words
         self._known = {rank}
         self.guilty: dict[int, str] = {}
-        """What each guilty rank has done, or has not."""
+        """The fault of each guilty rank, as text."""
         self.differs: dict[int, str] = {}
-        """What each rank with another call calls instead."""
+        """The other call, by rank that makes another one."""
         self._has_ended = False
 
     @property
@@ -106,7 +106,7 @@ def verdict(
     if inquiry.has_ended_elsewhere:
         return CollectiveTimeoutError(
             f"{call}: another rank has ended the generation, and {name(inquiry.rank)} "
-            f"has not heard why; it waited {timeout:g} s: call reform()"
+            f"does not know why; it waited {timeout:g} s: call reform()"
         )
     if not inquiry.guilty:
         return CollectiveTimeoutError(
@@ -144,13 +144,13 @@ async def inquire(
         while asking:
             done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
-                ask_all(_heard(inquiry, asking.pop(future), future))
+                ask_all(_follow_up(inquiry, asking.pop(future), future))
     finally:
         for future in asking:
             future.cancel()  # or asyncio logs errors that were not retrieved
 
 
-def _heard(
+def _follow_up(
     inquiry: FailureInquiry, rank: int, future: asyncio.Future[Message]
 ) -> list[int]:
     try:

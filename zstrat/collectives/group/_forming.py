@@ -299,7 +299,7 @@ async def connect_data(
         await exchange(generation, _ADMITTED, b"\1", timeout)
         ports = {rank: places[rank] for rank in others}
         is_ready = await _connected(connections, generation, ports)
-        is_ready = is_ready and await _have_met(engine, generation)
+        is_ready = is_ready and await _have_joined(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
         # Other ranks may have spent that much longer waiting for a first message.
         if await all_agree(generation, _MET, is_ready, timeout + _BARRIER_TIMEOUT):
@@ -345,7 +345,7 @@ async def _connected(
     return True
 
 
-async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
+async def _have_joined(engine: SocketEngine, generation: Generation) -> bool:
     """Returns whether a message of every rank arrives on the data connections."""
     # In the algorithm "direct" all send to all, so that every connection is used.
     call = _gathering(generation, _MET, b"\1", _BARRIER_TIMEOUT, "direct")

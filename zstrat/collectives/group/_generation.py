@@ -32,10 +32,11 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.threads import Latch
+from zstrat.transport import copied_error
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
-from ._mesh import Mesh, wait_heard
+from ._mesh import Mesh, wait_received
 from ._traffic import FORMING, PARTS, Traffic, about, number_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Generation:
         self._inquiry: asyncio.Task[None] | None = None
         self._notice_came: asyncio.Future[None] | None = None
         """The inquiry waits for the notice of a rank that already knows the reason."""
-        self._heard: asyncio.Future[None] | None = None
+        self._all_received: asyncio.Future[None] | None = None
         """`close` waits until the others have received what was sent to them."""
 
     @property
@@ -233,28 +234,28 @@ class Generation:
         key: int = FORMING,
         lost: Sequence[int] = (),
         *,
-        tell: bool = True,
+        notify: bool = True,
     ) -> None:
         """Ends the generation: everything under way fails with ``error``.
 
         Args:
             lost: Ranks that are lost.
-            tell: Notify the other ranks.
+            notify: Notify the other ranks.
         """
         if self.broken is not None:
             return
         self.broken = error
         self._broken_flag.open()
-        for waiting in (self._heard, self._notice_came):
+        for waiting in (self._all_received, self._notice_came):
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         self.lost.update(lost)
-        if tell:
+        if notify:
             plain = cast("PlainTree", to_wire(error))
-            self.mesh.tell_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
+            self.mesh.notify_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
         if self.traffic.running:
             self._is_known = True
-        self.traffic.fail(partial(again, error))
+        self.traffic.fail(partial(copied_error, error))
         self.on_broken(error)
 
     def abort_by(self, error: Exception) -> None:
@@ -269,7 +270,7 @@ class Generation:
         thread except the loop's."""
         self._broken_flag.wait(timeout)
         self._is_known = True
-        return again(self.broken) if self.broken is not None else self.refusal()
+        return copied_error(self.broken) if self.broken is not None else self.refusal()
 
     def aborted(self, sender: int, message: AbortCall) -> None:
         """Ends the generation because another rank has ended it."""
@@ -277,7 +278,7 @@ class Generation:
         if not isinstance(error, ZstratError):
             error = ProtocolError(f"{self.name(sender)} gave up: {error}")
         lost = [rank for rank in message.lost if 0 <= rank < self.size]
-        self.abort(error, message.call, lost, tell=False)
+        self.abort(error, message.call, lost, notify=False)
 
     def gone(self, rank: int, reason: str, left: bool = False) -> None:
         """Ends the generation because a member cannot be reached. After a goodbye,
@@ -329,7 +330,7 @@ class Generation:
         call of this rank, then `UnavailableError`. From any thread."""
         if self.broken is not None and not self._is_known:
             self._is_known = True
-            return again(self.broken)
+            return copied_error(self.broken)
         return UnavailableError(
             f"{self.title} has ended: {self.broken}; call reform() on all ranks that "
             "go on, for a new generation"
@@ -351,26 +352,25 @@ class Generation:
     async def _part(self, reason: str, informed: set[int], deadline: float) -> None:
         """Notifies each other rank that this one leaves, once it has received all."""
         others = set(range(self.size)) - {self.rank} - self.lost
-        self._heard = self._loop.create_future()
+        self._all_received = self._loop.create_future()
 
-        def tell(rank: int) -> None:
+        def inform(rank: int) -> None:
             if self.broken is None:
                 informed.add(rank)
                 with suppress(BusyError):  # it will notice the end of the link
                     self.mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
 
         question = AskCall(self.ticket, FORMING)
-        await wait_heard(self.mesh, others, question, deadline, self._heard, tell)
+        await wait_received(
+            self.mesh, others, question, deadline, self._all_received, inform
+        )
 
     async def _leave(self, reason: str, informed: set[int]) -> None:
         if self.broken is None:
-            self.mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason), [*informed])
-            self.abort(ClosedError(f"{self.title} was closed"), tell=False)
+            self.mesh.notify_all(
+                LeaveGroup(self.ticket, self.calls, reason), [*informed]
+            )
+            self.abort(ClosedError(f"{self.title} was closed"), notify=False)
         if self._inquiry is not None:
             self._inquiry.cancel()
         await self.mesh.close(reason)
-
-
-def again(error: ZstratError) -> ZstratError:
-    """Copies an error: an exception that is raised twice collects tracebacks."""
-    return type(error)(*error.args)

@@ -141,7 +141,7 @@ class Group(GroupCalls):
 
     @property
     def transport(self) -> str:
-        """How messages to other ranks are sent; see the constructor."""
+        """The way in which messages to other ranks are sent; see the constructor."""
         return self._invited.transport
 
     @property

@@ -95,8 +95,8 @@ class Invitation:
     def _wanted(
         self, seats: tuple[GroupSeat, ...], generation: int, timeout: float
     ) -> FormingRequest:
-        mine = (self.seat.job, self.seat.number)
-        rank = [(each.job, each.number) for each in seats].index(mine)
+        own = (self.seat.job, self.seat.number)
+        rank = [(each.job, each.number) for each in seats].index(own)
         file = self.settings.choices
         # Rank 0 sends its table to all: the others need not have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()
@@ -123,7 +123,8 @@ def invitation_of(
             or the transport is invalid.
     """
     settings = settings or settings_from(environment())
-    resolver = resolver or _default_resolver()
+    if resolver is None:  # in a daemon the task is known otherwise
+        resolver = TFConfigClusterResolver() if only_daemon() else detect()
     not_negative("bytes_per_pack", bytes_per_pack)
     seats = seats_of(resolver, tasks)
     seat = own_seat(resolver, seats)
@@ -141,8 +142,3 @@ def invitation_of(
         seat.address if bind is None else bind,
         settings,
     )
-
-
-def _default_resolver() -> ClusterResolver:
-    """Returns the default resolver. In a daemon the task is known otherwise."""
-    return TFConfigClusterResolver() if only_daemon() else detect()

@@ -127,7 +127,7 @@ class Mesh:
         """Sends a request; see `Link.submit`."""
         return self.links[rank].submit(message, deadline=deadline)
 
-    def tell_all(self, message: Message, besides: Sequence[int] = ()) -> None:
+    def notify_all(self, message: Message, besides: Sequence[int] = ()) -> None:
         """Sends a notice to every other rank. A rank with a full link notices later, by
         its own deadline or by the end of the link."""
         for rank in range(len(self._members)):
@@ -157,26 +157,26 @@ class Mesh:
         self._on_lost(rank, error.reason, error.left)
 
 
-async def wait_heard(
+async def wait_received(
     mesh: Mesh,
     ranks: Iterable[int],
     question: Message,
     deadline: float,
-    heard: asyncio.Future[None],
-    has_heard: Callable[[int], None],
+    all_received: asyncio.Future[None],
+    on_received: Callable[[int], None],
 ) -> None:
     """Waits until each of these ranks has received what was sent to it, is lost, or
-    the deadline has passed; or until ``heard`` is settled. ``has_heard`` is called with
-    each rank that has received all.
+    the deadline has passed; or until ``all_received`` is settled. ``on_received`` is
+    called with each rank that has received all.
     """
     asked: set[asyncio.Future[Message]] = set()
 
     def over(rank: int, answer: asyncio.Future[Message]) -> None:
         if not answer.cancelled() and answer.exception() is None:  # whatever it says
-            has_heard(rank)
+            on_received(rank)
         asked.discard(answer)
-        if not asked and not heard.done():
-            heard.set_result(None)
+        if not asked and not all_received.done():
+            all_received.set_result(None)
 
     for rank in ranks:
         with suppress(ZstratError):  # its link is closed, or full of questions
@@ -185,7 +185,7 @@ async def wait_heard(
             answer.add_done_callback(partial(over, rank))
     try:
         if asked:
-            await heard
+            await all_received
     finally:
         for answer in list(asked):
             answer.cancel()

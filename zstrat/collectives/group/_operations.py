@@ -338,8 +338,8 @@ def all_to_all(
             rows = np.full(size * size, leaf.shape[0] // size, _LENGTHS)
         else:
             rows = np.empty(size * size, _LENGTHS)
-            mine, sizes = np.array(splits, _LENGTHS), [size] * size
-            yield [factory.call(CallKind.ALL_GATHER, mine, rows, sizes=sizes)]
+            counts, sizes = np.array(splits, _LENGTHS), [size] * size
+            yield [factory.call(CallKind.ALL_GATHER, counts, rows, sizes=sizes)]
         incoming = int(rows[factory.rank :: size].sum())
         target = POOL.empty(incoming * leaf.row, leaf.flat.dtype)
         sizes = [int(each) * leaf.row for each in rows]

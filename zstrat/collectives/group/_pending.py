@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from zstrat.errors import DeadlineExceededError, ZstratError
 from zstrat.threads import ThreadBell
-from zstrat.transport import LoopBell
+from zstrat.transport import LoopBell, copied_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -102,14 +102,10 @@ class Pending(Generic[T]):
 
     def _outcome(self) -> T:
         if self._error is not None:
-            raise _again(self._error)
+            if not isinstance(self._error, ZstratError):
+                raise self._error
+            raise copied_error(self._error)
         with self._lock:
             if self._finish is not None:
                 self._value, self._finish = self._finish(), None
         return cast("T", self._value)  # not None for want of one: `settle` was called
-
-
-def _again(error: Exception) -> Exception:
-    """Returns an error of its own for each that waits: an exception that is raised
-    twice collects tracebacks."""
-    return type(error)(*error.args) if isinstance(error, ZstratError) else error

@@ -128,7 +128,7 @@ class MembershipState(Generic[Token]):
 
     @property
     def due(self) -> float:
-        """When `tick` has to be called."""
+        """The time when `tick` has to be called."""
         return min(
             (applicant.due for applicant in self._applicants), default=float("inf")
         )

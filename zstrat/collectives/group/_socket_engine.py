@@ -76,7 +76,7 @@ class SocketEngine:
         self._connections, self._rank, self._size = connections, rank, size
         self._one_host, self._choices = one_host, choices
         self._queues: dict[int, deque[tuple[bytes, memoryview]]] = {}
-        """What found no room, by rank."""
+        """Hops that found no room, by rank."""
         self._early: dict[int, list[EarlyHop]] = {}
         self._early_bytes = 0
         self._error: Exception | None = None
@@ -119,7 +119,7 @@ class SocketEngine:
 
     def waits(self) -> Sequence[int]:
         progress = self._progress
-        # A copy of the keys: the thread that runs goes on meanwhile.
+        # A copy of the keys: the thread that runs continues meanwhile.
         full = list(self._queues)
         return sorted({*progress.waits, *full}) if progress is not None else ()
 

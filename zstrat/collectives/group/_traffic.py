@@ -106,7 +106,7 @@ class Running:
         now: float,
     ) -> None:
         self.moved = now
-        """When the call started, or when its last hop came."""
+        """The time when the call started, or when its last hop came."""
         self.call, self.progress, self.ranks, self.ended = call, progress, ranks, ended
         self.draws: Iterator[Send] | None = progress.start()
         self.timer: asyncio.TimerHandle | None = None

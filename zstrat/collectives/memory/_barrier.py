@@ -117,7 +117,7 @@ LOOKS: Final = 2000
 """60 µs: what a chunk of 1 MiB takes, and twice a sleep and a wake-up."""
 
 YIELDS: Final = 20
-"""Where ranks outnumber cores each look yields the core to the awaited ranks."""
+"""If ranks outnumber cores each look yields the core to the awaited ranks."""
 
 SLOW: Final = 0.0005
 """Seconds of looking after which it was not the other rank that ran meanwhile."""
@@ -176,9 +176,9 @@ class ShmBarrier:
     """One rank's way from step to step, on one thread; `abort` and `waits` on any."""
 
     def __init__(
-        self, mine: ControlWords, others: Sequence[ControlWords], cores: int
+        self, own: ControlWords, others: Sequence[ControlWords], cores: int
     ) -> None:
-        self._mine, self._others = mine, tuple(others)
+        self._own, self._others = own, tuple(others)
         self._spin = SpinPolicy(is_crowded=len(others) >= cores)
         self.step = 0
         """The last step that this rank has posted; its parity selects the slot."""
@@ -186,7 +186,7 @@ class ShmBarrier:
         self._deadline = math.inf
         self._error: Exception | None = None
         self._asleep: ControlWords | None = None
-        self._has_heard = Latch()
+        self._is_answered = Latch()
         """Set when a call that slept has seen the error of `abort`."""
         self.waited: Final = dict.fromkeys([other.rank for other in others], 0.0)
         """Seconds of waits so far, by the rank for which; from any thread."""
@@ -203,7 +203,7 @@ class ShmBarrier:
         # In turn: a rank that is ahead by a call must not change what others compare.
         # It cannot be ahead by two, as every call has a step.
         self._calls += 1
-        self._mine.words[1 + self._calls % 2] = about
+        self._own.words[1 + self._calls % 2] = about
         self._about, self._is_checked, self._deadline = about, False, deadline
 
     def cut_off(self, error: BaseException) -> None:
@@ -219,8 +219,8 @@ class ShmBarrier:
         self.step += 1
         fence()
         # After the fence: a rank that sees the step has to see the slot, too.
-        self._mine.words[0] = self.step
-        wake(self._mine.address)
+        self._own.words[0] = self.step
+        wake(self._own.address)
 
     def wait(self) -> None:
         """Waits until all others have posted this step.
@@ -245,7 +245,7 @@ class ShmBarrier:
 
     def waits(self) -> tuple[int, ...]:
         """Ranks that are not as far as this one has posted. From any thread."""
-        posted = self._mine.words[0]
+        posted = self._own.words[0]
         return tuple(other.rank for other in self._others if other.words[0] < posted)
 
     def abort(self, error: Exception) -> None:
@@ -254,7 +254,7 @@ class ShmBarrier:
         self._error = self._error or error
         other = self._asleep
         if other is not None:
-            # On a thread of its own: it rings until it is heard, and `abort` must
+            # On a separate thread: it rings until it is answered, and `abort` must
             # not wait.
             ring = threading.Thread(
                 target=self._ring, args=(other,), name="zstrat-ring", daemon=True
@@ -269,7 +269,7 @@ class ShmBarrier:
         """
         while self._asleep is other:
             wake(other.address)
-            self._has_heard.wait(_RING_AGAIN)
+            self._is_answered.wait(_RING_AGAIN)
 
     def _wait_for(self, other: ControlWords) -> None:
         began, looks = time.monotonic(), self._spin.looks()
@@ -285,7 +285,7 @@ class ShmBarrier:
             while (posted := words[0]) < step:
                 self._asleep = other  # before the look at the error: see `abort`
                 if self._error is not None:
-                    self._has_heard.open()
+                    self._is_answered.open()
                     raise self._error
                 now = time.monotonic()
                 if now >= self._deadline:

@@ -89,25 +89,25 @@ _BLOCK: Final = 32 * 1024
 
 
 class ShmCollectives:
-    """The ranks of one host at their steps. ``place`` is a rank's place among them."""
+    """The ranks of one host at their steps. ``rank``: that of this rank among them."""
 
-    def __init__(self, place: int, segments: Sequence[RankMemory], cores: int) -> None:
-        self.place, self.size = place, len(segments)
+    def __init__(self, rank: int, segments: Sequence[RankMemory], cores: int) -> None:
+        self.rank, self.size = rank, len(segments)
         self._slots = [segment.slots for segment in segments]
         self._views: dict[
             tuple[np.dtype, int], tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
         ] = {}
-        others = [each.words for i, each in enumerate(segments) if i != place]
-        self.barrier = ShmBarrier(segments[place].words, others, cores)
+        others = [each.words for i, each in enumerate(segments) if i != rank]
+        self.barrier = ShmBarrier(segments[rank].words, others, cores)
 
     def own(self, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
         """Returns where this rank writes for the next step: ``count`` elements."""
-        slot = self._slots[self.place][(self.barrier.step + 1) & 1]
+        slot = self._slots[self.rank][(self.barrier.step + 1) & 1]
         return _part(slot, dtype, count, start)
 
-    def of(self, place: int, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
+    def of(self, rank: int, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
         """Returns what a rank wrote for the step that this rank has met."""
-        slot = self._slots[place][self.barrier.step & 1]
+        slot = self._slots[rank][self.barrier.step & 1]
         return _part(slot, dtype, count, start)
 
     def _starts(
@@ -156,7 +156,7 @@ class ShmCollectives:
             end = min(start + chunk, source.size)
             bounds = self._reduce_shares(reduction, source[start:end])
             self.barrier.meet()
-            if self.place == 0:
+            if self.rank == 0:
                 self._take_shares(bounds, target[start:end])
 
     def broadcast(self, root: int, source: np.ndarray, target: np.ndarray) -> None:
@@ -165,7 +165,7 @@ class ShmCollectives:
         dtype, chunk = source.dtype, SLOT // source.itemsize
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
-            if self.place == root:
+            if self.rank == root:
                 self.own(dtype, end - start)[...] = source[start:end]
                 self.barrier.post()
                 if target is not source:
@@ -184,11 +184,11 @@ class ShmCollectives:
         """
         dtype, chunk = source.dtype, SLOT // source.itemsize
         for done in range(0, max(*sizes, 1), chunk):
-            mine = source[done : done + chunk]
-            self.own(dtype, mine.size)[...] = mine
+            share = source[done : done + chunk]
+            self.own(dtype, share.size)[...] = share
             self.barrier.meet()
-            for place, piece in enumerate(_pieces(target, sizes, done, chunk)):
-                piece[...] = self.of(place, dtype, piece.size)
+            for rank, piece in enumerate(_pieces(target, sizes, done, chunk)):
+                piece[...] = self.of(rank, dtype, piece.size)
 
     def reduce_scatter(
         self,
@@ -202,14 +202,14 @@ class ShmCollectives:
         Cost: a step a chunk of the largest block; each rank copies its source in once.
         """
         dtype, chunk = source.dtype, self._share(source.dtype)
-        first = self.place * chunk
+        first = self.rank * chunk
         for done in range(0, max(*sizes, 1), chunk):
-            for place, piece in enumerate(_pieces(source, sizes, done, chunk)):
-                self.own(dtype, piece.size, place * chunk)[...] = piece
+            for rank, piece in enumerate(_pieces(source, sizes, done, chunk)):
+                self.own(dtype, piece.size, rank * chunk)[...] = piece
             self.barrier.meet()
-            mine = target[done : done + chunk]
-            parts = [self.of(i, dtype, mine.size, first) for i in range(self.size)]
-            _reduce(reduction, parts, mine)
+            share = target[done : done + chunk]
+            parts = [self.of(i, dtype, share.size, first) for i in range(self.size)]
+            _reduce(reduction, parts, share)
 
     def all_to_all(
         self, sizes: Sequence[int], source: np.ndarray, target: np.ndarray
@@ -220,22 +220,22 @@ class ShmCollectives:
         Cost: a step a chunk of the largest block; each rank copies in and out once.
         """
         dtype, chunk = source.dtype, self._share(source.dtype)
-        row = sizes[self.place * self.size : (self.place + 1) * self.size]
-        column = sizes[self.place :: self.size]
-        first = self.place * chunk
+        row = sizes[self.rank * self.size : (self.rank + 1) * self.size]
+        column = sizes[self.rank :: self.size]
+        first = self.rank * chunk
         for done in range(0, max(*sizes, 1), chunk):
-            for place, piece in enumerate(_pieces(source, row, done, chunk)):
-                self.own(dtype, piece.size, place * chunk)[...] = piece
+            for rank, piece in enumerate(_pieces(source, row, done, chunk)):
+                self.own(dtype, piece.size, rank * chunk)[...] = piece
             self.barrier.meet()
-            for place, piece in enumerate(_pieces(target, column, done, chunk)):
-                piece[...] = self.of(place, dtype, piece.size, first)
+            for rank, piece in enumerate(_pieces(target, column, done, chunk)):
+                piece[...] = self.of(rank, dtype, piece.size, first)
 
     def _reduce_at_once(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
         barrier = self.barrier
         views = self._starts(source.dtype, source.size)[(barrier.step + 1) & 1]
-        views[self.place][...] = source
+        views[self.rank][...] = source
         barrier.meet()
         # All from the slots: an in-place call overwrites its own source on the way.
         _reduce(reduction, views, target)
@@ -244,28 +244,28 @@ class ShmCollectives:
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
         bounds = self._reduce_shares(reduction, source)
-        low, high = bounds[self.place], bounds[self.place + 1]
+        low, high = bounds[self.rank], bounds[self.rank + 1]
         result = self.own(target.dtype, high - low)
         self.barrier.post()
         target[low:high] = result
         self.barrier.wait()
-        self._take_shares(bounds, target, besides=self.place)
+        self._take_shares(bounds, target, besides=self.rank)
 
     def _reduce_shares(self, reduction: Reduction, source: np.ndarray) -> list[int]:
         """A step, after which each rank has its share of the result in its next slot;
         where the shares begin and end."""
         dtype, count = source.dtype, source.size
         bounds = _shares(count, self.size, _LINE // reduction.dtype.itemsize)
-        low, high = bounds[self.place], bounds[self.place + 1]
+        low, high = bounds[self.rank], bounds[self.rank + 1]
         # Nobody reads this rank's own share but itself.
         self.own(dtype, low)[...] = source[:low]
         self.own(dtype, count - high, high)[...] = source[high:]
         self.barrier.meet()
         parts = [
             source[low:high]
-            if place == self.place
-            else self.of(place, dtype, high - low, low)
-            for place in range(self.size)
+            if rank == self.rank
+            else self.of(rank, dtype, high - low, low)
+            for rank in range(self.size)
         ]
         _reduce(reduction, parts, self.own(reduction.dtype, high - low))
         return bounds
@@ -274,9 +274,9 @@ class ShmCollectives:
         self, bounds: Sequence[int], target: np.ndarray, besides: int = -1
     ) -> None:
         """Copies what `_reduce_shares` has left, but for the share of one rank."""
-        for place, (low, high) in enumerate(pairwise(bounds)):
-            if place != besides:
-                target[low:high] = self.of(place, target.dtype, high - low)
+        for rank, (low, high) in enumerate(pairwise(bounds)):
+            if rank != besides:
+                target[low:high] = self.of(rank, target.dtype, high - low)
 
     def _share(self, dtype: np.dtype) -> int:
         """Elements of a slot that are one rank's when all ranks share it."""

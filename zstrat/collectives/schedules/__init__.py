@@ -1,4 +1,4 @@
-"""What each rank of a collective does and when, as data: no I/O, no clock."""
+"""Schedules: the actions of each rank of a collective, as data. No I/O, no clock."""
 
 from __future__ import annotations
 

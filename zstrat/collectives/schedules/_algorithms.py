@@ -42,7 +42,7 @@ class Alike(enum.Enum):
 
     NEVER = "never"
     BY_TWOS = "by twos"
-    """If the number of ranks is a power of two."""
+    """Only if the number of ranks is a power of two."""
     ALWAYS = "always"
 
     def holds(self, ranks: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which algorithm carries out a call: a table of rules, measured or from experience.
+"""The choice of an algorithm for a call: a table of rules, measured or known.
 
 Law: the choice depends only on what all ranks have alike, the table among it. Ranks
 with different tables would wait for hops that nobody sends.
@@ -156,15 +156,15 @@ def fitted(measurements: Iterable[Measurement]) -> Choices:
     """Returns the table that takes what was fastest (by the median), size by size.
 
     Between two measured sizes, or groups, the change is at their geometric mean; beyond
-    the last one what was best there goes on. Empty if nothing was measured.
+    the last one what was best there continues. Empty if nothing was measured.
     """
     rules: list[Rule] = []
     rows = sorted(measurements, key=lambda m: (m.call, m.one_host, m.ranks, m.nbytes))
     for (call, one_host), of_call in groupby(rows, lambda m: (m.call, m.one_host)):
         groups = [(r, list(ms)) for r, ms in groupby(of_call, lambda m: m.ranks)]
         ends = _between([ranks for ranks, _ in groups])
-        for (_, mine), end in zip(groups, ends, strict=True):
-            for nbytes, algorithm in _winners(mine):
+        for (_, measurements), end in zip(groups, ends, strict=True):
+            for nbytes, algorithm in _winners(measurements):
                 rules.append(Rule(call, algorithm, end, nbytes, one_host))
     return Choices(tuple(rules))
 

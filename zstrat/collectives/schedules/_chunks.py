@@ -110,8 +110,8 @@ class Block:
         self.at: list[int] = []
         """The action that each chunk stands before; -1: it has not begun."""
         self.have: list[np.ndarray | None] = []
-        """What this rank has of each chunk, once that is no longer the source. Of a
-        finished chunk: what is sent on, if anything is."""
+        """The part that this rank has of each chunk, once that is no longer the source.
+        Of a finished chunk: what is sent on, if anything is."""
 
     def cut(self, elements: int) -> int:
         """Cuts the block into chunks of at most ``elements`` elements; returns the
@@ -190,7 +190,7 @@ class Values:
         if self._reduction is not None:
             width = self._reduction.accumulator.itemsize
             block.is_direct &= not self._reduction.rounds
-        # What was encoded is sent from memory of its own.
+        # What was encoded is sent from separate memory.
         block.is_direct &= (
             block.is_taken or not block.forwards or self._codec is not None
         )

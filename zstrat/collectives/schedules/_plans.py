@@ -84,7 +84,10 @@ def _algorithm(
         return call.algorithm
     whole = max(call.source.nbytes, call.target.nbytes)
     chosen = choices.choose(call.kind.value, whole, size, one_host)
-    if call.compression is None or _is_compressible(call.kind, chosen):
+    if (
+        call.compression is None
+        or algorithm_named(call.kind.value, chosen).is_compressible
+    ):
         return chosen
     return "tree"  # what the table says is for calls without
 
@@ -148,7 +151,3 @@ def chunk_of(block: int) -> int:
 @cache
 def _made(kind: CallKind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
     return algorithm_named(kind.value, algorithm).rooted(root)(rank, size)
-
-
-def _is_compressible(kind: CallKind, algorithm: str) -> bool:
-    return algorithm_named(kind.value, algorithm).is_compressible

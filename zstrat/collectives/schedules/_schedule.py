@@ -1,4 +1,4 @@
-"""What each rank of a collective does, as data.
+"""The actions of each rank of a collective, as data.
 
 A call works on *blocks*, parts of one flat array (for a gather: what each rank gives).
 For every block a rank has a list of actions, done one after the other; different blocks
@@ -29,13 +29,13 @@ class Act(enum.Enum):
     """The kinds of actions of a rank on one block."""
 
     SEND = enum.auto()
-    """What this rank has of the block goes to the peer."""
+    """Sends what this rank has of the block to the peer."""
     REDUCE = enum.auto()
-    """What comes from the peer is reduced into what this rank has."""
+    """Reduces what comes from the peer into what this rank has."""
     REDUCE_FIRST = enum.auto()
-    """What this rank has is reduced into what comes from the peer: the other order."""
+    """Reduces what this rank has into what comes from the peer: the other order."""
     TAKE = enum.auto()
-    """What comes from the peer is the block from now on."""
+    """Takes what comes from the peer for the block from now on."""
     FINISH = enum.auto()
     """The block is complete here: the mean is taken, the dtype of the result made."""
 

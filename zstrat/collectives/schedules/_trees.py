@@ -37,7 +37,7 @@ def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def double_tree_all_reduce(rank: int, size: int) -> Schedule:
-    """Two blocks, each up and down a binary tree of its own.
+    """Two blocks, each up and down a separate binary tree.
 
     The ranks that are inner ones in one tree are leaves in the other, so that all lines
     are used, both ways, while chunks follow each other: few steps and full bandwidth.

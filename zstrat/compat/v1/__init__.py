@@ -1,3 +1,3 @@
-"""What TF keeps under ``tf.compat.v1``."""
+"""The names under ``tf.compat.v1``."""
 
 from . import distribute as distribute

@@ -110,7 +110,7 @@ class DistributionStrategy:
 
     @property
     def between_graph(self) -> bool:
-        """Whether each worker runs a program of its own."""
+        """Whether each worker runs a separate program."""
         return self.engine.extended.experimental_between_graph
 
     @property

@@ -6,7 +6,7 @@ its rows are counted, and what an element looks like is known, before the first 
 
 Columns become: numbers, booleans and dates arrays of their dtype; text and binary
 `bytes` (text in UTF-8, as in TF), of which several are an array of objects; lists of a
-fixed size an axis; other lists *ragged*, an array of its own length in each row;
+fixed size an axis; other lists *ragged*, an array of another length in each row;
 structs dicts.
 """
 

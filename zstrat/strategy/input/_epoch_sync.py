@@ -66,7 +66,7 @@ class SynchronizedPass:
         elements: The pass over its own data.
         all_max: Exchanges numbers with the other workers.
         length: What is known of the length of the pass.
-        empty: Makes the elements that follow the last one of its own.
+        empty: Makes the elements that follow its own last one.
         is_partial: Whether there are such elements; if not, all workers stop where the
             first one does.
         order: Describes the order of the pass; all workers that have one need the same.

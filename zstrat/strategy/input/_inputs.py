@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.data import Allotment, Dataset, Recipe
-    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.strategy._frames import AbstractStrategy
 
     from ._epoch_sync import AllMax
     from ._feed import FeedPosition, Place
@@ -179,7 +179,7 @@ class ProcessInputs:
         """Makes one input pipeline for each replica."""
         if not self.per_replica:
             raise not_per_replica()
-        # Each function sees a worker of its own, as in TF.
+        # Each function sees a separate worker, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
         promise = partial(self._promise, made)

@@ -1,12 +1,12 @@
 """The components of a variable: its copies on several devices, and their updates.
 
-A copy is a variable of its own, with the name that TF gives it: ``v``,
+A copy is a separate variable, with the name that TF gives it: ``v``,
 ``v/replica_1``, ... What is done to one is done to this copy alone; the copies differ
 from then on.
 
 In the update context (`updated`) a function changes the components. A variable that all
 replicas share is one array, so the function is called once, with operands that are the
-same for all of them. Where each replica has a copy of its own, it is called for each
+same for all of them. Where each replica has its own copy, it is called for each
 copy.
 """
 
@@ -42,7 +42,7 @@ from zstrat.variables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.strategy._frames import AbstractStrategy
     from zstrat.variables import AbstractVariable, VariableHandle
 
 
@@ -162,7 +162,10 @@ def updated(
         with entered(Frame(strategy, update=number)):
             results.append(fn(*own_args, **own_kwargs))
     if not group:
-        return _listed(results)
+        # One tree, in which each leaf is the list of the leaves of the results.
+        return jax.tree.map(
+            lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
+        )
     return results[0] if len(results) == 1 else regroup(results)
 
 
@@ -222,11 +225,3 @@ def _own(component: int, tree: Any) -> Any:
         return leaf.values[component if leaf.replicas > 1 else 0]
 
     return jax.tree.map(own, tree, is_leaf=is_distributed)
-
-
-def _listed(results: Sequence[Any]) -> Any:
-    """Merges the results into one tree, in which each leaf is the list of the leaves of
-    the results."""
-    return jax.tree.map(
-        lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
-    )

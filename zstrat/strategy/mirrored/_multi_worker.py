@@ -32,7 +32,7 @@ from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.replica._collective import Team
-from zstrat.strategy.replica._layout import MeshLayout
+from zstrat.strategy.replica._local_run import MeshLayout
 from zstrat.strategy.replica._mapped import mesh_over
 
 from ._mirrored_store import MirroredVariables
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _NAME: Final = "MultiWorkerMirroredStrategy"
 """Name of the group: processes that make one find each other by it."""
 
-_PATIENCE: Final = 300.0
+_START_TIMEOUT: Final = 300.0
 """Seconds for all processes to start; the default of jax."""
 
 
@@ -112,7 +112,9 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
             mesh = None
             if options.is_xla:
                 host = _host(spec.task_address(*_first(spec)))
-                mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
+                mesh = join_job(
+                    collective, host, options.timeout_seconds or _START_TIMEOUT
+                )
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
         # A later generation: the others have made steps, and this process joins them.

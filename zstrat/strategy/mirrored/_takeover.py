@@ -64,7 +64,8 @@ def taken_over(
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
     steps = steps if lost is None else -1
-    best = int(_reduced(collective, steps * size + size - 1 - rank))
+    order = np.array([steps * size + size - 1 - rank])
+    best = int(np.asarray(collective.all_reduce([order], "max")[0])[0])
     root, most = size - 1 - best % size, best // size
     if most < 0:
         if lost is not None:
@@ -118,10 +119,6 @@ def _is_own(variable: VariableHandle) -> bool:
     return variable.synchronization is VariableSynchronization.ON_READ and (
         variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
     )
-
-
-def _reduced(collective: Collective, number: int) -> Any:
-    return np.asarray(collective.all_reduce([np.array([number])], "max")[0])[0]
 
 
 def _listed_by(collective: Collective, root: int, own: Sequence[Any]) -> list[Any]:

@@ -108,19 +108,19 @@ class CrossDeviceOps(abc.ABC):
             places(destination)  # refuses an unknown destination
             leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
             found.append((leaves, treedef))
-            for place, leaf in enumerate(leaves):
+            for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DistributedValues):
-                    wanted.append((number, place))
+                    wanted.append((number, index))
                     batch.append((leaf, destination))
                 else:
                     same = reduce_values(op, leaf, None, replicas)
-                    leaves[place] = self.broadcast(same, destination)
+                    leaves[index] = self.broadcast(same, destination)
         if len(batch) == 1:  # which TF gives to the hook for one value
             reduced = [self.reduce(op, *batch[0], options)]
         else:
             reduced = self.batch_reduce(op, batch, options) if batch else []
-        for (number, place), value in zip(wanted, reduced, strict=True):
-            found[number][0][place] = value
+        for (number, index), value in zip(wanted, reduced, strict=True):
+            found[number][0][index] = value
         return [treedef.unflatten(leaves) for leaves, treedef in found]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:

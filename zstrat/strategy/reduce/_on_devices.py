@@ -159,7 +159,7 @@ def _is_traced(value: Any) -> bool:
 def all_reduced(
     op: ReduceOp, values: Sequence[DistributedValues]
 ) -> dict[int, Mirrored]:
-    """Sums or averages the values of which each part is on a device of its own, there;
+    """Sums or averages the values of which each part is on a different device, there;
     returns the results by number. Values on the same devices are one program."""
     groups: dict[Mesh, dict[int, Spread]] = {}
     for number, value in enumerate(values):
@@ -195,7 +195,7 @@ def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
 
 def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
     """Returns the value as one array over its devices, and these; None if not each
-    replica has an array of the same kind on a device of its own, or if this becomes
+    replica has an array of the same kind on a different device, or if this becomes
     part of a program, which knows by itself where things are. Cost: no copy but of
     scalars."""
     if value.replicas < 2 or is_staging():
@@ -203,7 +203,7 @@ def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
     whole = value.whole
     if is_concrete(whole) and _is_addable(whole):
         mesh = mesh_of(places(whole), value.replicas)
-        if mesh is not None and _lies_so(whole, mesh):
+        if mesh is not None and _is_laid_out(whole, mesh):
             return mesh, Spread(whole, value.is_stacked)
     return _joined(value.values)
 
@@ -227,14 +227,14 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
             for part, device in zip(parts, devices, strict=True)
         ]
     array = one_array(parts, rows_over(mesh, _memory(parts[0])))
-    return (mesh, Spread(array, is_scalar)) if _lies_so(array, mesh) else None
+    return (mesh, Spread(array, is_scalar)) if _is_laid_out(array, mesh) else None
 
 
 def _memory(array: jax.Array) -> str | None:
     return array.sharding.memory_kind
 
 
-def _lies_so(whole: jax.Array, mesh: Mesh) -> bool:
+def _is_laid_out(whole: jax.Array, mesh: Mesh) -> bool:
     """Returns whether each device has the rows of its replica, in the memory that it
     computes with."""
     return bool(whole.sharding.is_equivalent_to(rows_over(mesh), whole.ndim))

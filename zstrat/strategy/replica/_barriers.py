@@ -32,7 +32,7 @@ from ._per_replica import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.strategy._frames import AbstractStrategy
     from zstrat.variables import GradientCall, OptimizerHandle, VariableHandle
     from zstrat.wire import UpdateOp
 

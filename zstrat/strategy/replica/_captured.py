@@ -1,7 +1,7 @@
 """The dependencies of a Python function besides its arguments.
 
 A function is identified by its place in the source, which is the identity of its code,
-and by *fingerprints* of its own cells and defaults. A value that consists of its parts
+and by *fingerprints* of its cells and defaults. A value that consists of its parts
 has their fingerprint: numbers, also those of numpy, text, and immutable containers
 (tuples, slices, functions, methods, partials). Any other value has its identity as
 fingerprint. So a lambda that is made again at each call is the same function. Law of

@@ -250,8 +250,8 @@ class TeamReduction(abc.ABC):
             columns = list(zip(*[each.arrays for each in calls], strict=True))
             return call.with_arrays(self.firsts(columns))
         arrays: list[Any] = []
-        for place, (leaf, target, sparse, _) in enumerate(call.leaves()):
-            operands = [each.operands[place] for each in calls]
+        for index, (leaf, target, sparse, _) in enumerate(call.leaves()):
+            operands = [each.operands[index] for each in calls]
             if call.has_examples(leaf):
                 # All of them: an optimizer that needs the gradient of each example (a
                 # private one, for example) does not take sums.
@@ -363,7 +363,7 @@ def aggregation_rule(
                 "only supported with VariableAggregation.ONLY_FIRST_REPLICA, "
                 f"not with {aggregation.name}"
             )
-        case VariableAggregation.MEAN if op in _FACTORS and _is_integer(variable):
+        case VariableAggregation.MEAN if op in _FACTORS and variable.dtype.kind in "iu":
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context: the mean of "
                 "the factors of its replicas is not an integer. Create it with "
@@ -371,7 +371,3 @@ def aggregation_rule(
                 "VariableAggregation.ONLY_FIRST_REPLICA"
             )
     return variable.aggregation
-
-
-def _is_integer(variable: VariableHandle) -> bool:
-    return variable.dtype.kind in "iu"

@@ -107,12 +107,12 @@ class CachedStep:
         return self.origin is None or self.origin() is not None
 
     def is_of(self, fingerprint: Hashable) -> bool:
-        """Returns whether it does what a function with these marks does now."""
+        """Returns whether it does what a function with this fingerprint does now."""
         is_alike = self.fingerprint == fingerprint and self.held.are_there()
         return is_alike and self.dependencies.are_same()
 
     def may_return(self) -> bool:
-        """Returns whether a function with these marks can ever be passed again."""
+        """Returns whether a function with this fingerprint can ever be passed again."""
         return self.held.are_there() and self.dependencies.may_return()
 
 
@@ -126,15 +126,15 @@ class StepPlace:
     """The captured values of the last function."""
 
     def find_step(self, fingerprint: Hashable) -> CachedStep | None:
-        """Returns the step of a function with these marks."""
+        """Returns the step of a function with this fingerprint."""
         for step in self.steps:
             if step.is_of(fingerprint):
                 return step
         return None
 
     def add_step(self, made: CachedStep) -> bool:
-        """Adds a step; returns whether it was compiled in place of another one. That is
-        not so beside steps of other functions that live, nor for functions that run
+        """Adds a step; returns whether it was compiled in place of another one. It
+        was not beside steps of other functions that live, nor for functions that run
         sequentially."""
         origin = made.origin and made.origin()
         live = [step for step in self.steps if step.is_live]
@@ -252,7 +252,7 @@ def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
 def _called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
     """Gives ``step`` the names of ``fn``, without a reference to it."""
     while is_partial(fn) and "__name__" not in vars(fn):
-        fn = fn.func  # it has no names of its own
+        fn = fn.func  # it has no own names
     names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]
     for each in names:  # the object's own ones, if it has them
         functools.update_wrapper(step, each, updated=())

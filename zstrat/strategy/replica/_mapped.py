@@ -9,7 +9,7 @@ processes are reached outside of it. So the function is mapped in stages: each s
 returns the operands of the next collectives, which are equal on all devices, and what
 later stages need of it, one part for each device.
 
-Law of the file: each stage is cut from a trace of its own, in the map that it runs in.
+Law of the file: each stage is cut from a separate trace, in the map that it runs in.
 All these traces are equal, so a number means the same value in each.
 """
 
@@ -88,7 +88,7 @@ def mapped_over(
     mesh: Mesh | None,
     own_arrays: Sequence[Spread],
 ) -> Callable[..., Any]:
-    """Maps ``one`` over all replicas, with these arrays of their own. Outputs are
+    """Maps ``one`` over all replicas, with these arrays, a part for each. Outputs are
     spread; operands of updates come as they are, as they are equal on every replica."""
     is_nested = within_mesh.get()
     scalars: list[bool] = []
@@ -233,7 +233,7 @@ class _StagePart:
         return _StagePart(cut, number, store, shape)
 
     def run(self, known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Returns what each device has of its own, and what is the same on all: at the
+        """Returns what differs between devices, and what is the same on all: at the
         end results and operands of updates, before it what later stages need and the
         operands of collectives."""
         store = self._store | known

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.strategy._abstract import AbstractStrategy
+    from zstrat.strategy._frames import AbstractStrategy
 
     from ._collective import Team
 

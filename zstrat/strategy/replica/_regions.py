@@ -95,7 +95,7 @@ def replicate(
     Leaves that are not arrays of jax are the same object in every replica and stay as
     they are. Reads and updates of variables go through the step that is being traced,
     or to the variables' storages when none is. A variable of which each replica has a
-    copy of its own is read and updated there (see `zstrat.program.trace._updates`).
+    separate copy is read and updated there (see `zstrat.program.trace._updates`).
 
     Args:
         shared: Arrays that every replica gets whole.
@@ -235,8 +235,8 @@ class TracedRegion:
             arrays: What the program made: of the result, then copies of ``changed``.
             operands: Those of each update.
         """
-        if self.capture.asked_context and (tell := asked.get()) is not None:
-            tell()
+        if self.capture.asked_context and (notify := asked.get()) is not None:
+            notify()
         made = iter(arrays)
         result = self.treedef.unflatten(
             [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]

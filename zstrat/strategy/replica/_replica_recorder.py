@@ -2,7 +2,7 @@
 
 Laws of the file. A variable that replicas share is updated once: their operands are
 combined here first, and the recorder outside of the replicas records the result. A
-replica updates a copy of its own at once, by itself.
+replica updates its own copy at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
 program (`_regions`) and the only one of its process (below) combine operands

@@ -4,7 +4,7 @@ In a step each replica is traced by itself, into the same program. Elsewhere Pyt
 with values: what a replica computes is on its device, and Python may look at it.
 
 Updates of variables follow the rules of TF: an update that is aggregated waits for the
-other replicas, a copy that a replica has of its own changes at once. The first replica
+other replicas, the own copy of a replica changes at once. The first replica
 creates the variables of the function; the others are given them in the same order.
 
 Replicas that are given arrays of different shapes in a step run sequentially, too
@@ -202,7 +202,7 @@ class SequentialReplica(ReplicaRecorder):
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
             refuse_update(call.variables[0].spec, "apply a gradient to")
-        # Also of a copy of its own: gradients are always summed over replicas.
+        # Also of its own copy: gradients are always summed over replicas.
         self._fiber.wait_at(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:

@@ -223,7 +223,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                     f"output={output!r}: expected one of {', '.join(OUTPUTS)}"
                 )
             settings = replace(settings, output=output)
-        patience = _ps_patience(on_ps_loss, ps_wait_timeout)
+        restore_timeout = _ps_loss_timeout(on_ps_loss, ps_wait_timeout)
         if replicas not in (0, 1):
             raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
         _check_stores(stores_per_ps)
@@ -233,7 +233,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             connect = partial(connect, replicas=int(replicas))
         if resume is not None:
             _check_name(resume)
-            restart_partial = patience is not None
+            restart_partial = restore_timeout is not None
             connect = partial(connect, resume=resume, restart_partial=restart_partial)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
@@ -243,8 +243,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             hide_frames(error)
             raise
         self._session.staleness = bound
-        if patience is not None:
-            self._session.recover(patience)
+        if restore_timeout is not None:
+            self._session.recover(restore_timeout)
         self._workers = Workers(self._session)
         self._parameter_servers = StoreServers(self._session)
         if cluster_resolver.may_change:
@@ -284,13 +284,13 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def workers(self) -> Workers:
-        """The workers, to which others can be added while training goes on, and from
+        """The workers, to which others can be added while training continues, and from
         which some can be removed."""
         return self._workers
 
     @property
     def parameter_servers(self) -> StoreServers:
-        """The parameter servers, to which others can be added while training goes on,
+        """The parameter servers, to which others can be added while training continues,
         and from which some can be drained."""
         return self._parameter_servers
 
@@ -385,7 +385,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         return self._variables
 
     def _devices(self) -> Sequence[jax.Device]:
-        # The coordinator plans for its workers' devices and computes on one of its own.
+        # The coordinator plans for its workers' devices and computes on its own device.
         return ()
 
     def _used(self, method: str) -> None:
@@ -443,7 +443,7 @@ def _rule(placement: str) -> PlacementRule:
     return PlacementRule(placement)
 
 
-def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
+def _ps_loss_timeout(on_ps_loss: str, timeout: float | None) -> float | None:
     """Returns the seconds to wait for a lost ps; None if calls raise at once."""
     if on_ps_loss not in ("raise", "restore"):
         raise ValueError(f"on_ps_loss={on_ps_loss!r}: expected 'raise' or 'restore'")

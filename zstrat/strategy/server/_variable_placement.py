@@ -73,7 +73,7 @@ class VariablePlan:
         return (stop - start, *self.value.shape[1:])
 
     def spec(self, index: int, key: int, ps: int) -> VariableSpec:
-        """Describes the component as a variable of its own, TF's name included."""
+        """Describes the component as a separate variable, TF's name included."""
         request, part, name = self.request, None, self.request.name
         if self.offsets is not None:
             start, rows = self.offsets[index], self.offsets[-1]
@@ -161,7 +161,7 @@ def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
     right = (
         isinstance(parts, list | tuple)
         and len(parts) == len(shape)
-        and all(_is_count(n) for n in parts)
+        and all(isinstance(n, int | np.integer) and int(n) > 0 for n in parts)
         and all(n == 1 for n in parts[1:])
     )
     if not right:
@@ -173,10 +173,6 @@ def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
     return int(parts[0])
 
 
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int | np.integer) and int(number) > 0
-
-
 _BLOCK_BITS: Final = 20
 """A session has a block of 2**20 numbers, far more than a program makes variables."""
 
@@ -185,7 +181,7 @@ _BLOCKS: Final = 2**40
 
 
 class PlacementRule(enum.StrEnum):
-    """Which ps a new component goes to."""
+    """The rule that assigns a new component to a ps."""
 
     ROUND_ROBIN = "round_robin"
     BYTES = "bytes"

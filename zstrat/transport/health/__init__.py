@@ -1,4 +1,4 @@
-"""How this process is, over HTTP: for probes, for Prometheus, for people."""
+"""Health of this process over HTTP: for probes, for Prometheus, for people."""
 
 from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest

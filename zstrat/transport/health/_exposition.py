@@ -28,8 +28,8 @@ TaskStatistics = tuple[str, "Mapping[str, PlainTree]"]
 _LABELS: Final = {"phases": "phase", "staleness": "store"}
 """The label by which the histograms of a metric differ."""
 _EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
-"""Where their buckets end, as powers of two. Ours are four times as fine; each bucket
-is a series of its own there, and there is none for what hardly any step takes."""
+"""The ends of their buckets, as powers of two. Ours are four times as fine; each bucket
+is a separate series there, and there is none for what hardly any step takes."""
 
 
 def exposition(
@@ -113,9 +113,9 @@ def _numbers(
 
 
 def _leases(datasets: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
-    for place, name in enumerate(datasets):
+    for index, name in enumerate(datasets):
         leases = _dict(datasets, name)
-        labels = {"dataset": name if names else str(place)}
+        labels = {"dataset": name if names else str(index)}
         for metric in metrics_of("leases"):
             yield from _number(metric, leases, labels)
         for worker, held in _dict(leases, "workers").items():
@@ -124,9 +124,9 @@ def _leases(datasets: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
 
 
 def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
-    for place, name in enumerate(optimizers):
+    for index, name in enumerate(optimizers):
         rounds = _dict(optimizers, name)
-        optimizer = {"optimizer": name if names else str(place)}
+        optimizer = {"optimizer": name if names else str(index)}
         for metric in metrics_of("rounds"):
             yield from _number(metric, rounds, optimizer)
         late, dropped = _dict(rounds, "late"), _dict(rounds, "dropped")

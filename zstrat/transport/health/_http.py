@@ -61,7 +61,7 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What a request asks for: ``query`` is what follows the question mark, and
+    """The subject of a request: ``query`` is what follows the question mark, and
     ``accept``, ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str

@@ -65,7 +65,7 @@ class RunHistory:
 
     rows: Rows = field(default_factory=list)
     _each: int = 1
-    """How many looks a row is the mean of."""
+    """The number of looks that a row is the mean of."""
     _open: list[list[float]] = field(default_factory=list)
 
     def add(self, row: list[float]) -> bool:
@@ -105,7 +105,7 @@ class RunPicture:
         self._only_grew = False
 
     def see(self, look: RunLook, now: float) -> None:
-        """Takes what was found at ``now``, seconds of any clock that goes on."""
+        """Takes what was found at ``now``, seconds of any monotonic clock."""
         is_another = look.run not in (0, self._run)
         if is_another:
             self._begin(look, now)
@@ -118,7 +118,7 @@ class RunPicture:
             "words": look.words,
             "seconds": _at(metrics, now - self._began)
             if metrics
-            else self._last_seconds(),
+            else self._about.get("seconds", 0.0),
         }
         if metrics:
             self._held_up = [{**each} for each in held_up(metrics)]
@@ -152,9 +152,6 @@ class RunPicture:
         if look.run != self._run:
             return "ended"
         return look.state
-
-    def _last_seconds(self) -> PlainTree:
-        return self._about.get("seconds", 0.0)
 
     def _store(self, metrics: Metrics, seconds: float) -> None:
         before, self._metrics = self._metrics, metrics

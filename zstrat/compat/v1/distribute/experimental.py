@@ -1,6 +1,6 @@
-"""``tf.compat.v1.distribute.experimental``: strategies with their arguments of old.
+"""``tf.compat.v1.distribute.experimental``: strategies with their old arguments.
 
-Law of the file: an argument of old becomes one of a strategy of zstrat; nothing else.
+Law of the file: an old argument becomes one of a strategy of zstrat; nothing else.
 """
 
 from __future__ import annotations
