@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -46,6 +47,9 @@ if _STARTED not in _PATHS:
     os.environ["PYTHONPATH"] = os.pathsep.join([_STARTED, *filter(None, _PATHS)])
 sys.path.append(_STARTED)
 gc.set_threshold(100_000, 50, 100)
+
+MOST_MEMORY = 3 * 2**29
+"""Bytes of a process of tests from which on it drops compiled programs."""
 
 # A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
 # tests start and interrupt would inherit that.
@@ -190,7 +194,14 @@ def programs_are_lowered_in_few_contexts():
 @pytest.fixture(autouse=True, scope="module")
 def only_what_is_new_is_searched_for_garbage():
     """A process of many tests holds a million objects of jax: a collection looks at all
-    of them again, a second each time, unless they are set aside file by file."""
+    of them again, a second each time, unless they are set aside file by file.
+
+    Programs that jax has compiled stay, in gigabytes, until they are dropped here."""
+    jax = sys.modules.get("jax")
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    if jax is not None and pages * resource.getpagesize() > MOST_MEMORY:
+        gc.unfreeze()
+        jax.clear_caches()
     gc.collect()
     gc.freeze()
 

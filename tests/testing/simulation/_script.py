@@ -56,6 +56,7 @@ class PlannedMark:
     """An update of a plan, as far as a pipeline asks."""
 
     op: UpdateOp
+    specs: tuple[VariableSpec, ...]
 
 
 @dataclass(eq=False)
@@ -127,7 +128,7 @@ class ScriptedFunction:
     def __post_init__(self) -> None:
         op = UpdateOp.SCATTER_ADD if self.by_rows else UpdateOp.ADD
         said = UpdateOp.OPERANDS if self.reads_ahead else op
-        updates = tuple([PlannedMark(said) for _ in self.marks])
+        updates = tuple([PlannedMark(said, (spec,)) for spec in self.marks])
         draws = tuple([number for number in (self.resource, self.leases) if number])
         reads = self.marks + tuple([spec for specs in self.moved for spec in specs])
         self.plan = ScriptedPlan(reads, updates, self.by_rows, draws=draws)
