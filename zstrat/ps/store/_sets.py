@@ -63,7 +63,7 @@ class HeldSet:
         flat = Flat.of(self.cells)
         if flat is not None and flat.array.ndim:
             return flat.array
-        together = np.concatenate([cell.lease().reshape(-1) for cell in self.cells])
+        together = np.concatenate([cell.look().reshape(-1) for cell in self.cells])
         together.setflags(write=False)
         return together
 
