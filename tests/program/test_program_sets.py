@@ -66,6 +66,34 @@ def test_a_set_has_the_bits_of_its_gradients(storage):
     assert found == {key: array.tobytes() for key, array in by_key.items()}
 
 
+def test_a_set_is_of_one_tree(storage):
+    """Each tree has a global norm of its own, which is sent before its gradients."""
+    clipped = storage.optimizer(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+    )
+    names = enumerate([*made(), *made()])
+    variables = [storage.variable(x, f"v{n}") for n, x in names]
+    trees = variables[:20], variables[20:]
+
+    @zs.function
+    def step(x):
+        for tree in trees:
+            _, gradients = zs.value_and_grad(loss)(tree, x)
+            clipped.apply_gradients(gradients, tree)
+
+    prepared = zs.prepare(step, (np.float32(0.5),), {})
+    read = [storage.values[spec.key] for spec in prepared.plan.reads]
+    sent = prepared.run(read).updates
+    operands, keys = UpdateOp.OPERANDS, [v.spec.key for v in variables]
+    assert [update.op for update in sent] == [operands, UpdateOp.OPTIMIZE_SET] * 2
+    each = prepared.compute(read).updates()
+    norms = [update.arrays for update in each if update.op is operands]
+    for n, given in enumerate(norms):
+        np.testing.assert_equal(sent[2 * n].arrays, given)
+        together = sent[2 * n + 1].arrays[0].tolist()
+        assert sorted(together) == keys[20 * n : 20 * (n + 1)]
+
+
 def test_what_is_not_sent_as_it_is_stays_by_itself(storage):
     rounds = storage.optimizer(optax.sgd(0.1))
     rounds.rounds = zv.Rounds()

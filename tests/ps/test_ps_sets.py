@@ -2,6 +2,7 @@
 its own, and gets the bits that it would have got by itself."""
 
 import asyncio
+import weakref
 
 import numpy as np
 import optax
@@ -148,6 +149,26 @@ def test_a_set_is_sent_again_when_one_of_it_has_changed():
         read(store)
     create_in(store, [VariableEntry(7, "v7", True, False)], [VALUES[7]])
     assert read(store)[0] > later
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["deleted", "session ends"])
+def test_nothing_keeps_the_memory_of_variables_that_are_gone(ends):
+    store = store_of(optax.sgd(0.1, momentum=0.9))
+    keys = [key for key, shape in SHAPES.items() if shape]  # each alike to the others
+    for turn in range(2):
+        push_to(store, pushed_in_sets(gradients(turn, keys)))
+    values = weakref.ref(read(store, keys)[1][0])
+    (momentum, *_) = store.variables[1].slots[1].cells
+    slots = weakref.ref(momentum.part.flat.array)
+    del momentum
+    assert values() is not None
+    assert slots() is not None
+    if ends:
+        store.clear()
+    else:
+        store.delete([*SHAPES])
+    assert values() is None
+    assert slots() is None
 
 
 @pytest.mark.parametrize(

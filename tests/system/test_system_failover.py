@@ -46,6 +46,10 @@ class Training:
             self.own = zs.Variable(0.0, name="own")
             self.any = zs.HashTable(2, initializer=zs.initializers.constant(0.0))
             plain = zs.Optimizer(optax.sgd(1.0))
+            # Enough of them to travel as sets.
+            small = [zs.Variable(np.zeros(n % 3 + 1, "f4")) for n in range(40)]
+            momentum = zs.Optimizer(optax.sgd(1.0, momentum=0.0))
+        self.small, self.trained = small, 0
         self.counts, self.rows, self.step = counts, rows, 0
         self.checkpoint = zs.Checkpoint(counts=counts, rows=rows, sgd=sgd)
 
@@ -59,7 +63,12 @@ class Training:
             plain.apply_gradients([(born(self.any), self.any)])
             return i
 
-        self._bump = bump
+        @zs.function
+        def train():
+            sums = zs.grad(lambda weights: sum(map(jnp.sum, weights)))
+            momentum.apply_gradients(sums(small), small)
+
+        self._bump, self._train = bump, train
 
     def schedule(self, count):
         numbers = range(self.step, self.step + count)
@@ -69,6 +78,13 @@ class Training:
             self.coordinator.schedule(self._bump, args=(np.int32(i), NUMBERS[i]))
             for i in numbers
         ]
+
+    def train(self, count):
+        """Moves small variables, whose gradients and values travel as sets; half of
+        the steps have ended when it returns."""
+        self.trained += count
+        values = [self.coordinator.schedule(self._train) for _ in range(count)]
+        values[count // 2].fetch()
 
     def paired(self):
         """Blocks until each server has a second copy."""
@@ -88,6 +104,8 @@ class Training:
             np.testing.assert_array_equal(count, want)
         moved = np.where(want, 0.5, 1.0)[:, None]
         np.testing.assert_allclose(self.rows, np.tile(moved, 2), rtol=1e-5)
+        for value in zs.values(self.small):
+            np.testing.assert_array_equal(value, np.float32(-self.trained))
         assert len(self.any) == self.step
         born = np.tile(-want[:, None], 2)
         np.testing.assert_array_equal(self.any.lookup(NUMBERS), born)
@@ -166,12 +184,14 @@ def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
         saved = saving.result()
         cluster.local.restart("ps:0")
         training.paired()
+        training.train(40)
         values += training.schedule(40)
         with cluster.frozen("ps:1"):  # by now it has the only primaries
             values += training.schedule(40)
             training.check(owns=4)
         assert metrics()["failovers"] == 3
         training.paired()  # with who has slept, and is a backup now
+        training.train(40)
         values += training.schedule(40)
         cluster.local.kill("ps:0")
         training.check(owns=5)

@@ -7,7 +7,7 @@ would cost a kernel each, which XLA compiles for 20 ms.)
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax.numpy as jnp
@@ -47,7 +47,10 @@ def update_sets(plan: Plan) -> list[UpdateSet]:
         return []  # several updates of a variable keep their order
     found: list[UpdateSet] = []
     numbers = range(len(plan.updates))
-    for optimizer, run in groupby(numbers, lambda n: plan.updates[n].optimizer):
+    # A step may train several trees with one optimizer: each has its own operands.
+    trees = list(accumulate([x.op is UpdateOp.OPERANDS for x in plan.updates]))
+    runs = groupby(numbers, lambda n: (plan.updates[n].optimizer, trees[n]))
+    for (optimizer, _), run in runs:
         if not optimizer:
             continue
         kinds: dict[Hashable, list[int]] = {}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 JUMP: Final = 2**40
 """By how much versions grow when a backup becomes the primary. An old primary that is
 cut off would need weeks to give out so many, and a field has room for eight million
-jumps."""
+jumps, or eight thousand of a set, whose version is a sum of up to a thousand."""
 
 _AT_ONCE: Final = 4 * 2**20
 """Bytes of changes that are made in one turn of the loop."""

@@ -33,7 +33,6 @@ class Variables(Protocol):
     """`HeldVariables`, as far as it matters here."""
 
     task: str
-    changes: int
 
     def find(self, keys: Iterable[int]) -> list[HeldVariable]: ...
 
@@ -64,7 +63,7 @@ class HeldSet:
         flat = Flat.of(self.cells)
         if flat is not None and flat.array.ndim:
             return flat.array
-        together = np.concatenate([cell.lease().reshape(-1) for cell in self.cells])
+        together = np.concatenate([cell.look().reshape(-1) for cell in self.cells])
         together.setflags(write=False)
         return together
 
@@ -88,8 +87,12 @@ class HeldSet:
 class HeldSets:
     """The sets of one store that were named lately, by their keys."""
 
-    _changes: int = -1
     _known: dict[bytes, HeldSet] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Drops what is remembered: variables have come or gone. A set holds the
+        memory of its variables, also of those that were deleted."""
+        self._known.clear()
 
     def find(self, keys: np.ndarray, variables: Variables) -> HeldSet:
         """Returns the set with these keys.
@@ -99,9 +102,6 @@ class HeldSets:
             InvalidArgumentError: They are not the distinct keys of variables of one
                 dtype, or too many.
         """
-        if self._changes != variables.changes:
-            self._known.clear()
-            self._changes = variables.changes
         if not is_keys(keys):
             raise InvalidArgumentError(
                 f"{variables.task}: the keys of a set are 1 to {SET_KEYS} int64, got "

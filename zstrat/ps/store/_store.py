@@ -288,6 +288,7 @@ class Store:
 
     def _delete(self, keys: Sequence[int]) -> None:
         self.variables.delete(keys)
+        self._alike = AlikePushes()  # it holds the memory of what it has planned
         self.engine.unbind(keys)
         self.rounds.forget(keys)
         self.kept.difference_update(keys)

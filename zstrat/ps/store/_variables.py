@@ -50,11 +50,11 @@ class HeldVariables(dict[int, HeldVariable]):
         )
 
     def __setitem__(self, key: int, held: HeldVariable) -> None:
-        self.changes += 1
+        self._change()
         super().__setitem__(key, held)
 
     def __delitem__(self, key: int) -> None:
-        self.changes += 1
+        self._change()
         super().__delitem__(key)
 
     def find(self, keys: Iterable[int]) -> list[HeldVariable]:
@@ -109,5 +109,9 @@ class HeldVariables(dict[int, HeldVariable]):
         with those of this one."""
         super().clear()
         self.generation += 1
-        self.changes += 1
+        self._change()
         self.first_version = 0
+
+    def _change(self) -> None:
+        self.changes += 1
+        self.sets.forget()
