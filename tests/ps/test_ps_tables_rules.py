@@ -291,12 +291,28 @@ def test_times_that_are_noted_are_few_and_none_too_early():
     before = []
     for number, age in enumerate([100.0] * 600 + [3000.0] * 600):
         train(store, [number])
-        before.append((number + rng.random(), number + 1))
+        before.append((number + rng.random(), table.now))
         push_to(store, timing(number, before[-1][0], age))
     for time in range(1200):
         wanted = max([count for at, count in before if at <= time], default=-1)
         assert table.pushes_until(float(time)) <= wanted
-    assert wanted - table.pushes_until(1199.0) <= 3000 / 128 + 1
+    assert wanted - table.pushes_until(1199.0) <= 2 * (3000 / 128 + 1)
+
+
+def test_a_row_that_was_assigned_is_as_old_as_that():
+    store = store_with("sgd", tracks=True)
+
+    def evict_at(now):
+        push_to(store, timing(now, float(now), 30.0))
+        return evict(store, EvictionRule.AGE, now - 30.0)
+
+    train(store, [1])
+    assert evict_at(100) == {1}
+    assert evict_at(200) == set()
+    step(store, (1, SET, np.array([7]), np.ones((1, WIDTH), "f4")))
+    assert evict_at(220) == {7}, "no push has a gradient, and it is there for 20 s"
+    assert evict_at(249) == {7}
+    assert evict_at(250) == set()
 
 
 def test_what_drops_many_rows_is_no_short_work():

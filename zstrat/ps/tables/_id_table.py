@@ -125,15 +125,18 @@ class IdTable(IndexedIds):
 
     @property
     def now(self) -> int:
-        """Number of pushes that had gradients for the table."""
+        """Number of pushes that had gradients for the table, and of noted times."""
         return int(self._clock.look()[0])
+
+    def _set_clock(self, now: int) -> None:
+        self._clock.overwrite()[...] = now
+        self._clock.settle()
 
     def note_use(self, rows: np.ndarray) -> None:
         """Notes a push with gradients of distinct rows."""
         assert self.uses is not None
         now = self.now + 1
-        self._clock.overwrite()[...] = now
-        self._clock.settle()
+        self._set_clock(now)
         uses = self.uses.begin_rows(rows)
         uses[rows, 0] = now
         uses[rows, 1] += 1
@@ -153,6 +156,7 @@ class IdTable(IndexedIds):
         marks = marks[(after > now - seconds) & (after > marks[:, 0])]
         if not len(marks) or now - marks[-1, 0] >= seconds * 2 / _MARKS:
             marks = np.append(marks, [[now, self.now]], axis=0)
+            self._set_clock(self.now + 1)  # rows that are assigned next are later
         if len(marks) > _MARKS:  # the age was less before
             marks = marks[(len(marks) + 1) % 2 :: 2]
         noted = self._times.overwrite()
