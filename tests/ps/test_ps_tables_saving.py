@@ -8,6 +8,7 @@ import pytest
 from ps_callers import SESSION, caller
 from ps_copies import Copies
 from ps_tables import (
+    BEGIN,
     UNIFORM,
     WIDTH,
     beginning,
@@ -252,10 +253,10 @@ async def test_changes_since_a_cut_are_read():
             pairs = sorted(zip(ids.tolist(), rows[:, 0].tolist(), strict=True))
             return pairs, sorted(gone.tolist()), now
 
-        assert await since(0) == ([], [], 0)
+        assert await since(BEGIN) == ([], [], BEGIN)
         for number in 1, 2, 3:
             await put(number, number)
-        _, _, cut = await since(0)
+        _, _, cut = await since(BEGIN)
         await put(2, 7)
         await put(4, 8)
         await change(UpdateOp.REMOVE_ROWS, np.array([1, 4, 99]))
@@ -270,7 +271,7 @@ async def test_changes_since_a_cut_are_read():
         await change(UpdateOp.FORGET_REMOVED, np.array([cut + 4]))
         assert await since(cut + 4) == ([], [], cut + 4)
         assert not len(one.store.variables[1].table.gone)
-        for wrong in cut + 5, 2**40:
+        for wrong in cut + 5, cut + 2**40, 0, 3:  # 3: of another session
             with pytest.raises(InvalidArgumentError, match="'t1'"):
                 await since(wrong)
         leaf = [TableLeaf(0, "", True)]

@@ -104,6 +104,27 @@ def test_what_is_not_known_any_more_is_saved_whole(local, tmp_path, caplog):
         manager.close()
 
 
+def test_changes_behind_a_lost_server_are_not_taken_for_those_before(local, tmp_path):
+    ids = np.arange(3000)
+    with World(local, 1, on_ps_loss="restore", follow_changes=True) as world:
+        manager = zs.CheckpointManager(world.checkpoint, tmp_path, 5, full_every=10)
+        for _ in range(4):
+            world.push(1)
+        world.push(*ids)
+        manager.save()
+        cut = world.table.changes().cut
+        local.kill("ps:0")
+        local.restart("ps:0")
+        for turn in range(6):  # as many changes as the table had before
+            world.push(100 + turn)
+        rows = world.rows(*ids)
+        with pytest.raises(zs.errors.InvalidArgumentError, match="cut"):
+            world.table.changes(cut)
+        world.checkpoint.restore(manager.save())
+        assert world.rows(*ids) == rows
+        manager.close()
+
+
 def test_a_base_that_was_deleted_is_in_the_difference_that_was_kept(
     local, tmp_path, caplog
 ):

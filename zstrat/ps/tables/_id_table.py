@@ -87,7 +87,8 @@ class IdTable(IndexedIds):
         self.gone: IdNumbers | None = None
         """Ids that were removed, with the number of that change."""
         self._cut = Cell(np.zeros(2, _ID))
-        """The number of changes, and that up to which ``gone`` was forgotten."""
+        """The number of the last change, and that up to which ``gone`` was forgotten.
+        """
         if entry.follows:
             self.changed = GrowingCell((), _ID)
             self.gone = IdNumbers(np.int64, f"{who}, {GONE}")
@@ -173,7 +174,7 @@ class IdTable(IndexedIds):
 
     @property
     def cut(self) -> int:
-        """Number of changes of any rows."""
+        """Number of the last change of any rows."""
         return int(self._cut.look()[0])
 
     def require_cut(self, since: int) -> None:
@@ -193,6 +194,12 @@ class IdTable(IndexedIds):
                 f"{self._who}: it is not known what has changed since cut {since}, but "
                 f"since {forgotten} to {self.cut}: read or save all of it"
             )
+
+    def begin_cuts(self, session: int) -> None:
+        """Begins to count changes where no other session does: a cut from before a
+        server was lost, and filled again, must not be taken for one of now."""
+        number = int(mixed(np.array([session], np.uint64))[0] >> np.uint64(34)) << 32
+        self.set_cut(number, number)
 
     def set_cut(self, cut: int, forgotten: int) -> None:
         self._cut.overwrite()[...] = cut, forgotten
