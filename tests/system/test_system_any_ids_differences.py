@@ -104,6 +104,24 @@ def test_what_is_not_known_any_more_is_saved_whole(local, tmp_path, caplog):
         manager.close()
 
 
+def test_slots_that_are_younger_than_the_base_are_saved_whole(local, tmp_path):
+    ids, rule = np.arange(300), optax.sgd(1.0, momentum=0.5)
+    with World(local, 2, rule, follow_changes=True) as world:
+        manager = zs.CheckpointManager(world.checkpoint, tmp_path, 3, full_every=5)
+        world.table.assign(ids, np.ones((300, 2), np.float32))
+        manager.save()
+        world.push(1, 2, 3)
+        world.table.remove([5])
+        path = manager.save()
+        world.push(1, 7)
+        rows = world.rows(*ids)
+        manager.close()
+    with World(local, 1, rule, follow_changes=True) as world:
+        world.checkpoint.restore(path)  # before the optimizer knows what it updates
+        world.push(1, 7)
+        assert world.rows(*ids) == rows
+
+
 def test_changes_behind_a_lost_server_are_not_taken_for_those_before(local, tmp_path):
     ids = np.arange(3000)
     with World(local, 1, on_ps_loss="restore", follow_changes=True) as world:
