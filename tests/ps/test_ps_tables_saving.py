@@ -305,6 +305,23 @@ async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
         assert together([other]) == before
 
 
+async def test_counts_of_a_sketch_that_are_sent_again_are_there_once():
+    async with servers(1, gradients=3, sketch=256) as (one,):
+        await one.ask(training(np.random.default_rng(2), 0))
+        waiting = one.store.variables[1].table.waiting
+        arrays = [cell.look().copy() for cell in (waiting.ids, waiting.numbers)]
+        apart = [TableLeaf(0, ".counts", True)]
+        for _ in range(2):
+            await one.ask(StoreTable(SESSION, 1, False, apart, tuple(arrays)))
+        waiting = one.store.variables[1].table.waiting
+        kept = dict(
+            zip(waiting.ids.look().tolist(), waiting.numbers.look(), strict=True)
+        )
+        assert len(waiting) == len(kept) == len(arrays[0])
+        for name, counters in zip(*arrays, strict=True):
+            np.testing.assert_array_equal(kept[int(name)], counters)
+
+
 async def test_rows_that_are_sent_are_added_or_replace_all():
     async with servers(1) as (one,):
         ids, rows = in_order(range(30)), np.ones((30, WIDTH), "f4")
