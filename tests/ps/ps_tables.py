@@ -6,7 +6,7 @@ from ps_callers import SESSION
 from ps_stores import push_to
 from ps_trees import bind, binding, message
 
-from zstrat.ids import hashes_of
+from zstrat.ids import hashes_of, mixed
 from zstrat.initializers import Initializer, Uniform
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.wire import (
@@ -22,6 +22,8 @@ from zstrat.wire import (
 WIDTH, SEED = 3, 5
 TALL = 2**30
 """Rows of a table in the tree of an optimizer."""
+BEGIN = int(mixed(np.array([SESSION], np.uint64))[0] >> np.uint64(34)) << 32
+"""The cut of a table without changes."""
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
@@ -62,7 +64,7 @@ def entry(key: int, row=(WIDTH,), dtype="f4", **rules) -> TableEntry:
 
 
 def create(store: Store, *entries: TableEntry, code: bytes = b"-1 1") -> None:
-    run(store, store.plan_tables(list(entries), code))
+    run(store, store.plan_tables(list(entries), code, SESSION))
 
 
 def creation(session: int, *entries: TableEntry) -> CreateTables:

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ps_callers import SESSION
 from ps_copies import Copies
-from ps_tables import UNIFORM, WIDTH, beginning, content, eviction, in_order
+from ps_tables import (
+    BEGIN,
+    UNIFORM,
+    WIDTH,
+    beginning,
+    content,
+    eviction,
+    in_order,
+    timing,
+)
 from test_ps_copies_alike import Story, interruptions
 
 from zstrat.wire import (
@@ -57,7 +66,7 @@ def store(some, filled, replaces, slots):
 
 
 def forget(cut):
-    return push(-1, (UpdateOp.FORGET_REMOVED, 0, np.array([cut])))
+    return push(-1, (UpdateOp.FORGET_REMOVED, 0, np.array([BEGIN + cut])))
 
 
 asked = st.one_of(
@@ -72,9 +81,8 @@ asked = st.one_of(
         st.sampled_from((0, 2000)),
     ),
     st.builds(store, ids, number, st.booleans(), st.booleans()),
-    st.builds(
-        lambda cut: push(-1, (UpdateOp.FORGET_REMOVED, 0, np.array([cut]))), steps
-    ),
+    st.builds(forget, steps),
+    st.builds(timing, st.integers(500, 600), st.floats(0, 300), st.just(60.0)),
     st.builds(lambda x: PullRows(SESSION, [], [1], (np.array(x, np.int64),)), ids),
     st.just(LoadTensors(SESSION, [LoadEntry(1, 1, "", "", "", 0, 0, 0)])),
     st.just(DeleteVariables(SESSION, [1])),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from ps_stores import push_to
 from ps_tables import (
+    BEGIN,
     WIDTH,
     eviction,
     first_rows,
@@ -95,9 +96,9 @@ def test_a_removal_is_noted_where_there_is_no_memory_for_it(monkeypatch):
         step(store, (1, REMOVE, np.arange(5)))
     assert known(store) == list(range(5, 20))
     with pytest.raises(InvalidArgumentError, match="cut"):
-        store.plan_items(PullTable(7, 1, 0, 4096, 1))
+        store.plan_items(PullTable(7, 1, 0, 4096, BEGIN + 1))
     step(store, (1, REMOVE, np.arange(5, 7)))
-    found = run(store, store.plan_items(PullTable(7, 1, 0, 4096, 2))).arrays
+    found = run(store, store.plan_items(PullTable(7, 1, 0, 4096, BEGIN + 2))).arrays
     assert sorted(found[2].tolist()) == [5, 6]
 
 
@@ -107,7 +108,7 @@ def test_an_id_that_is_born_again_is_not_among_the_removed():
     step(store, (1, REMOVE, np.array([1, 2])))
     train(store, [1])
     ids, _, removed, _ = run(
-        store, store.plan_items(PullTable(7, 1, 0, 4096, 1))
+        store, store.plan_items(PullTable(7, 1, 0, 4096, BEGIN + 1))
     ).arrays
     assert (ids.tolist(), removed.tolist()) == ([1], [2])
 
@@ -291,12 +292,28 @@ def test_times_that_are_noted_are_few_and_none_too_early():
     before = []
     for number, age in enumerate([100.0] * 600 + [3000.0] * 600):
         train(store, [number])
-        before.append((number + rng.random(), number + 1))
+        before.append((number + rng.random(), table.now))
         push_to(store, timing(number, before[-1][0], age))
     for time in range(1200):
         wanted = max([count for at, count in before if at <= time], default=-1)
         assert table.pushes_until(float(time)) <= wanted
-    assert wanted - table.pushes_until(1199.0) <= 3000 / 128 + 1
+    assert wanted - table.pushes_until(1199.0) <= 2 * (3000 / 128 + 1)
+
+
+def test_a_row_that_was_assigned_is_as_old_as_that():
+    store = store_with("sgd", tracks=True)
+
+    def evict_at(now):
+        push_to(store, timing(now, float(now), 30.0))
+        return evict(store, EvictionRule.AGE, now - 30.0)
+
+    train(store, [1])
+    assert evict_at(100) == {1}
+    assert evict_at(200) == set()
+    step(store, (1, SET, np.array([7]), np.ones((1, WIDTH), "f4")))
+    assert evict_at(220) == {7}, "no push has a gradient, and it is there for 20 s"
+    assert evict_at(249) == {7}
+    assert evict_at(250) == set()
 
 
 def test_what_drops_many_rows_is_no_short_work():
@@ -309,7 +326,7 @@ def test_what_drops_many_rows_is_no_short_work():
     for rule in rules:
         assert not store.plan_push(eviction(0, rule, 2.0)).is_short(INLINE)
         assert store.plan_push(eviction(0, rule, 2.0, 0, 16)).is_short(INLINE)
-    cut = 1, UpdateOp.FORGET_REMOVED, np.array([10])
+    cut = 1, UpdateOp.FORGET_REMOVED, np.array([BEGIN + 10])
     assert store.plan_push(push(cut)).is_short(INLINE)
     evict(store, EvictionRule.NORM, 9.0)
     assert known(store) == []
@@ -326,8 +343,8 @@ def test_removed_ids_are_forgotten_when_they_are_too_many(monkeypatch):
     table = store.variables[1].table
     assert len(table.gone) == 20
     with pytest.raises(InvalidArgumentError, match="cut"):
-        store.plan_items(PullTable(7, 1, 0, 4096, 2))
-    found = run(store, store.plan_items(PullTable(7, 1, 0, 4096, 7))).arrays
+        store.plan_items(PullTable(7, 1, 0, 4096, BEGIN + 2))
+    found = run(store, store.plan_items(PullTable(7, 1, 0, 4096, BEGIN + 7))).arrays
     assert sorted(found[2].tolist()) == list(range(120, 140))
 
 

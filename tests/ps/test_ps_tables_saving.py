@@ -8,6 +8,7 @@ import pytest
 from ps_callers import SESSION, caller
 from ps_copies import Copies
 from ps_tables import (
+    BEGIN,
     UNIFORM,
     WIDTH,
     beginning,
@@ -252,10 +253,10 @@ async def test_changes_since_a_cut_are_read():
             pairs = sorted(zip(ids.tolist(), rows[:, 0].tolist(), strict=True))
             return pairs, sorted(gone.tolist()), now
 
-        assert await since(0) == ([], [], 0)
+        assert await since(BEGIN) == ([], [], BEGIN)
         for number in 1, 2, 3:
             await put(number, number)
-        _, _, cut = await since(0)
+        _, _, cut = await since(BEGIN)
         await put(2, 7)
         await put(4, 8)
         await change(UpdateOp.REMOVE_ROWS, np.array([1, 4, 99]))
@@ -270,7 +271,7 @@ async def test_changes_since_a_cut_are_read():
         await change(UpdateOp.FORGET_REMOVED, np.array([cut + 4]))
         assert await since(cut + 4) == ([], [], cut + 4)
         assert not len(one.store.variables[1].table.gone)
-        for wrong in cut + 5, 2**40:
+        for wrong in cut + 5, cut + 2**40, 0, 3:  # 3: of another session
             with pytest.raises(InvalidArgumentError, match="'t1'"):
                 await since(wrong)
         leaf = [TableLeaf(0, "", True)]
@@ -302,6 +303,23 @@ async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
         await one.ask(WriteSnapshot(SESSION, 1, path, list(range(len(names))), names))
         assert await other.load(0, BUCKETS, [(path, pinned.tensors)]) == Done()
         assert together([other]) == before
+
+
+async def test_counts_of_a_sketch_that_are_sent_again_are_there_once():
+    async with servers(1, gradients=3, sketch=256) as (one,):
+        await one.ask(training(np.random.default_rng(2), 0))
+        waiting = one.store.variables[1].table.waiting
+        arrays = [cell.look().copy() for cell in (waiting.ids, waiting.numbers)]
+        apart = [TableLeaf(0, ".counts", True)]
+        for _ in range(2):
+            await one.ask(StoreTable(SESSION, 1, False, apart, tuple(arrays)))
+        waiting = one.store.variables[1].table.waiting
+        kept = dict(
+            zip(waiting.ids.look().tolist(), waiting.numbers.look(), strict=True)
+        )
+        assert len(waiting) == len(kept) == len(arrays[0])
+        for name, counters in zip(*arrays, strict=True):
+            np.testing.assert_array_equal(kept[int(name)], counters)
 
 
 async def test_rows_that_are_sent_are_added_or_replace_all():

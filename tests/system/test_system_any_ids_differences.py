@@ -104,6 +104,45 @@ def test_what_is_not_known_any_more_is_saved_whole(local, tmp_path, caplog):
         manager.close()
 
 
+def test_slots_that_are_younger_than_the_base_are_saved_whole(local, tmp_path):
+    ids, rule = np.arange(300), optax.sgd(1.0, momentum=0.5)
+    with World(local, 2, rule, follow_changes=True) as world:
+        manager = zs.CheckpointManager(world.checkpoint, tmp_path, 3, full_every=5)
+        world.table.assign(ids, np.ones((300, 2), np.float32))
+        manager.save()
+        world.push(1, 2, 3)
+        world.table.remove([5])
+        path = manager.save()
+        world.push(1, 7)
+        rows = world.rows(*ids)
+        manager.close()
+    with World(local, 1, rule, follow_changes=True) as world:
+        world.checkpoint.restore(path)  # before the optimizer knows what it updates
+        world.push(1, 7)
+        assert world.rows(*ids) == rows
+
+
+def test_changes_behind_a_lost_server_are_not_taken_for_those_before(local, tmp_path):
+    ids = np.arange(3000)
+    with World(local, 1, on_ps_loss="restore", follow_changes=True) as world:
+        manager = zs.CheckpointManager(world.checkpoint, tmp_path, 5, full_every=10)
+        for _ in range(4):
+            world.push(1)
+        world.push(*ids)
+        manager.save()
+        cut = world.table.changes().cut
+        local.kill("ps:0")
+        local.restart("ps:0")
+        for turn in range(6):  # as many changes as the table had before
+            world.push(100 + turn)
+        rows = world.rows(*ids)
+        with pytest.raises(zs.errors.InvalidArgumentError, match="cut"):
+            world.table.changes(cut)
+        world.checkpoint.restore(manager.save())
+        assert world.rows(*ids) == rows
+        manager.close()
+
+
 def test_a_base_that_was_deleted_is_in_the_difference_that_was_kept(
     local, tmp_path, caplog
 ):

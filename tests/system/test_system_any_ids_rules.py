@@ -26,11 +26,13 @@ def local():
 class World:
     """A program on the first servers of a cluster."""
 
-    def __init__(self, local, servers, transformation=None, **rules):
+    def __init__(
+        self, local, servers, transformation=None, on_ps_loss="raise", **rules
+    ):
         tasks = local.spec.as_dict()
         spec = {**tasks, "ps": tasks["ps"][:servers]}
         resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(spec))
-        self.strategy = zs.ParameterServerStrategy(resolver)
+        self.strategy = zs.ParameterServerStrategy(resolver, on_ps_loss=on_ps_loss)
         self.coordinator = zs.ClusterCoordinator(self.strategy)
         with self.strategy.scope():
             table = zs.HashTable(2, initializer=ZEROS, name="t", **rules)

@@ -227,8 +227,8 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
             return store.plan_items(message)
         case AskTables(keys=keys):
             return store.table_sizes(keys)
-        case CreateTables(tables=tables, code=code):
-            return store.plan_tables(tables, code)
+        case CreateTables(session=session, tables=tables, code=code):
+            return store.plan_tables(tables, code, session)
         case CreateVariables(variables=entries, arrays=arrays):
             return store.plan_create(entries, arrays)
         case InitializeVariables(variables=initial, code=code):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
+from zstrat.errors import NotFoundError
 from zstrat.ids import buckets_of, hashes_of
 from zstrat.variables import HashTable
 from zstrat.wire import TableLeaf, TableTensor
@@ -102,7 +103,8 @@ def with_base(
     links its files. Blocks.
 
     Raises:
-        DataLossError, NotFoundError, OSError: The base is gone, or cannot be linked.
+        DataLossError, NotFoundError, OSError: The base is gone, or has no slots that
+            there are now, or cannot be linked.
     """
     before = Manifest.of(base.path)
     tensors, files = dict(manifest.tensors), dict(manifest.files)
@@ -110,9 +112,14 @@ def with_base(
     for logical in logicals:
         components = logical.variable.value.components
         follows = all(part.spec.key in base.cuts for part in components)
-        old = before.tensors.get(logical.name)
-        if not (follows and logical.by_rows and logical.leaf not in _WHOLE and old):
+        if not (follows and logical.by_rows and logical.leaf not in _WHOLE):
             continue
+        old = before.tensors.get(logical.name)
+        if old is None:  # an optimizer without tree could not begin the others
+            raise NotFoundError(
+                f"{base.path} has no {logical.name!r}: its optimizer made the first "
+                "update after that"
+            )
         pieces = base.pieces_of(old)
         for piece in pieces:
             if piece.file not in names:

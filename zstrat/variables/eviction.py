@@ -52,8 +52,9 @@ def age(seconds: float) -> Eviction:
     which push each call came, keep with each row its last push, and never look at a
     clock. So a row is never dropped early; it is dropped by the first call that is
     ``seconds`` or more after the call that followed its last gradient. Call ``evict``
-    several times in ``seconds``; calls closer than a 128th of it count as one. Times
-    are in checkpoints, and go on while nothing runs.
+    several times in ``seconds``; calls closer than a 128th of it count as one. A row
+    that `assign` creates counts from then. Times are in checkpoints, and go on while
+    nothing runs.
 
     If the clock jumps ahead, rows are older by as much, and may be dropped early. If it
     is set back, those that had gradients before count as used at the next call.

@@ -116,9 +116,10 @@ class TableEntry(NamedTuple):
     ones are dropped. ``chance``: the share of all ids that are born at all. Updates but
     those of optimizers bear any id at once. ``tracks``: when rows had gradients, and
     how many, is noted for rules of eviction. ``follows``: it is noted which rows have
-    changed since any *cut*, the number of changes of the part until some moment, and
-    which ids were removed. ``sketch``: gradients are counted in so many bytes for each
-    bucket, or exactly if it is 0."""
+    changed since any *cut*, the number of the last change of the part at some moment
+    (each session counts on from another number), and which ids were removed.
+    ``sketch``: gradients are counted in so many bytes for each bucket, or exactly if it
+    is 0."""
 
     key: int
     name: str

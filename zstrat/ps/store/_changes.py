@@ -123,9 +123,9 @@ def log_plan(
             for entry, cell in zip(initial, cells, strict=True):
                 created = VariableEntry(*entry[:4])
                 log.append(CreateVariables(0, [created], (cell.lease(),)))
-        case TablesPlan(entries=tables, code=code):
+        case TablesPlan(entries=tables, code=code, session=session):
             if tables:
-                log.append(CreateTables(0, list(tables), code))
+                log.append(CreateTables(session, list(tables), code))
         case OptimizerPlan(optimizer=optimizer, name=name, code=code):
             log.append(CreateOptimizer(0, optimizer, name, code))
         case BindPlan(optimizer=known, data=data):

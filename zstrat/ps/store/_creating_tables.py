@@ -41,6 +41,7 @@ class TablesPlan:
     code: bytes
     load_code: Callable[[bytes], object]
     variables: HeldVariables
+    session: int
     made: list[HeldVariable] = field(default_factory=list)
 
     def compute(self) -> None:
@@ -59,6 +60,7 @@ class TablesPlan:
                     f"{initializer!r:.80}"
                 )
             table = IdTable(entry, self.code, initializer, who)
+            table.begin_cuts(self.session)
             row, dtype = tuple(entry.row), dtype_named(entry.dtype)
             try:
                 table.first_rows(np.zeros(1, np.int64), np.empty((1, *row), dtype))
@@ -75,6 +77,7 @@ def tables_plan(
     code: bytes,
     load_code: Callable[[bytes], object],
     variables: HeldVariables,
+    session: int,
 ) -> TablesPlan:
     """Plans new tables without rows; those that are there already are left out.
 
@@ -110,7 +113,7 @@ def tables_plan(
                 f"64 to {2**19}, a multiple of 4"
             )
     new = [entry for entry in entries if _is_new(entry, variables)]
-    return TablesPlan(variables.generation, new, code, load_code, variables)
+    return TablesPlan(variables.generation, new, code, load_code, variables, session)
 
 
 def _is_new(entry: TableEntry, variables: HeldVariables) -> bool:

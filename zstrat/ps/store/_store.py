@@ -216,15 +216,19 @@ class Store:
         """
         return initialize_plan(entries, code, self.engine.load_code, self.variables)
 
-    def plan_tables(self, entries: Sequence[TableEntry], code: bytes) -> TablesPlan:
-        """Plans tables of any id, as `plan_create`; shipped code makes their rows.
+    def plan_tables(
+        self, entries: Sequence[TableEntry], code: bytes, session: int
+    ) -> TablesPlan:
+        """Plans tables of any id, as `plan_create`; shipped code makes their rows, and
+        cuts are those of the session.
 
         Raises:
             AlreadyExistsError: A key is taken by something else.
             InvalidArgumentError: Keys repeat, or a row is too large or empty.
             ProtocolError: A dtype cannot be encoded.
         """
-        return tables_plan(entries, code, self.engine.load_code, self.variables)
+        load_code = self.engine.load_code
+        return tables_plan(entries, code, load_code, self.variables, session)
 
     def plan_items(self, message: PullTable) -> TableItems:
         """Plans to read buckets of a table.

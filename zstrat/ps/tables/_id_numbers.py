@@ -89,7 +89,7 @@ class IdNumbers(IndexedIds):
 
     def put(self, ids: np.ndarray, numbers: np.ndarray | int) -> None:
         """Sets the numbers of distinct ids."""
-        self.drop(ids)
+        IdNumbers.drop(self, ids)  # not what a `Sketch` makes of it
         self.append(ids, numbers)
 
     def clear(self) -> None:

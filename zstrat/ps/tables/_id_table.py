@@ -87,7 +87,8 @@ class IdTable(IndexedIds):
         self.gone: IdNumbers | None = None
         """Ids that were removed, with the number of that change."""
         self._cut = Cell(np.zeros(2, _ID))
-        """The number of changes, and that up to which ``gone`` was forgotten."""
+        """The number of the last change, and that up to which ``gone`` was forgotten.
+        """
         if entry.follows:
             self.changed = GrowingCell((), _ID)
             self.gone = IdNumbers(np.int64, f"{who}, {GONE}")
@@ -125,15 +126,18 @@ class IdTable(IndexedIds):
 
     @property
     def now(self) -> int:
-        """Number of pushes that had gradients for the table."""
+        """Number of pushes that had gradients for the table, and of noted times."""
         return int(self._clock.look()[0])
+
+    def _set_clock(self, now: int) -> None:
+        self._clock.overwrite()[...] = now
+        self._clock.settle()
 
     def note_use(self, rows: np.ndarray) -> None:
         """Notes a push with gradients of distinct rows."""
         assert self.uses is not None
         now = self.now + 1
-        self._clock.overwrite()[...] = now
-        self._clock.settle()
+        self._set_clock(now)
         uses = self.uses.begin_rows(rows)
         uses[rows, 0] = now
         uses[rows, 1] += 1
@@ -153,6 +157,7 @@ class IdTable(IndexedIds):
         marks = marks[(after > now - seconds) & (after > marks[:, 0])]
         if not len(marks) or now - marks[-1, 0] >= seconds * 2 / _MARKS:
             marks = np.append(marks, [[now, self.now]], axis=0)
+            self._set_clock(self.now + 1)  # rows that are assigned next are later
         if len(marks) > _MARKS:  # the age was less before
             marks = marks[(len(marks) + 1) % 2 :: 2]
         noted = self._times.overwrite()
@@ -169,7 +174,7 @@ class IdTable(IndexedIds):
 
     @property
     def cut(self) -> int:
-        """Number of changes of any rows."""
+        """Number of the last change of any rows."""
         return int(self._cut.look()[0])
 
     def require_cut(self, since: int) -> None:
@@ -189,6 +194,12 @@ class IdTable(IndexedIds):
                 f"{self._who}: it is not known what has changed since cut {since}, but "
                 f"since {forgotten} to {self.cut}: read or save all of it"
             )
+
+    def begin_cuts(self, session: int) -> None:
+        """Begins to count changes where no other session does: a cut from before a
+        server was lost, and filled again, must not be taken for one of now."""
+        number = int(mixed(np.array([session], np.uint64))[0] >> np.uint64(34)) << 32
+        self.set_cut(number, number)
 
     def set_cut(self, cut: int, forgotten: int) -> None:
         self._cut.overwrite()[...] = cut, forgotten
