@@ -51,6 +51,7 @@ class Rig:
             lock=threading.Lock(),
             outage_error=None,
             fail=self.fail,
+            end_outage=self.end_outage,
         )
         self.usable = [SimpleNamespace(place=place) for place in range(workers)]
         members = SimpleNamespace(
@@ -72,6 +73,9 @@ class Rig:
         self.raised.append(error)
         if lasting:
             self.engine.outage_error = error
+
+    def end_outage(self):
+        self.engine.outage_error = None
 
     def put_code(self, code):
         self.codes.append(code.digest)
@@ -224,9 +228,9 @@ async def test_a_member_that_a_server_lacks_is_named_with_all_workers(coupled):
     await rig.closing.stop()
 
 
-async def test_what_no_round_can_mend_is_raised_until_the_program_ends():
+async def test_what_no_round_can_mend_is_raised_until_servers_are_filled_again():
     """A server whose connection heals ends its outage alone, and what servers hold that
-    differ is of no model to be saved."""
+    differ is of no model to be saved. All of them from one checkpoint are alike."""
     rig = Rig(1, zs.Rounds(), failures=1)
     rig.failure = NotFoundError("/job:ps/task:1 has lost it")
     await rig.contribute(0, 1, 0)
@@ -238,6 +242,7 @@ async def test_what_no_round_can_mend_is_raised_until_the_program_ends():
         await rig.closing.hold()
     assert raised.value is error
     rig.closing.restart()
+    assert rig.engine.outage_error is None
     await rig.closing.hold()
     await rig.closing.stop()
 
