@@ -304,8 +304,7 @@ class Members:
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
-        others = [each.finished for each in self.usable if each is not member]
-        member.started = min(others, default=member.finished)
+        member.started = self._slowest(besides=member)
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
         """Notes the seconds of a round trip on the connection ``epoch``."""
@@ -418,9 +417,13 @@ class Members:
                 found.append((member, free))
         return found
 
-    def _slowest(self) -> int:
-        """Returns how many closures the slowest usable worker has ended."""
-        return min([member.finished for member in self.usable], default=0)
+    def _slowest(self, besides: Member | None = None) -> int:
+        """Returns how many closures the slowest usable worker has ended. Others do not
+        wait for one that is avoided, as it gets none."""
+        usable = [member for member in self.usable if member is not besides]
+        sound = [member for member in usable if not member.avoided] or usable
+        default = 0 if besides is None else besides.finished
+        return min([member.finished for member in sound], default=default)
 
     def dispatched(
         self,
@@ -474,6 +477,9 @@ class Members:
         """Gives the worker closures only if all others are avoided, too; or
         normally."""
         if (member := self._at.get(place)) is not None:
+            if member.avoided and not avoided:  # as one that joins
+                started = self._slowest(besides=member) + len(member.in_flight)
+                member.started = max(member.started, started)
             member.avoided = avoided
 
     def _missing(self, member: Member, now: float) -> None:
