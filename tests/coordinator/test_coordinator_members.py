@@ -339,6 +339,8 @@ def test_no_worker_waits_for_one_that_gets_no_closures():
     closures again, others do not wait until it has made as many as they have."""
     members = opened(staleness=1)
     members.avoid(0, True)
+    assert [member.place for member in members.sound] == [1]
+    assert members.absent().startswith("/job:worker/task:0: ")
     steps = iter(range(1, 100))
     for _ in range(10):
         assert list(give(members, 1, first=next(steps))) == [1]

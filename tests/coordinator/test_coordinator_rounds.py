@@ -53,11 +53,13 @@ class Rig:
             fail=self.fail,
             end_outage=self.end_outage,
         )
-        self.usable = [SimpleNamespace(place=place) for place in range(workers)]
+        usable = [SimpleNamespace(place=place) for place in range(workers)]
+        self.sound = [*usable]
         members = SimpleNamespace(
             pace=lambda: None,
             note_rounds=lambda places: None,
-            usable=self.usable,
+            usable=usable,
+            sound=self.sound,
             absent=lambda: "worker:3: it was killed",
         )
         link = SimpleNamespace(submit=self.submit)
@@ -112,6 +114,15 @@ async def test_a_round_closes_with_all_workers_in_the_order_of_steps():
     assert not rig.closed
     await rig.contribute(0, 1, 0)
     assert rig.closed == [(0, [1, 2], [])]
+    await rig.closing.stop()
+
+
+async def test_a_round_waits_for_no_worker_that_gets_no_closures():
+    """Worker 1 is there and cannot reach a parameter server."""
+    rig = Rig(2, zs.Rounds())
+    del rig.sound[1]
+    await rig.contribute(0, 1, 0)
+    assert rig.closed == [(0, [1], [])]
     await rig.closing.stop()
 
 
@@ -281,7 +292,7 @@ async def test_a_late_contribution_takes_nobodys_place():
     rig = Rig(3, zs.Rounds(late="next"))
     await rig.contribute(0, 1, 0)
     await rig.contribute(1, 2, 0)
-    rig.usable.pop()  # whose step another worker runs
+    rig.sound.pop()  # whose step another worker runs
     rig.closing.look(asyncio.get_running_loop().time())
     await rig.closing.settle()
     await rig.contribute(0, 3, 0)
@@ -297,7 +308,7 @@ async def test_without_backup_workers_no_contribution_is_dropped():
     rig = Rig(3, zs.Rounds())
     await rig.contribute(0, 1, 0)
     await rig.contribute(1, 2, 0)
-    rig.usable.pop()
+    rig.sound.pop()
     rig.closing.look(asyncio.get_running_loop().time())
     await rig.closing.settle()
     await asyncio.sleep(0)
@@ -380,7 +391,7 @@ async def test_too_few_workers_are_an_error_that_names_who_is_missing():
 async def test_without_any_worker_rounds_wait_as_closures_do():
     rig = Rig(2, zs.Rounds(workers=2))
     await rig.contribute(0, 1, 0)
-    rig.usable.clear()
+    rig.sound.clear()
     rig.closing.look(asyncio.get_running_loop().time())
     assert not rig.raised
     await rig.closing.stop()

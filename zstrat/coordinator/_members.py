@@ -207,6 +207,12 @@ class Members:
         ]
 
     @property
+    def sound(self) -> list[Member]:
+        """Those of `usable` that get closures; others do not wait for an avoided
+        one."""
+        return _sound(self.usable)
+
+    @property
     def in_flight(self) -> int:
         return sum(len(member.in_flight) for member in self.members)
 
@@ -233,8 +239,12 @@ class Members:
         """Describes the workers that cannot be used, with the reasons."""
         if not self.members:
             return "all were removed"
-        absent = [m for m in self.members if m not in self.usable]
-        return "; ".join(f"{m.name}: {m.reason}" for m in absent)
+        sound = self.sound
+        return "; ".join(
+            f"{m.name}: {m.reason or 'it cannot reach a parameter server'}"
+            for m in self.members
+            if m not in sound
+        )
 
     def oldest(self) -> str:
         """Describes the closure that has been in flight longest; "" if there is
@@ -268,9 +278,9 @@ class Members:
     def waits_for_idle_worker(self) -> bool:
         """Whether a worker that has not contributed to the open round is idle, while
         one that has contributed holds closures."""
-        usable = self.usable
-        idle = any(not m.in_flight and not m.has_contributed for m in usable)
-        return idle and any(m.in_flight and m.has_contributed for m in usable)
+        sound = self.sound
+        idle = any(not m.in_flight and not m.has_contributed for m in sound)
+        return idle and any(m.in_flight and m.has_contributed for m in sound)
 
     def note_rounds(self, places: Collection[int]) -> None:
         """Notes which workers have contributed to the open round: the others get
@@ -418,12 +428,10 @@ class Members:
         return found
 
     def _slowest(self, besides: Member | None = None) -> int:
-        """Returns how many closures the slowest usable worker has ended. Others do not
-        wait for one that is avoided, as it gets none."""
-        usable = [member for member in self.usable if member is not besides]
-        sound = [member for member in usable if not member.avoided] or usable
+        """Returns how many closures the slowest sound worker has ended."""
+        others = _sound([member for member in self.usable if member is not besides])
         default = 0 if besides is None else besides.finished
-        return min([member.finished for member in sound], default=default)
+        return min([member.finished for member in others], default=default)
 
     def dispatched(
         self,
@@ -503,6 +511,10 @@ class Members:
         if chosen.in_flight:
             return []
         return [Grant(chosen, 1, alone=True)]
+
+
+def _sound(usable: list[Member]) -> list[Member]:
+    return [member for member in usable if not member.avoided] or usable
 
 
 def _in_turn(grants: Sequence[Grant]) -> list[Grant]:

@@ -186,7 +186,7 @@ class RoundClosing:
                 failed, self._failed = self._failed, []
                 for each in failed:
                     self._send(*each)
-        there = [member.place for member in members.usable]
+        there = [member.place for member in members.sound]
         for rounds in self.rounds:
             self._warn_of_small(rounds, len(there))
             below = self.rounds.flush_below
