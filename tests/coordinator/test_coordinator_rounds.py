@@ -51,12 +51,15 @@ class Rig:
             lock=threading.Lock(),
             outage_error=None,
             fail=self.fail,
+            end_outage=self.end_outage,
         )
-        self.usable = [SimpleNamespace(place=place) for place in range(workers)]
+        usable = [SimpleNamespace(place=place) for place in range(workers)]
+        self.sound = [*usable]
         members = SimpleNamespace(
             pace=lambda: None,
             note_rounds=lambda places: None,
-            usable=self.usable,
+            usable=usable,
+            sound=self.sound,
             absent=lambda: "worker:3: it was killed",
         )
         link = SimpleNamespace(submit=self.submit)
@@ -72,6 +75,9 @@ class Rig:
         self.raised.append(error)
         if lasting:
             self.engine.outage_error = error
+
+    def end_outage(self):
+        self.engine.outage_error = None
 
     def put_code(self, code):
         self.codes.append(code.digest)
@@ -108,6 +114,15 @@ async def test_a_round_closes_with_all_workers_in_the_order_of_steps():
     assert not rig.closed
     await rig.contribute(0, 1, 0)
     assert rig.closed == [(0, [1, 2], [])]
+    await rig.closing.stop()
+
+
+async def test_a_round_waits_for_no_worker_that_gets_no_closures():
+    """Worker 1 is there and cannot reach a parameter server."""
+    rig = Rig(2, zs.Rounds())
+    del rig.sound[1]
+    await rig.contribute(0, 1, 0)
+    assert rig.closed == [(0, [1], [])]
     await rig.closing.stop()
 
 
@@ -224,9 +239,9 @@ async def test_a_member_that_a_server_lacks_is_named_with_all_workers(coupled):
     await rig.closing.stop()
 
 
-async def test_what_no_round_can_mend_is_raised_until_the_program_ends():
+async def test_what_no_round_can_mend_is_raised_until_servers_are_filled_again():
     """A server whose connection heals ends its outage alone, and what servers hold that
-    differ is of no model to be saved."""
+    differ is of no model to be saved. All of them from one checkpoint are alike."""
     rig = Rig(1, zs.Rounds(), failures=1)
     rig.failure = NotFoundError("/job:ps/task:1 has lost it")
     await rig.contribute(0, 1, 0)
@@ -238,6 +253,7 @@ async def test_what_no_round_can_mend_is_raised_until_the_program_ends():
         await rig.closing.hold()
     assert raised.value is error
     rig.closing.restart()
+    assert rig.engine.outage_error is None
     await rig.closing.hold()
     await rig.closing.stop()
 
@@ -276,7 +292,7 @@ async def test_a_late_contribution_takes_nobodys_place():
     rig = Rig(3, zs.Rounds(late="next"))
     await rig.contribute(0, 1, 0)
     await rig.contribute(1, 2, 0)
-    rig.usable.pop()  # whose step another worker runs
+    rig.sound.pop()  # whose step another worker runs
     rig.closing.look(asyncio.get_running_loop().time())
     await rig.closing.settle()
     await rig.contribute(0, 3, 0)
@@ -292,7 +308,7 @@ async def test_without_backup_workers_no_contribution_is_dropped():
     rig = Rig(3, zs.Rounds())
     await rig.contribute(0, 1, 0)
     await rig.contribute(1, 2, 0)
-    rig.usable.pop()
+    rig.sound.pop()
     rig.closing.look(asyncio.get_running_loop().time())
     await rig.closing.settle()
     await asyncio.sleep(0)
@@ -375,7 +391,7 @@ async def test_too_few_workers_are_an_error_that_names_who_is_missing():
 async def test_without_any_worker_rounds_wait_as_closures_do():
     rig = Rig(2, zs.Rounds(workers=2))
     await rig.contribute(0, 1, 0)
-    rig.usable.clear()
+    rig.sound.clear()
     rig.closing.look(asyncio.get_running_loop().time())
     assert not rig.raised
     await rig.closing.stop()

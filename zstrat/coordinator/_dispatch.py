@@ -405,7 +405,7 @@ class Dispatcher:
     def consistency(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
         """Returns the metrics of rounds, with at most ``most`` workers each, and of
         bounded staleness. From any thread."""
-        there = len(self.members.usable)
+        there = len(self.members.sound)
         return {
             "rounds": self.rounds.rounds.metrics(there, now, most),
             "largest_lead": self.members.largest_lead,

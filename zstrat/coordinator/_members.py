@@ -207,6 +207,12 @@ class Members:
         ]
 
     @property
+    def sound(self) -> list[Member]:
+        """Those of `usable` that get closures; others do not wait for an avoided
+        one."""
+        return _sound(self.usable)
+
+    @property
     def in_flight(self) -> int:
         return sum(len(member.in_flight) for member in self.members)
 
@@ -233,8 +239,12 @@ class Members:
         """Describes the workers that cannot be used, with the reasons."""
         if not self.members:
             return "all were removed"
-        absent = [m for m in self.members if m not in self.usable]
-        return "; ".join(f"{m.name}: {m.reason}" for m in absent)
+        sound = self.sound
+        return "; ".join(
+            f"{m.name}: {m.reason or 'it cannot reach a parameter server'}"
+            for m in self.members
+            if m not in sound
+        )
 
     def oldest(self) -> str:
         """Describes the closure that has been in flight longest; "" if there is
@@ -268,9 +278,9 @@ class Members:
     def waits_for_idle_worker(self) -> bool:
         """Whether a worker that has not contributed to the open round is idle, while
         one that has contributed holds closures."""
-        usable = self.usable
-        idle = any(not m.in_flight and not m.has_contributed for m in usable)
-        return idle and any(m.in_flight and m.has_contributed for m in usable)
+        sound = self.sound
+        idle = any(not m.in_flight and not m.has_contributed for m in sound)
+        return idle and any(m.in_flight and m.has_contributed for m in sound)
 
     def note_rounds(self, places: Collection[int]) -> None:
         """Notes which workers have contributed to the open round: the others get
@@ -304,8 +314,7 @@ class Members:
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
-        others = [each.finished for each in self.usable if each is not member]
-        member.started = min(others, default=member.finished)
+        member.started = self._slowest(besides=member)
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
         """Notes the seconds of a round trip on the connection ``epoch``."""
@@ -418,9 +427,11 @@ class Members:
                 found.append((member, free))
         return found
 
-    def _slowest(self) -> int:
-        """Returns how many closures the slowest usable worker has ended."""
-        return min([member.finished for member in self.usable], default=0)
+    def _slowest(self, besides: Member | None = None) -> int:
+        """Returns how many closures the slowest sound worker has ended."""
+        others = _sound([member for member in self.usable if member is not besides])
+        default = 0 if besides is None else besides.finished
+        return min([member.finished for member in others], default=default)
 
     def dispatched(
         self,
@@ -474,6 +485,9 @@ class Members:
         """Gives the worker closures only if all others are avoided, too; or
         normally."""
         if (member := self._at.get(place)) is not None:
+            if member.avoided and not avoided:  # as one that joins
+                started = self._slowest(besides=member) + len(member.in_flight)
+                member.started = max(member.started, started)
             member.avoided = avoided
 
     def _missing(self, member: Member, now: float) -> None:
@@ -497,6 +511,10 @@ class Members:
         if chosen.in_flight:
             return []
         return [Grant(chosen, 1, alone=True)]
+
+
+def _sound(usable: list[Member]) -> list[Member]:
+    return [member for member in usable if not member.avoided] or usable
 
 
 def _in_turn(grants: Sequence[Grant]) -> list[Grant]:

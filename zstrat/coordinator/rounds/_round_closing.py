@@ -186,7 +186,7 @@ class RoundClosing:
                 failed, self._failed = self._failed, []
                 for each in failed:
                     self._send(*each)
-        there = [member.place for member in members.usable]
+        there = [member.place for member in members.sound]
         for rounds in self.rounds:
             self._warn_of_small(rounds, len(there))
             below = self.rounds.flush_below
@@ -255,7 +255,11 @@ class RoundClosing:
             self.rounds.dropped(order)
 
     def restart(self) -> None:
-        """Begins again on servers that are emptied."""
+        """Begins again on servers that are emptied, and so differ no more."""
+        if self._error is not None and self._coordinator is not None:
+            engine = self._coordinator.engine
+            if engine.outage_error is self._error:  # or else a server is lost
+                engine.end_outage()
         self._failed, self._error = [], None
         for task in self._closing:
             task.cancel()
