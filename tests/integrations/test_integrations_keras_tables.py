@@ -300,14 +300,36 @@ def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):
         model.fit(np.arange(4), np.zeros((4, 2)), verbose=0)
 
 
-def test_a_variable_that_looks_like_a_table_of_any_id_is_refused(strategy):
-    ids = keras.Input((), dtype="int32")
+def test_tables_and_a_kernel_of_one_shape(strategy):
+    """Each has its own rows in a step, and its own state of the optimizer."""
     with strategy.scope():
-        rows = zs.keras.Embedding(zs.HashTable(1, name="short"))
-        shape = rows.input_dim, 1
-        found = rows(ids)
-        dense = keras.layers.Dense(1, use_bias=False, name="twin")
-        model = keras.Model(ids, dense(keras.layers.Concatenate()([found] * shape[0])))
-        model.compile("adam", "mse")
-    with pytest.raises(NotImplementedError, match="twin"):
-        model.fit(np.arange(4), np.zeros((4, 1)), verbose=0)
+        tables = [zs.HashTable(3, name=name) for name in ("left", "right")]
+    known = np.arange(50)
+    firsts = [table.lookup(known) for table in tables]
+
+    def make(left, right):
+        keras.utils.set_random_seed(1)
+        ids, x = keras.Input((4,), dtype="int32"), keras.Input((left.input_dim,))
+        twin = layers.Dense(3, use_bias=False)  # its kernel is as what stands for both
+        rows = layers.Flatten()(left(ids)), right(ids[:, 0])
+        model = keras.Model([ids, x], layers.Concatenate()([*rows, twin(x)]))
+        model.compile(keras.optimizers.Adagrad(0.3), "mse")
+        return model
+
+    with strategy.scope():
+        model = make(*map(zs.keras.Embedding, tables))
+    (rows, _) = model.get_weights()[0].shape
+    plain = make(*[layers.Embedding(rows, 3) for _ in tables])
+    weights = plain.get_weights()
+    for weight, first in zip(weights, firsts, strict=False):
+        weight[:50] = first
+    plain.set_weights(weights)
+    model.set_weights(weights)
+    x = RNG.normal(size=(60, rows)).astype("float32")
+    for each in (plain, model):
+        y = np.zeros((60, each.output_shape[1]))
+        each.fit([IDS, x], y, epochs=2, shuffle=False, verbose=0)
+    expected = plain.get_weights()
+    found = [*[table.lookup(known) for table in tables], model.get_weights()[-1]]
+    for mine, its in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, its[: len(mine)], rtol=1e-4, atol=1e-6)

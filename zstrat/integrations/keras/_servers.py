@@ -81,7 +81,6 @@ class ServerTraining(Training):
         self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
         given = {n: each for n, each in found.items() if layer_table(each) is not None}
         self.unread = frozenset(given)
-        self._require_shapes_apart(given)
         self._require_rows_move_at_once()
         arrays, made = [*trained, *others], {n: layer_table(given[n]) for n in given}
         with self.strategy.scope():
@@ -131,19 +130,6 @@ class ServerTraining(Training):
             stacklevel=2,
         )
         return False
-
-    def _require_shapes_apart(self, given: Mapping[int, Any]) -> None:
-        """Checks that no variable has the shape of what stands for a table of any id,
-        as the state of the optimizer is known by shapes (`ShippedUpdate.rows`)."""
-        shapes = {tuple(self.keras_variables[n].shape): given[n] for n in given}
-        for number, variable in enumerate(self.model.trainable_variables):
-            layer = shapes.get(tuple(variable.shape))
-            if layer is not None and number not in given:
-                raise NotImplementedError(
-                    f"{variable.path!r} has shape {list(variable.shape)}, by which "
-                    f"{layer.table} of layer {layer.name!r} is known to the optimizer: "
-                    "give it a row more or less"
-                )
 
     def _require_rows_move_at_once(self) -> None:
         if (optimizer := self.model.optimizer) is None:
