@@ -77,6 +77,7 @@ class ServerTraining(Training):
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates variables of the strategy, and tables of large embeddings."""
+        self._drawing.clear()
         found = embeddings_of(layers_of(self.model), self.keras_variables)
         self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
         given = {n: each for n, each in found.items() if layer_table(each) is not None}

@@ -411,8 +411,10 @@ class Training(abc.ABC):
 
     def _push_values(self) -> None:
         """Sends the values of Keras' variables that have been assigned."""
-        if not self.variables:
-            self._create()
+        trained = self.model.trainable_variables
+        others = self.model.non_trainable_variables
+        if list(map(id, [*trained, *others])) != list(map(id, self.keras_variables)):
+            self._create(trained, others)
         for number, variable in enumerate(self.keras_variables):
             if number in self.unread:
                 continue
@@ -438,9 +440,12 @@ class Training(abc.ABC):
                 self._slots.variables[number].assign(value)
             self._slots_known = [variable.value for variable in self._slots.variables]
 
-    def _create(self) -> None:
-        trained = self.model.trainable_variables
-        self.keras_variables = [*trained, *self.model.non_trainable_variables]
+    def _create(self, trained: Sequence[Any], others: Sequence[Any]) -> None:
+        """Creates the variables, again if ``trainable`` of a layer has changed: Keras
+        lets such a model be evaluated, but compiles it to train."""
+        self._steps.clear()
+        self.optimizer = self._slots = None
+        self.keras_variables = [*trained, *others]
         self._known = [variable.value for variable in self.keras_variables]
         arrays = list(map(np.asarray, self._known))
         self.variables = self.create(arrays[: len(trained)], arrays[len(trained) :])
