@@ -333,3 +333,37 @@ def test_tables_and_a_kernel_of_one_shape(strategy):
     found = [*[table.lookup(known) for table in tables], model.get_weights()[-1]]
     for mine, its in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, its[: len(mine)], rtol=1e-4, atol=1e-6)
+
+
+def test_servers_and_model_are_restored_together(strategy, tmp_path):
+    with strategy.scope():
+        table = zs.HashTable(2, name="restored")
+        model = by_id(zs.keras.Embedding(table), lambda ids: ids)
+    x = np.linspace(0, 1, 60, dtype="float32")[:, None]
+    given = [IDS[:, :2], x]
+    saves = zs.keras.ServerCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="callback"):
+        saves.restore()
+    model.fit(given, x, verbose=0, callbacks=[saves])
+    weights, rows = model.get_weights(), table.lookup(np.arange(50))
+    state = [np.asarray(v.value) for v in model.optimizer.variables]
+    model.fit(given, x, epochs=2, verbose=0)
+    assert saves.restore() == saves.manager.latest_checkpoint
+    np.testing.assert_array_equal(table.lookup(np.arange(50)), rows)
+    for found, expected in [
+        (model.get_weights(), weights),
+        ([np.asarray(v.value) for v in model.optimizer.variables], state),
+    ]:
+        for mine, its in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+def test_best_weights_without_the_rows_of_a_table_are_refused(strategy):
+    with strategy.scope():
+        table = zs.HashTable(2, name="best")
+        model = by_id(zs.keras.Embedding(table), lambda ids: ids)
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    given = [IDS[:, :2], np.ones((60, 1))], np.ones((60, 1))
+    with pytest.raises(NotImplementedError, match="ServerCheckpoint"):
+        model.fit(*given, verbose=0, callbacks=[best])
+    model.fit(*given, verbose=0)

@@ -148,6 +148,19 @@ class ServerTraining(Training):
                 "keras.layers.Embedding"
             )
 
+    def enter_state(self, *, counts: bool) -> None:
+        super().enter_state(counts=counts)
+        callbacks = self._call.callbacks
+        if not self.unread or callbacks is None:
+            return
+        if any(getattr(x, "restore_best_weights", False) for x in callbacks.callbacks):
+            named = [self.tables[number].name for number in sorted(self.unread)]
+            raise NotImplementedError(
+                "restore_best_weights would give the model weights of one epoch and "
+                f"rows of another: those of {named[0]!r} are on servers alone. Leave "
+                "it out, and restore what zs.keras.ServerCheckpoint has saved"
+            )
+
     def on_servers(self) -> dict[str, Any]:
         """Returns the variables, which it creates, and the optimizer."""
         self.enter_state(counts=False)

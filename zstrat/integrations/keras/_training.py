@@ -280,6 +280,11 @@ class Training(abc.ABC):
             self._is_moved = False
         self.deliver_all()
 
+    def restored(self) -> None:
+        """Gives Keras' variables what was assigned to the strategy's otherwise."""
+        self._is_moved = True
+        self.leave_state()
+
     def run(self, mode: str, iterator: Iterator[Any]) -> Any:
         """Schedules the next steps of an epoch; returns logs, which are filled in when
         steps end, or what the model predicts.
