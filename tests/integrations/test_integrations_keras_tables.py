@@ -274,8 +274,11 @@ def test_a_mask_is_made_of_32_bits_of_the_ids(strategy):
     ids = np.array([[5, 6, 0, 0]])
     expected = table.lookup([5, 6]).mean(0)
     np.testing.assert_allclose(model.predict(ids, verbose=0)[0], expected, rtol=1e-5)
+    several = np.tile(ids << 32, (20, 1))
     with pytest.raises(ValueError, match="32 bits"):
-        model.predict(ids << 32, verbose=0)
+        model.predict(several, batch_size=1, verbose=0)
+    # That was all of it: the next call is not told of it again.
+    np.testing.assert_allclose(model.predict(ids, verbose=0)[0], expected, rtol=1e-5)
 
 
 def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):

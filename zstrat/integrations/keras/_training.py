@@ -13,6 +13,7 @@ metrics is added then, so each example counts once.
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
 import itertools
 import time
@@ -377,10 +378,13 @@ class Training(abc.ABC):
         for step, result in pending.steps:
             try:
                 results = result.fetch()
-            except BaseException:  # to the caller; Keras calls `leave_state` again
+            except BaseException as error:  # to the caller; see `leave_state`
                 self._queue.clear()
                 self._call.undelivered.clear()
                 self._is_moved = self._is_counted = False
+                if isinstance(error, Exception):
+                    with contextlib.suppress(Exception):  # raises the same once more
+                        self.wait()
                 raise
             sums, returned = step.seen(results)
             if pending.mode == "predict":
