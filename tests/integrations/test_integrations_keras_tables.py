@@ -370,3 +370,22 @@ def test_best_weights_without_the_rows_of_a_table_are_refused(strategy):
     with pytest.raises(NotImplementedError, match="ServerCheckpoint"):
         model.fit(*given, verbose=0, callbacks=[best])
     model.fit(*given, verbose=0)
+
+
+def test_a_model_has_what_the_steps_before_an_error_made(strategy):
+    with strategy.scope():
+        rows = [keras.Input((4,), dtype="int32"), zs.keras.Embedding(50, 3)]
+        model = keras.Sequential([*rows, layers.Flatten(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    wrong = IDS.copy()
+    wrong[-1] = 50
+    # Without one that has to be called at once Keras starts a thread, and leaves it.
+    each = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    given = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [each]}
+    with pytest.raises(IndexError):
+        model.fit(wrong, np.ones(60), **given)
+    table, kernel, bias = model.get_weights()
+    expected = table[IDS].reshape(60, -1) @ kernel + bias
+    found = model.predict(IDS, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert model.optimizer.iterations.value == 14

@@ -381,10 +381,14 @@ class Training(abc.ABC):
             except BaseException as error:  # to the caller; see `leave_state`
                 self._queue.clear()
                 self._call.undelivered.clear()
-                self._is_moved = self._is_counted = False
+                is_moved, self._is_moved = self._is_moved, False
+                self._is_counted = False
                 if isinstance(error, Exception):
                     with contextlib.suppress(Exception):  # raises the same once more
                         self.wait()
+                    with contextlib.suppress(Exception):  # a server may be lost
+                        if is_moved:
+                            self._pull_values()
                 raise
             sums, returned = step.seen(results)
             if pending.mode == "predict":
