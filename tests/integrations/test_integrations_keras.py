@@ -634,6 +634,29 @@ def test_what_is_refused(case):
         fitted(make, zs.OneDeviceStrategy("CPU:0"))
 
 
+def test_trainable_changes_after_compile():
+    """As in Keras: the model is evaluated as it is, and trained when compiled again."""
+
+    def make():
+        inner = [layers.Dense(5, name) for name in ("tanh", "relu")]
+        model = keras.Sequential([keras.Input((5,)), *inner, layers.Dense(5)])
+        model.compile(keras.optimizers.Adam(0.01), LOSS)
+        return model
+
+    model, plain, *_ = compared(make, shuffle=False)
+    for each in (plain, model):
+        each.layers[0].trainable = False
+    found, expected = (each.evaluate(X, Y, verbose=0) for each in (model, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="1:1"):
+        model.fit(X, Y, batch_size=16, verbose=0)
+    for each in (plain, model):
+        each.compile(keras.optimizers.Adam(0.01), LOSS)
+        each.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    for mine, its in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
+
+
 def test_a_strategy_that_does_not_train_models():
     with zs.CentralStorageStrategy().scope(), pytest.raises(NotImplementedError):
         dense()

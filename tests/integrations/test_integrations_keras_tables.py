@@ -274,8 +274,11 @@ def test_a_mask_is_made_of_32_bits_of_the_ids(strategy):
     ids = np.array([[5, 6, 0, 0]])
     expected = table.lookup([5, 6]).mean(0)
     np.testing.assert_allclose(model.predict(ids, verbose=0)[0], expected, rtol=1e-5)
+    several = np.tile(ids << 32, (20, 1))
     with pytest.raises(ValueError, match="32 bits"):
-        model.predict(ids << 32, verbose=0)
+        model.predict(several, batch_size=1, verbose=0)
+    # That was all of it: the next call is not told of it again.
+    np.testing.assert_allclose(model.predict(ids, verbose=0)[0], expected, rtol=1e-5)
 
 
 def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):
@@ -300,14 +303,89 @@ def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):
         model.fit(np.arange(4), np.zeros((4, 2)), verbose=0)
 
 
-def test_a_variable_that_looks_like_a_table_of_any_id_is_refused(strategy):
-    ids = keras.Input((), dtype="int32")
+def test_tables_and_a_kernel_of_one_shape(strategy):
+    """Each has its own rows in a step, and its own state of the optimizer."""
     with strategy.scope():
-        rows = zs.keras.Embedding(zs.HashTable(1, name="short"))
-        shape = rows.input_dim, 1
-        found = rows(ids)
-        dense = keras.layers.Dense(1, use_bias=False, name="twin")
-        model = keras.Model(ids, dense(keras.layers.Concatenate()([found] * shape[0])))
-        model.compile("adam", "mse")
-    with pytest.raises(NotImplementedError, match="twin"):
-        model.fit(np.arange(4), np.zeros((4, 1)), verbose=0)
+        tables = [zs.HashTable(3, name=name) for name in ("left", "right")]
+    known = np.arange(50)
+    firsts = [table.lookup(known) for table in tables]
+
+    def make(left, right):
+        keras.utils.set_random_seed(1)
+        ids, x = keras.Input((4,), dtype="int32"), keras.Input((left.input_dim,))
+        twin = layers.Dense(3, use_bias=False)  # its kernel is as what stands for both
+        rows = layers.Flatten()(left(ids)), right(ids[:, 0])
+        model = keras.Model([ids, x], layers.Concatenate()([*rows, twin(x)]))
+        model.compile(keras.optimizers.Adagrad(0.3), "mse")
+        return model
+
+    with strategy.scope():
+        model = make(*map(zs.keras.Embedding, tables))
+    (rows, _) = model.get_weights()[0].shape
+    plain = make(*[layers.Embedding(rows, 3) for _ in tables])
+    weights = plain.get_weights()
+    for weight, first in zip(weights, firsts, strict=False):
+        weight[:50] = first
+    plain.set_weights(weights)
+    model.set_weights(weights)
+    x = RNG.normal(size=(60, rows)).astype("float32")
+    for each in (plain, model):
+        y = np.zeros((60, each.output_shape[1]))
+        each.fit([IDS, x], y, epochs=2, shuffle=False, verbose=0)
+    expected = plain.get_weights()
+    found = [*[table.lookup(known) for table in tables], model.get_weights()[-1]]
+    for mine, its in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, its[: len(mine)], rtol=1e-4, atol=1e-6)
+
+
+def test_servers_and_model_are_restored_together(strategy, tmp_path):
+    with strategy.scope():
+        table = zs.HashTable(2, name="restored")
+        model = by_id(zs.keras.Embedding(table), lambda ids: ids)
+    x = np.linspace(0, 1, 60, dtype="float32")[:, None]
+    given = [IDS[:, :2], x]
+    saves = zs.keras.ServerCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="callback"):
+        saves.restore()
+    model.fit(given, x, verbose=0, callbacks=[saves])
+    weights, rows = model.get_weights(), table.lookup(np.arange(50))
+    state = [np.asarray(v.value) for v in model.optimizer.variables]
+    model.fit(given, x, epochs=2, verbose=0)
+    assert saves.restore() == saves.manager.latest_checkpoint
+    np.testing.assert_array_equal(table.lookup(np.arange(50)), rows)
+    for found, expected in [
+        (model.get_weights(), weights),
+        ([np.asarray(v.value) for v in model.optimizer.variables], state),
+    ]:
+        for mine, its in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+def test_best_weights_without_the_rows_of_a_table_are_refused(strategy):
+    with strategy.scope():
+        table = zs.HashTable(2, name="best")
+        model = by_id(zs.keras.Embedding(table), lambda ids: ids)
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    given = [IDS[:, :2], np.ones((60, 1))], np.ones((60, 1))
+    with pytest.raises(NotImplementedError, match="ServerCheckpoint"):
+        model.fit(*given, verbose=0, callbacks=[best])
+    model.fit(*given, verbose=0)
+
+
+def test_a_model_has_what_the_steps_before_an_error_made(strategy):
+    with strategy.scope():
+        rows = [keras.Input((4,), dtype="int32"), zs.keras.Embedding(50, 3)]
+        model = keras.Sequential([*rows, layers.Flatten(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    wrong = IDS.copy()
+    wrong[-1] = 50
+    # Without one that has to be called at once Keras starts a thread, and leaves it.
+    each = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    given = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [each]}
+    with pytest.raises(IndexError):
+        model.fit(wrong, np.ones(60), **given)
+    table, kernel, bias = model.get_weights()
+    expected = table[IDS].reshape(60, -1) @ kernel + bias
+    found = model.predict(IDS, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert model.optimizer.iterations.value == 14

@@ -77,11 +77,11 @@ class ServerTraining(Training):
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates variables of the strategy, and tables of large embeddings."""
+        self._drawing.clear()
         found = embeddings_of(layers_of(self.model), self.keras_variables)
         self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
         given = {n: each for n, each in found.items() if layer_table(each) is not None}
         self.unread = frozenset(given)
-        self._require_shapes_apart(given)
         self._require_rows_move_at_once()
         arrays, made = [*trained, *others], {n: layer_table(given[n]) for n in given}
         with self.strategy.scope():
@@ -132,19 +132,6 @@ class ServerTraining(Training):
         )
         return False
 
-    def _require_shapes_apart(self, given: Mapping[int, Any]) -> None:
-        """Checks that no variable has the shape of what stands for a table of any id,
-        as the state of the optimizer is known by shapes (`ShippedUpdate.rows`)."""
-        shapes = {tuple(self.keras_variables[n].shape): given[n] for n in given}
-        for number, variable in enumerate(self.model.trainable_variables):
-            layer = shapes.get(tuple(variable.shape))
-            if layer is not None and number not in given:
-                raise NotImplementedError(
-                    f"{variable.path!r} has shape {list(variable.shape)}, by which "
-                    f"{layer.table} of layer {layer.name!r} is known to the optimizer: "
-                    "give it a row more or less"
-                )
-
     def _require_rows_move_at_once(self) -> None:
         if (optimizer := self.model.optimizer) is None:
             return
@@ -159,6 +146,19 @@ class ServerTraining(Training):
                 f"several steps, but rows of {named[0]!r} (zs.keras.Embedding) move "
                 "only in the steps that look them up: leave it out, or use "
                 "keras.layers.Embedding"
+            )
+
+    def enter_state(self, *, counts: bool) -> None:
+        super().enter_state(counts=counts)
+        callbacks = self._call.callbacks
+        if not self.unread or callbacks is None:
+            return
+        if any(getattr(x, "restore_best_weights", False) for x in callbacks.callbacks):
+            named = [self.tables[number].name for number in sorted(self.unread)]
+            raise NotImplementedError(
+                "restore_best_weights would give the model weights of one epoch and "
+                f"rows of another: those of {named[0]!r} are on servers alone. Leave "
+                "it out, and restore what zs.keras.ServerCheckpoint has saved"
             )
 
     def on_servers(self) -> dict[str, Any]:

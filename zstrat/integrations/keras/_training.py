@@ -13,6 +13,7 @@ metrics is added then, so each example counts once.
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
 import itertools
 import time
@@ -280,6 +281,11 @@ class Training(abc.ABC):
             self._is_moved = False
         self.deliver_all()
 
+    def restored(self) -> None:
+        """Gives Keras' variables what was assigned to the strategy's otherwise."""
+        self._is_moved = True
+        self.leave_state()
+
     def run(self, mode: str, iterator: Iterator[Any]) -> Any:
         """Schedules the next steps of an epoch; returns logs, which are filled in when
         steps end, or what the model predicts.
@@ -372,10 +378,17 @@ class Training(abc.ABC):
         for step, result in pending.steps:
             try:
                 results = result.fetch()
-            except BaseException:  # to the caller; Keras calls `leave_state` again
+            except BaseException as error:  # to the caller; see `leave_state`
                 self._queue.clear()
                 self._call.undelivered.clear()
-                self._is_moved = self._is_counted = False
+                is_moved, self._is_moved = self._is_moved, False
+                self._is_counted = False
+                if isinstance(error, Exception):
+                    with contextlib.suppress(Exception):  # raises the same once more
+                        self.wait()
+                    with contextlib.suppress(Exception):  # a server may be lost
+                        if is_moved:
+                            self._pull_values()
                 raise
             sums, returned = step.seen(results)
             if pending.mode == "predict":
@@ -411,8 +424,10 @@ class Training(abc.ABC):
 
     def _push_values(self) -> None:
         """Sends the values of Keras' variables that have been assigned."""
-        if not self.variables:
-            self._create()
+        trained = self.model.trainable_variables
+        others = self.model.non_trainable_variables
+        if list(map(id, [*trained, *others])) != list(map(id, self.keras_variables)):
+            self._create(trained, others)
         for number, variable in enumerate(self.keras_variables):
             if number in self.unread:
                 continue
@@ -438,9 +453,12 @@ class Training(abc.ABC):
                 self._slots.variables[number].assign(value)
             self._slots_known = [variable.value for variable in self._slots.variables]
 
-    def _create(self) -> None:
-        trained = self.model.trainable_variables
-        self.keras_variables = [*trained, *self.model.non_trainable_variables]
+    def _create(self, trained: Sequence[Any], others: Sequence[Any]) -> None:
+        """Creates the variables, again if ``trainable`` of a layer has changed: Keras
+        lets such a model be evaluated, but compiles it to train."""
+        self._steps.clear()
+        self.optimizer = self._slots = None
+        self.keras_variables = [*trained, *others]
         self._known = [variable.value for variable in self.keras_variables]
         arrays = list(map(np.asarray, self._known))
         self.variables = self.create(arrays[: len(trained)], arrays[len(trained) :])

@@ -13,6 +13,7 @@ next step on.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import keras
@@ -63,32 +64,48 @@ class OptimizerState:
         sizes = [kind.shape[0] if kind.shape else None for kind in kinds]
         whole, first = self._traced(trained, {})
         # Lengths that a program of its own treats as it would treat any other.
-        shapes = dict.fromkeys([kind.shape for kind in kinds if kind.shape])
-        named = {shape: ROWS + n for n, shape in enumerate(shapes)}
+        named = {n: ROWS + n for n, kind in enumerate(kinds) if kind.shape}
         try:
             free, free_first = self._traced(trained, named)
         except Exception:  # it cannot be traced in another size
             return ShippedUpdate(whole, first, tuple(sizes))
-        known = {name: shape[0] for shape, name in named.items()}
+        known = {name: kinds[n].shape[0] for n, name in named.items()}
         if not free.at(known).equals(whole):
             return ShippedUpdate(whole, first, tuple(sizes))
-        rows = [named.get(kind.shape) for kind in kinds]
+        rows = [named.get(n) for n in range(len(kinds))]
         return ShippedUpdate(free, free_first, tuple(rows))
 
+    def _owners(self, trained: Sequence[Any]) -> list[int | None]:
+        """Returns for each variable the number of the trained one that it is kept for:
+        of its shape, and after whose path Keras has named it."""
+        paths = [variable.path.replace("/", "_") + "_" for variable in trained]
+        owners: list[int | None] = []
+        seen: Counter[str] = Counter()
+        for slot in self.variables:
+            alike = [n for n, v in enumerate(trained) if v.shape == slot.shape]
+            after = [n for n in alike if slot.name.startswith(paths[n])] or alike
+            longest = max([len(paths[n]) for n in after], default=0)
+            after = [n for n in after if len(paths[n]) == longest]
+            # Layers in different models may have one path.
+            owners.append(after[seen[slot.name] % len(after)] if after else None)
+            seen[slot.name] += 1
+        return owners
+
     def _traced(
-        self, trained: Sequence[Any], named: Mapping[tuple[int, ...], int]
+        self, trained: Sequence[Any], named: Mapping[int, int]
     ) -> tuple[Operations, tuple[tuple[Kind, Any], ...]]:
         """Traces the optimizer for arrays of other lengths than those of its variables:
-        ``named`` has them, by shape."""
+        ``named`` has them, by the number of the trained variable."""
 
-        def kind_of(variable: Any) -> Kind:
+        def kind_of(variable: Any, owner: int | None) -> Kind:
             kind = Kind.of(variable)
-            rows = named.get(kind.shape)
-            return kind if rows is None else Kind((rows, *kind.shape[1:]), kind.dtype)
+            if owner is None or owner not in named:
+                return kind
+            return Kind((named[owner], *kind.shape[1:]), kind.dtype)
 
         n = len(trained)
-        state = list(map(kind_of, self.variables))
-        kinds = list(map(kind_of, trained))
+        state = list(map(kind_of, self.variables, self._owners(trained)))
+        kinds = list(map(kind_of, trained, range(n)))
         pairs = zip([*self.variables, *trained], [*state, *kinds], strict=True)
         shapes = [(variable, kind.shape) for variable, kind in pairs]
 

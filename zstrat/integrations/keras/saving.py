@@ -31,8 +31,9 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         super().__init__()
         self._directory: Final = directory
         self._max_to_keep: Final = max_to_keep
+        self._training: Any = None
         self.manager: CheckpointManager | None = None
-        """Has the paths of what was saved, and restores it, from `fit` on."""
+        """Has the paths of what was saved, from `fit` on."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Saves what the model begins with.
@@ -40,8 +41,8 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         Raises:
             ValueError: The model does not train on parameter servers.
         """
-        training = training_of(self.model)
-        kept = None if training is None else training.on_servers()
+        self._training = training_of(self.model)
+        kept = self._training and self._training.on_servers()
         if kept is None:
             raise ValueError(
                 f"ServerCheckpoint saves what is on parameter servers, but model "
@@ -52,6 +53,24 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
             Checkpoint(**kept), self._directory, self._max_to_keep
         )
         self.manager.save()
+
+    def restore(self, path: str | None = None) -> str:
+        """Restores what was saved last, or what is at a path, which it returns; on the
+        servers and, but for tables of any id, in the model.
+
+        Raises:
+            RuntimeError: Nothing was saved yet.
+        """
+        if self.manager is None or (saved := self.manager.latest_checkpoint) is None:
+            raise RuntimeError(
+                f"ServerCheckpoint of {str(self._directory)!r} has nothing to restore: "
+                "it saves in fit, to which it is given as a callback"
+            )
+        saved = path or saved
+        self._training.leave_state()
+        self.manager.checkpoint.restore(saved)
+        self._training.restored()
+        return saved
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         assert self.manager is not None
