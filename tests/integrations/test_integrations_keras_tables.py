@@ -389,3 +389,27 @@ def test_a_model_has_what_the_steps_before_an_error_made(strategy):
     found = model.predict(IDS, verbose=0)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     assert model.optimizer.iterations.value == 14
+
+
+def test_another_program_continues_from_what_was_saved(strategy, tmp_path):
+    def fit(model, epochs, *callbacks):
+        given = {"epochs": epochs, "shuffle": False, "callbacks": callbacks}
+        model.fit([IDS, OTHERS], Y, batch_size=16, verbose=0, **given)
+        return model.get_weights()
+
+    def made():
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            return towers(zs.keras.Embedding, "adam")
+
+    saves = zs.keras.ServerCheckpoint(tmp_path)
+    model, whole = made(), fit(made(), 3)
+    fit(model, 1, saves)
+    fit(model, 1, saves)
+    numbers = [path.rpartition("-")[2] for path in saves.manager.checkpoints]
+    assert numbers == ["3", "4"]
+    with pytest.raises(ValueError, match="resume=True"):
+        fit(made(), 1, zs.keras.ServerCheckpoint(tmp_path))
+    again = zs.keras.ServerCheckpoint(tmp_path, resume=True)
+    for mine, its in zip(fit(made(), 1, again), whole, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-7)

@@ -25,21 +25,32 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
     Args:
         directory: All servers have to see it, or each writes to its own disk.
         max_to_keep: How many epochs are kept.
+        resume: The first `fit` continues from what another program has saved there, if
+            there is something; False: that is an error.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int = 2,
+        *,
+        resume: bool = False,
+    ) -> None:
         super().__init__()
         self._directory: Final = directory
         self._max_to_keep: Final = max_to_keep
+        self._resume: Final = resume
+        self._saved = 0
         self._training: Any = None
         self.manager: CheckpointManager | None = None
         """Has the paths of what was saved, from `fit` on."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Saves what the model begins with.
+        """Saves what the model begins with, or restores that.
 
         Raises:
-            ValueError: The model does not train on parameter servers.
+            ValueError: The model does not train on parameter servers; another program
+                has saved in the directory, and ``resume`` is False.
         """
         self._training = training_of(self.model)
         kept = self._training and self._training.on_servers()
@@ -49,10 +60,24 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
                 f"{self.model.name!r} was not compiled in the scope of a "
                 "zs.ParameterServerStrategy: use keras.callbacks.ModelCheckpoint"
             )
-        self.manager = CheckpointManager(
+        is_first = self.manager is None
+        manager = CheckpointManager(
             Checkpoint(**kept), self._directory, self._max_to_keep
         )
-        self.manager.save()
+        found = manager.latest_checkpoint
+        if is_first and found is not None:
+            if not self._resume:
+                raise ValueError(
+                    f"{str(self._directory)!r} has checkpoints of another program, up "
+                    f"to {found!r}, which this one would replace: continue from them "
+                    "with ServerCheckpoint(..., resume=True), or give it an empty "
+                    "directory"
+                )
+            self.manager, self._saved = manager, int(found.rpartition("-")[2])
+            self.restore()
+            return
+        self.manager = manager
+        self._save()
 
     def restore(self, path: str | None = None) -> str:
         """Restores what was saved last, or what is at a path, which it returns; on the
@@ -73,9 +98,14 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         return saved
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        assert self.manager is not None
-        self.manager.save()
+        self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
         assert self.manager is not None
         self.manager.close()
+
+    def _save(self) -> None:
+        """Saves under the next number, also in a later `fit`."""
+        assert self.manager is not None
+        self._saved += 1
+        self.manager.save(self._saved)
