@@ -135,6 +135,8 @@ def test_rows_without_gradients_for_some_steps_are_evicted(local, tmp_path):
         world.push(1, 2, FAR)
         world.push(2)
         world.push(FAR)
+        with pytest.raises(ValueError, match="age"):
+            world.table.evict(now=1.0)
         world.table.evict()
         assert len(world.table) == 3
         saved = world.checkpoint.save(tmp_path / "c")

@@ -257,11 +257,12 @@ class HashTable(AbstractVariable):
                 ``time.time()``.
 
         Raises:
-            ValueError: The table has no such rule.
+            ValueError: The table has no such rule; or ``now`` is given, and its rule
+                is not `zs.eviction.age`.
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        for updates in self._evicted(self._rules(), self._sizes(), now):
+        for updates in self._evicted(self._rules(now), self._sizes(), now):
             update_all(updates)
         return self
 
@@ -270,16 +271,16 @@ class HashTable(AbstractVariable):
 
         Cancellation: some slices of the table may have been done.
         """
-        rules, sizes = self._rules(), await asyncio.to_thread(self._sizes)
+        rules, sizes = self._rules(now), await asyncio.to_thread(self._sizes)
         for updates in self._evicted(rules, sizes, now):
             await update_all_async(updates)
         return self
 
-    def _rules(self) -> list[Eviction]:
+    def _rules(self, now: float | None) -> list[Eviction]:
         """Returns the rules of eviction.
 
         Raises:
-            ValueError: There are none.
+            ValueError: There are none, or ``now`` is for another one.
         """
         self._require_outside("evict")
         rules = [] if self._eviction is None else [self._eviction]
@@ -290,6 +291,11 @@ class HashTable(AbstractVariable):
             raise ValueError(
                 f"{self._table} has no rule of eviction: create it with eviction=, one "
                 "of zs.eviction, or with admission=zs.admission.count(n, waiting=rows)"
+            )
+        if now is not None and all(x.rule is not EvictionRule.AGE for x in rules):
+            raise ValueError(
+                f"evict(now={now}) is for tables with eviction=zs.eviction.age("
+                f"seconds), which {self._table} has not: leave now= out"
             )
         return rules
 

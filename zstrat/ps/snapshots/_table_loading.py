@@ -238,8 +238,9 @@ class TableLoading:
                 return table.ids
             if cell is None:
                 raise NotFoundError(
-                    f"{self._target.cell.who} keeps no {leaf.leaf!r}: it was created "
-                    "without that rule of admission or eviction"
+                    f"{self._target.cell.who} keeps no {leaf.leaf!r}, which the "
+                    "checkpoint has: create the table with the same admission= and "
+                    "eviction= as there"
                 )
             return cell
         slots = self._target.slots[leaf.optimizer]
