@@ -297,6 +297,16 @@ def test_what_an_embedding_of_a_table_refuses(strategy, tmp_path):
         model.save(tmp_path / "model.keras")
     with pytest.warns(zs.KerasWarning, match=r"zs\.Checkpoint"):
         model.save_weights(tmp_path / "model.weights.h5")
+    keys = [keras.Input((), dtype="int32") for _ in range(2)]
+    twice = [
+        zs.keras.Embedding(table, name=name)(key)
+        for name, key in zip("ab", keys, strict=True)
+    ]
+    with strategy.scope():
+        both = keras.Model(keys, layers.Add()(twice))
+        both.compile("sgd", "mse")
+    with pytest.raises(NotImplementedError, match="'a' and 'b'"):
+        both.fit([np.arange(4)] * 2, np.zeros((4, 2)), verbose=0)
     with zs.OneDeviceStrategy("CPU:0").scope():
         model.compile("sgd", "mse")
     with pytest.raises(NotImplementedError, match="ParameterServerStrategy"):

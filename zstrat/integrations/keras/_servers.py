@@ -29,7 +29,7 @@ from .optimizers import OptimizerState
 from .shipped import step_function
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ._steps import Batch, TracedStep
     from ._training import Source, StepResult
@@ -82,6 +82,7 @@ class ServerTraining(Training):
         self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
         given = {n: each for n, each in found.items() if layer_table(each) is not None}
         self.unread = frozenset(given)
+        _require_one_layer_each(given.values())
         self._require_rows_move_at_once()
         arrays, made = [*trained, *others], {n: layer_table(given[n]) for n in given}
         with self.strategy.scope():
@@ -182,3 +183,15 @@ class ServerTraining(Training):
             step.changed,
             draws=draws,
         )
+
+
+def _require_one_layer_each(layers: Iterable[Any]) -> None:
+    """Checks that no table of any id has two layers: an optimizer moves it once."""
+    found: dict[int, Any] = {}
+    for layer in layers:
+        other = found.setdefault(id(layer.table), layer)
+        if other is not layer:
+            raise NotImplementedError(
+                f"layers {other.name!r} and {layer.name!r} look up the same "
+                f"{layer.table}: call one zs.keras.Embedding on both inputs"
+            )
