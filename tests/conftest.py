@@ -48,8 +48,10 @@ if _STARTED not in _PATHS:
 sys.path.append(_STARTED)
 gc.set_threshold(100_000, 50, 100)
 
-MOST_MEMORY = 3 * 2**29
-"""Bytes of a process of tests from which on it drops compiled programs."""
+GROWTH = 3 * 2**29
+"""Bytes by which a process of tests may grow until it drops compiled programs."""
+
+_most_memory = GROWTH
 
 # A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
 # tests start and interrupt would inherit that.
@@ -196,14 +198,24 @@ def only_what_is_new_is_searched_for_garbage():
     """A process of many tests holds a million objects of jax: a collection looks at all
     of them again, a second each time, unless they are set aside file by file.
 
-    Programs that jax has compiled stay, in gigabytes, until they are dropped here."""
+    Programs that jax has compiled stay, in gigabytes, until they are dropped here, now
+    and then: to compile them again costs more than to keep them for some files."""
+    global _most_memory
     jax = sys.modules.get("jax")
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    if jax is not None and pages * resource.getpagesize() > MOST_MEMORY:
+    is_full = jax is not None and _memory() > _most_memory
+    if is_full:
         gc.unfreeze()
         jax.clear_caches()
     gc.collect()
     gc.freeze()
+    if is_full:
+        _most_memory = _memory() + GROWTH
+
+
+def _memory() -> int:
+    """Returns the bytes that this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    return pages * resource.getpagesize()
 
 
 @pytest.fixture(autouse=True)
