@@ -334,9 +334,11 @@ def test_options_that_make_no_sense_are_refused():
     assert Members(NAMES, 16384).members[0].depth == 16384
 
 
-def test_no_worker_waits_for_one_that_gets_no_closures():
+@pytest.mark.parametrize("change", [(0, False), (1, True)], ids=["is back", "all"])
+def test_no_worker_waits_for_one_that_gets_no_closures(change):
     """Worker 0 cannot reach a parameter server, and staleness is bounded. When it gets
-    closures again, others do not wait until it has made as many as they have."""
+    closures again (it is back, or no other can), others do not wait until it has made
+    as many as they have."""
     members = opened(staleness=1)
     members.avoid(0, True)
     assert [member.place for member in members.sound] == [1]
@@ -346,7 +348,7 @@ def test_no_worker_waits_for_one_that_gets_no_closures():
         assert list(give(members, 1, first=next(steps))) == [1]
         members.members[1].in_flight.clear()
         members.ended(members.members[1], 1, 0.0)
-    members.avoid(0, False)
+    members.avoid(*change)
     assert give(members, 50, first=next(steps)) == {0: 2, 1: 2}
     assert members.largest_lead == 1
 

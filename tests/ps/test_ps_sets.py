@@ -290,3 +290,13 @@ def test_a_backup_applies_a_set_as_its_primary_did():
         seen = [read(store) for store in (primary, backup)]
         assert seen[0][0] == seen[1][0] == 40 * (turn + 1)
         np.testing.assert_array_equal(seen[0][1][0], seen[1][1][0])
+
+
+def test_as_many_sets_are_remembered_as_a_model_has():
+    """They are the same objects, by which pushes are known again."""
+    variables = store_of(optax.sgd(0.1)).variables
+    names = [keys_of(range(1, n)) for n in range(2, 41)]
+    names += [keys_of(range(n, 41)) for n in range(2, 41)]
+    first = [variables.sets.find(keys, variables) for keys in names]
+    again = [variables.sets.find(keys, variables) for keys in names]
+    assert all(one is other for one, other in zip(first, again, strict=True))

@@ -76,7 +76,7 @@ def test_two_gradients_of_one_push_count_once():
 
 
 def test_a_removal_is_noted_where_there_is_no_memory_for_it(monkeypatch):
-    """Values were written by then, so the push must not fail: the next reader is told
+    """Values were written by then, so the push must not fail: the next reader has
     to read all of the table."""
     store = store_with("sgd", follows=True)
     train(store, range(20))

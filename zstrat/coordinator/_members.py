@@ -80,7 +80,7 @@ class Member:
     """By step, in the order of dispatch."""
     started: int = 0
     """Closures that it got and did not give back, from the number on that the slowest
-    worker had ended when it joined."""
+    worker had ended when it joined, or got closures again."""
     alone: bool = False
     """Whether it runs a suspect, which runs alone."""
     retired: bool = False
@@ -155,7 +155,7 @@ class Members:
     """All workers of the session. Each one prefetches ``prefetch`` steps.
 
     Args:
-        staleness: A worker gets its closure c + staleness + 1 when every usable worker
+        staleness: A worker gets its closure c + staleness + 1 when every sound worker
             has ended c of them (Ho et al., "More Effective Distributed ML via a Stale
             Synchronous Parallel Parameter Server", 2013). None: no such bound.
     """
@@ -387,8 +387,8 @@ class Members:
             takers = [(m, free) for m, free in takers if m is not self._reserved]
         if any(m.avoided for m, _ in takers):
             # A sound member may have no room now; better to wait for it than to fail.
-            sound = any(m.is_open and not m.avoided for m in self.members)
-            takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
+            sound = self.sound
+            takers = [(m, free) for m, free in takers if m in sound]
         if self._depth is None and not self._is_paced:
             takers = self._within_share(takers, ordinary + running)
         if ordinary < sum([free for _, free in takers]):
@@ -488,7 +488,11 @@ class Members:
             if member.avoided and not avoided:  # as one that joins
                 started = self._slowest(besides=member) + len(member.in_flight)
                 member.started = max(member.started, started)
-            member.avoided = avoided
+            newly, member.avoided = avoided and not member.avoided, avoided
+            if newly and all(each.avoided for each in self.usable):
+                for each in self.usable:  # all get closures again
+                    least = member.finished + len(each.in_flight)
+                    each.started = max(each.started, least)
 
     def _missing(self, member: Member, now: float) -> None:
         if self._reserved is member:
@@ -514,7 +518,9 @@ class Members:
 
 
 def _sound(usable: list[Member]) -> list[Member]:
-    return [member for member in usable if not member.avoided] or usable
+    if not any(m.is_open and not m.avoided for m in usable):
+        return usable  # better these than none
+    return [member for member in usable if not member.avoided]
 
 
 def _in_turn(grants: Sequence[Grant]) -> list[Grant]:

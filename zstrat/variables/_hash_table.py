@@ -257,8 +257,8 @@ class HashTable(AbstractVariable):
                 ``time.time()``.
 
         Raises:
-            ValueError: The table has no such rule; or ``now`` is given, and its rule
-                is not `zs.eviction.age`.
+            ValueError: The table has no such rule; or ``now`` is given, and is not
+                finite, or its rule is not `zs.eviction.age`.
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
@@ -280,7 +280,7 @@ class HashTable(AbstractVariable):
         """Returns the rules of eviction.
 
         Raises:
-            ValueError: There are none, or ``now`` is for another one.
+            ValueError: There are none, or ``now`` is for another one, or not finite.
         """
         self._require_outside("evict")
         rules = [] if self._eviction is None else [self._eviction]
@@ -291,6 +291,10 @@ class HashTable(AbstractVariable):
             raise ValueError(
                 f"{self._table} has no rule of eviction: create it with eviction=, one "
                 "of zs.eviction, or with admission=zs.admission.count(n, waiting=rows)"
+            )
+        if now is not None and not math.isfinite(now):
+            raise ValueError(
+                f"evict(now={now}) of {self._table}: expected finite seconds"
             )
         if now is not None and all(x.rule is not EvictionRule.AGE for x in rules):
             raise ValueError(

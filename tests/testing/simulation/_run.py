@@ -345,7 +345,7 @@ def _drawn(chance: random.Random, bits: int) -> int:
 
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
-    """What is of the whole process begins anew for a run: numbers that are counted on
+    """What is of the whole process begins again for a run: numbers that are counted on
     or drawn, the time of day in errors, the collector of memory, and the limit from
     which on a server computes on its thread. Nothing is logged."""
     log = logging.getLogger("zstrat")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ._reading import Clocks, Reading, ServerPull
 
 MAX_EXCHANGED_VARIABLES: Final = 2048
-"""Variables of one exchange, whose entries easily fit a header. Above that, the two
+"""Entries of one exchange, which easily fit a header. Above that, the two
 parts are two messages; one more costs nothing beside so many."""
 
 

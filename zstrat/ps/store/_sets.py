@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from ._cell import Cell
 
-KEPT: Final = 64
-"""Sets that are remembered: each program of a worker has a few."""
+KEPT: Final = 2**16
+"""Variables of all sets that are remembered, about 10 MB: each program of a worker has
+some sets, and a model may have more variables than there are in one."""
 
 
 class Variables(Protocol):
@@ -108,12 +109,13 @@ class HeldSets:
                 f"{keys.dtype.name}{list(keys.shape)}"
             )
         name = keys.tobytes()
-        found = self._known.get(name)
+        found = self._known.pop(name, None)
         if found is None:
             found = _held_set(keys.tolist(), variables)
-            if len(self._known) >= KEPT:
-                self._known.clear()
-            self._known[name] = found
+            kept = sum([len(each.keys) for each in self._known.values()])
+            while self._known and kept + len(found.keys) > KEPT:
+                kept -= len(self._known.pop(next(iter(self._known))).keys)
+        self._known[name] = found  # as the last to be dropped
         return found
 
 
