@@ -421,5 +421,55 @@ def test_another_program_continues_from_what_was_saved(strategy, tmp_path):
     with pytest.raises(ValueError, match="resume=True"):
         fit(made(), 1, zs.keras.ServerCheckpoint(tmp_path))
     again = zs.keras.ServerCheckpoint(tmp_path, resume=True)
+    with strategy.scope():
+        other = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        other.compile("adam", "mse")
+    for _ in range(2):  # and replaces nothing
+        with pytest.raises(zs.ZstratError):
+            other.fit(IDS, Y, verbose=0, callbacks=[again])
     for mine, its in zip(fit(made(), 1, again), whole, strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_trainable_may_change_before_weights_are_restored(strategy, tmp_path):
+    def made(trainable):
+        with strategy.scope():
+            twins = [layers.Dense(4, name="a", trainable=trainable), layers.Dense(4)]
+            model = keras.Sequential([keras.Input((4,)), *twins, layers.Dense(1)])
+            model.compile("sgd", "mse")
+        return model
+
+    def fit(model, **options):
+        saves = zs.keras.ServerCheckpoint(tmp_path, **options)
+        model.fit(IDS * 0.01, Y, verbose=0, callbacks=[saves], shuffle=False)
+        return model.get_weights()
+
+    before = fit(made(True))
+    after = fit(made(False), resume=True)
+    for mine, its in zip(after[:2], before[:2], strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize("name", ["of all rows", "decay later"])
+def test_an_embedding_is_read_whole_where_rows_move_with_others(strategy, name):
+    class OfAllRows(keras.optimizers.SGD):
+        def apply(self, grads, variables=None):
+            norm = sum(keras.ops.sum(keras.ops.square(each)) for each in grads)
+            moved = [each + 1e-3 * keras.ops.minimum(norm, 1.0) for each in grads]
+            return super().apply(moved, variables)
+
+    later = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.0, 0.05])
+    optimizers = {
+        "of all rows": lambda: OfAllRows(0.1),
+        "decay later": lambda: keras.optimizers.SGD(later, weight_decay=0.1),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zstrat.integrations.keras.embeddings.LARGE", 8)
+
+        def made():
+            return towers(layers.Embedding, optimizers[name]())
+
+        with pytest.warns(zs.KerasWarning, match=r"zs\.keras\.Embedding"):
+            model, history = fitted(made, strategy)
+        plain, expected = fitted(made)
+    require_equal(model, plain, history, expected)

@@ -163,10 +163,14 @@ class ServerTraining(Training):
             )
 
     def on_servers(self) -> dict[str, Any]:
-        """Returns the variables, which it creates, and the optimizer."""
+        """Returns the variables, which it creates, and the optimizer. The order of
+        variables is the model's, whatever is trainable."""
         self.enter_state(counts=False)
         self._make_optimizer()
-        return {"variables": self.variables, "optimizer": self.optimizer}
+        places = {id(each): n for n, each in enumerate(self.model.variables)}
+        known = list(zip(self.keras_variables, self.variables, strict=True))
+        known.sort(key=lambda pair: places.get(id(pair[0]), len(places)))
+        return {"variables": [own for _, own in known], "optimizer": self.optimizer}
 
     def wait(self) -> None:
         self._coordinator.join()

@@ -27,8 +27,8 @@ LARGE: Final = 64 << 20
 but its cost."""
 
 _STAND_IN_ROWS: Final = 251
-"""Of the variable that stands for a `zs.HashTable` in a model: a number by which what
-an optimizer keeps for it is told from what it keeps for others."""
+"""Rows of the variable that stands for a `zs.HashTable` in a model: any number above 1
+does, as updates are traced for any number of rows."""
 
 _is_building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
 """Whether a model is called for its shapes alone."""

@@ -144,23 +144,22 @@ class OptimizerState:
         rows, optimizer = update.rows[number], self._optimizer
         if rows is None or rows < ROWS or trained[number].constraint is not None:
             return False
-        if optimizer.gradient_accumulation_steps:
+        # Decay may begin with a later step (a schedule), or be for some variables.
+        if optimizer.gradient_accumulation_steps or optimizer.weight_decay:
             return False
 
         def drawn(kind: Kind, least: float) -> np.ndarray:
             return rng.uniform(least, 2, kind.shape).astype(kind.dtype)
 
-        values = [
-            drawn(Kind((2, *v.shape[1:]) if v.shape else (), v.dtype), -2)
-            for v in trained
-        ]
+        kinds = [Kind((2, *v.shape[1:]) if v.shape else (), v.dtype) for v in trained]
+        values, grads = ([drawn(kind, -2) for kind in kinds] for _ in range(2))
+        grads[number][1] = 0  # others have gradients
         sizes = {name: 2 for name in update.rows if name is not None}
         state = [drawn(at(kind, sizes), 1) for kind, _ in update.first]
-        zeros = list(map(np.zeros_like, values))
-        moves, after = update.update(zeros, state, values, learning_rate=0.5)
+        moves, after = update.update(grads, state, values, learning_rate=0.5)
         own = [n for n, (kind, _) in enumerate(update.first) if rows in kind.shape]
-        return not np.any(moves[number]) and all(
-            np.array_equal(after[n], state[n]) for n in own
+        return not np.any(moves[number][1]) and all(
+            np.array_equal(after[n][1], state[n][1]) for n in own
         )
 
     def is_fresh(self) -> bool:

@@ -22,6 +22,10 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
     ``on_ps_loss="restore"`` a server that is lost in `fit` is filled from it, and `fit`
     goes on; steps since the last epoch are lost then, but stay in its metrics.
 
+    Not saved is what this process has: a learning rate that was assigned, the number of
+    epochs (``initial_epoch``), and what callbacks assign to the model at the end of the
+    same epoch.
+
     Args:
         directory: All servers have to see it, or each writes to its own disk.
         max_to_keep: How many epochs are kept.
@@ -74,7 +78,11 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
                     "directory"
                 )
             self.manager, self._saved = manager, int(found.rpartition("-")[2])
-            self.restore()
+            try:
+                self.restore()
+            except BaseException:  # to the caller, and the next fit is the first again
+                self.manager = None
+                raise
             return
         self.manager = manager
         self._save()
