@@ -313,7 +313,7 @@ def test_padding_that_does_not_fit(options, error, words):
     assert batch.tolist() == [["a", "<pad>"], ["b", "c"]]
     days = [np.array(["2020-01-01"], "M8[D]"), np.array(["2020-01-01"] * 2, "M8[D]")]
     (batch,) = Dataset.from_generator(lambda: days).padded_batch(
-        2, padding_values=np.datetime64("NaT")
+        2, padding_values=np.datetime64("NaT", "D")
     )
     assert np.isnat(batch).tolist() == [[False, True], [False, False]]
     for value in (1j, 1 + 0j, 1e39):  # no 0 and no inf
