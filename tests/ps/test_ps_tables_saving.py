@@ -289,6 +289,39 @@ async def test_changes_since_a_cut_are_read():
                 await one.ask(asked)
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+async def test_no_cut_is_known_after_a_load_that_brought_no_rows(tmp_path, is_sent):
+    async with servers(2, **FOLLOWS) as (one, empty):
+        await one.ask(training(np.random.default_rng(2), 0))
+        await one.copies.attach()
+        cut = one.store.variables[1].table.cut
+        if is_sent:
+            none = np.empty((0, WIDTH), "f4")
+            arrays, leaf = (np.empty(0, np.int64), none), [TableLeaf(0, "", True)]
+            await one.ask(StoreTable(SESSION, 1, True, leaf, arrays))
+        else:
+            files = [(tmp_path / "a", await empty.save(tmp_path / "a"))]
+            await one.load(0, BUCKETS, files)
+        now = one.store.variables[1].table.cut
+        primary = one.copies.primary
+        for backup in None, one.copies.backup:
+            if backup is not None:
+                await one.copies.promote()
+                one.copies.primary = backup
+            assert one.store.variables[1].cell.shape[0] == 0
+            for asked in (
+                PullTable(SESSION, 1, 0, BUCKETS, cut),
+                PinSnapshot(SESSION, 1, [1], [1], since=[cut]),
+            ):
+                with pytest.raises(InvalidArgumentError, match="'t1'"):
+                    await one.ask(asked)
+            ids, _, removed, (cut_now,) = (
+                await one.ask(PullTable(SESSION, 1, 0, BUCKETS, now))
+            ).arrays
+            assert (len(ids), len(removed), cut_now) == (0, 0, now)
+        one.copies.primary = primary
+
+
 async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
     rng = np.random.default_rng(2)
     async with servers(2) as (one, other):

@@ -149,8 +149,10 @@ class TableLoading:
     def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
         """Writes a slot that has no rows."""
         cell = self._cell(leaf)
-        if leaf in (_CLOCK, _CUT):  # parts of a table may have had other pushes
+        if leaf == _CLOCK:  # parts of a table may have had other pushes
             value = np.maximum(cell.look(), value)
+        if leaf == _CUT:  # of the primary, whose removed ids did not come along
+            value = value[[0, 0]]
         cell.overwrite()[...] = value
         cell.settle()
         self._fill(leaf, 0, 1)
@@ -160,8 +162,9 @@ class TableLoading:
         held, target = self._held, self._target
         if self.replaces and whole:
             assert target.table is not None
-            cut = target.table.cut
-            target.table.set_cut(cut, cut)  # what was before is not known
+            # What was before is not known, even if no rows came.
+            cut = target.table.cut + 1
+            target.table.set_cut(cut, cut)
             held.cell, held.table, held.slots = target.cell, target.table, target.slots
         if whole or not self.replaces:
             held.version += 1
