@@ -12,6 +12,8 @@ from ps_tables import (
     UNIFORM,
     WIDTH,
     beginning,
+    creation,
+    entry,
     eviction,
     first_rows,
     in_order,
@@ -353,6 +355,23 @@ async def test_counts_of_a_sketch_that_are_sent_again_are_there_once():
         assert len(waiting) == len(kept) == len(arrays[0])
         for name, counters in zip(*arrays, strict=True):
             np.testing.assert_array_equal(kept[int(name)], counters)
+
+
+async def test_a_table_of_another_name_and_seed_goes_on_with_the_counts(tmp_path):
+    rules, ids = {"gradients": 3, "sketch": 64}, in_order(range(500))
+    push = [Update(1, ROWS, 1, 2)], (ids, np.ones((500, WIDTH), "f4"))
+    async with servers(1, **rules) as (one,):
+        for number in range(2):
+            await one.ask(Push(SESSION, number, 0, 0, *push))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+    other = Server(**rules)
+    created = entry(1, **rules)._replace(name="other", seed=77)
+    for asked in creation(SESSION, created), *beginning(**rules)[1:]:
+        await other.ask(asked)
+    await other.load(0, BUCKETS, files, leaves=("", ".counts"))
+    await other.ask(Push(SESSION, 5, 0, 0, *push))
+    assert other.store.variables[1].cell.shape[0] == 500
+    await other.copies.close()
 
 
 async def test_rows_that_are_sent_are_added_or_replace_all():

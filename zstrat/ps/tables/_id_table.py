@@ -79,7 +79,7 @@ class IdTable(IndexedIds):
         self.waiting: WaitingIds | Sketch | None = None
         """Ids without rows; None if all are born at once."""
         if entry.gradients > 1 and entry.sketch:
-            self.waiting = Sketch(entry.gradients, entry.sketch, entry.seed, who)
+            self.waiting = Sketch(entry.gradients, entry.sketch, who)
         elif entry.gradients > 1:
             self.waiting = WaitingIds(entry.gradients, who)
         self.changed: GrowingCell | None = None
