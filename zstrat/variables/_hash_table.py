@@ -373,8 +373,10 @@ class HashTable(AbstractVariable):
         removed until the next call: let one reader call it.
 
         Raises:
-            InvalidArgumentError: The table was restored since that cut, so its
-                changes are no longer known: call it without a cut.
+            InvalidArgumentError: It is not known what has changed since that cut: the
+                table was restored, or its server was; more ids were removed than
+                servers note, or another reader has got them; or the cut is of another
+                run of the program. Call it without a cut.
             ValueError: The table was created without ``follow_changes=True``, or for
                 another number of servers.
             RuntimeError: In a step.

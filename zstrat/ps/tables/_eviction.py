@@ -85,7 +85,7 @@ class Eviction(NamedTuple):
             return _taken(ids, ages >= self.limit)
         if self.rule is EvictionRule.AGE:
             last = uses[:, 0].take(rows).astype(np.int64)
-            return _taken(ids, last <= table.pushes_until(self.limit))
+            return _taken(ids, last <= table.clock_at(self.limit))
         column = 0 if self.rule is EvictionRule.RECENT else 1
         gone = least(uses[:, column].take(rows), len(ids) - int(self.limit))
         return ids.take(gone)
