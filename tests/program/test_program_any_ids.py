@@ -354,6 +354,8 @@ def test_padding_is_not_looked_up_and_not_updated(rows, optimizer):
     assert created == set(IDS[mask].tolist())
     zeros = zs.embedding_lookup(rows.table, np.array([ABSENT]))
     np.testing.assert_array_equal(zeros, np.zeros((1, 2)))
+    with pytest.raises(ValueError, match=str(ABSENT)):
+        rows.table.assign([3, ABSENT], np.ones((2, 2), np.float32))
 
 
 MASK = np.array([True, False, True, True])
