@@ -164,9 +164,9 @@ class Widened:
             program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             consts = program.consts if isinstance(program, ClosedJaxpr) else ()
             self._calls.append(eqn)
-            made = self._run(inner, consts, given)
+            outputs = self._run(inner, consts, given)
             self._calls.pop()
-            return made
+            return outputs
         if is_wide:
             given = self._fitted(eqn, given)
         mask = 0
