@@ -238,9 +238,8 @@ class IdTable(IndexedIds):
         row now."""
         assert self.gone is not None
         ids, places = self.gone.index.items(first, last)
-        ids = ids[self.gone.numbers.look().take(places) > cut]
-        found: np.ndarray = ids[self.index.rows(ids) == NO_ROW]
-        return found
+        ids = ids.compress(self.gone.numbers.look().take(places) > cut)
+        return ids.compress(self.index.rows(ids) == NO_ROW)
 
     def are_lucky(self, ids: np.ndarray) -> np.ndarray:
         """Returns which ids may be born: for each the same at any time, by a coin of

@@ -81,10 +81,6 @@ class IdIndex:
         self._most = (2**self._shifts * _LIMITS).astype(np.int64)
         self._used = np.zeros(BUCKETS, np.int64)
         """Records that are not empty, by bucket: those that were removed, too."""
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     @property
     def nbytes(self) -> int:
@@ -112,14 +108,11 @@ class IdIndex:
         if full.size:
             self._grow(full, added[full])
         self._put(ids, rows + 1, hashes, buckets)
-        self._count += len(ids)
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
         """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
         at, rows = self._find(ids)
-        there = rows >= 0
-        self._words[at[there], 1] = _REMOVED
-        self._count -= int(there.sum())
+        self._words[at[rows >= 0], 1] = _REMOVED
         return rows
 
     def move(self, ids: np.ndarray, rows: np.ndarray) -> None:
