@@ -372,6 +372,9 @@ async def test_a_table_of_another_name_and_seed_goes_on_with_the_counts(tmp_path
     await other.ask(Push(SESSION, 5, 0, 0, *push))
     assert other.store.variables[1].cell.shape[0] == 500
     await other.copies.close()
+    async with servers(1, gradients=3, sketch=128) as (larger,):
+        with pytest.raises(InvalidArgumentError, match="admission="):
+            await larger.load(0, BUCKETS, files, leaves=("", ".counts"))
 
 
 async def test_rows_that_are_sent_are_added_or_replace_all():

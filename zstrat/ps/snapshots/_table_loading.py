@@ -43,6 +43,7 @@ _GONE: Final = TableLeaf(0, GONE, True)
 """Ids that go, if they are there: their rows are these ids again."""
 _OWN: Final = (VALUE, _USES, _CLOCK, _TIMES, _COUNTS, _CHANGED, _CUT, _GONE)
 _APART: Final = (_COUNTS, _GONE)
+_SAME_RULES: Final = "create the table with the same admission= and eviction= as there"
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that are read, and sent to a backup, at a time."""
@@ -242,8 +243,7 @@ class TableLoading:
             if cell is None:
                 raise NotFoundError(
                     f"{self._target.cell.who} keeps no {leaf.leaf!r}, which the "
-                    "checkpoint has: create the table with the same admission= and "
-                    "eviction= as there"
+                    f"checkpoint has: {_SAME_RULES}"
                 )
             return cell
         slots = self._target.slots[leaf.optimizer]
@@ -271,6 +271,7 @@ class TableLoading:
                 f"{self._target.cell.who}{place}: expected {cell.dtype.name}"
                 f"{list(shape)}{' for each id' if leaf.rows else ''}, got {kind.what}, "
                 f"{kind.dtype.name}{list(kind.shape)}"
+                f"{f': {_SAME_RULES}' if leaf == _COUNTS else ''}"
             )
 
 
