@@ -1,5 +1,5 @@
 """Cases of tables of any id: against a partitioned variable of the same rows, deltas,
-and rows that are on the disk."""
+rows that are on the disk, and their index."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.case import Case, Reading, cluster
+from zstrat.memory import Reserve
+from zstrat.ps.tables import IdIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,8 +133,6 @@ def _files(folder: str) -> dict[int, int]:
 def cold_rows() -> Reading:
     """Microseconds for each of 4,096 random rows that a server has in a file and the
     machine not in memory, beside those that it has."""
-    from zstrat.memory import Reserve
-
     with _on_disk() as folder:
         reserve = Reserve(ROWS * WIDTH, np.dtype(np.float32), Path(folder))
         table = reserve.array.reshape(ROWS, WIDTH)
@@ -150,6 +150,46 @@ def cold_rows() -> Reading:
             table.take(some, 0)
             times[is_cold].append((time.perf_counter() - began) / IDS * 1e6)
     return Reading(*[statistics.median(times[each]) for each in (True, False)])
+
+
+def index_growth() -> Reading:
+    """Milliseconds of CPU time of all but 1 % of insertions of 4,096 ids each, beside
+    half of them. Memory that the machine has not used before is dearest."""
+    index, ids = IdIndex(), _distinct(MANY)
+    costs: list[float] = []
+    for start in range(0, MANY, IDS):
+        some = ids[start : start + IDS]
+        rows = np.arange(start, start + len(some))
+        began = time.thread_time()
+        index.insert(some, rows)
+        costs.append((time.thread_time() - began) * 1e3)
+    return Reading(*[float(np.quantile(costs, share)) for share in (0.99, 0.5)])
+
+
+def index_lookups() -> Reading:
+    """Nanoseconds of CPU time for each of 10,000 sorted distinct ids among 10 million,
+    beside numpy's take of as many records."""
+    index, ids = IdIndex(), _distinct(10_000_000)
+    index.insert(ids, np.arange(len(ids)))
+    records, rng = np.zeros((len(ids), 2), np.int64), np.random.default_rng(1)
+    costs: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(400):
+        rows = np.sort(rng.choice(len(ids), 10_000, replace=False))
+        some, is_ours = np.sort(ids[rows]), turn % 2 == 0
+        began = time.thread_time()
+        if is_ours:
+            index.rows(some)
+        else:
+            records.take(rows, 0)
+        costs[is_ours].append((time.thread_time() - began) * 1e9 / len(rows))
+    return Reading(*[statistics.median(costs[each]) for each in (True, False)])
+
+
+def _distinct(count: int) -> np.ndarray:
+    """Returns ids in any order."""
+    rng = np.random.default_rng(0)
+    ids = np.unique(rng.integers(-(2**62), 2**62, count + 1000))[:count]
+    return rng.permutation(ids)
 
 
 def _page_out(array: np.ndarray) -> None:
@@ -206,6 +246,22 @@ CASES = [
         1000,
         "rows that are in memory",
         cold_rows,
+        lower=True,
+    ),
+    Case(
+        "insertion of 4096 into an index of any id that grows to 4M, p99",
+        "ms",
+        5,
+        "half of the insertions take less",
+        index_growth,
+        lower=True,
+    ),
+    Case(
+        "lookup of one of 10k sorted ids in an index of any id, 10M",
+        "ns",
+        50,
+        "numpy's take of as many records",
+        index_lookups,
         lower=True,
     ),
 ]

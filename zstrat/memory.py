@@ -4,14 +4,20 @@ place. Needs only numpy, as it is used where jax is not loaded.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
+import threading
 from pathlib import Path
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _BYTE: Final = np.dtype(np.uint8)
 
@@ -56,6 +62,27 @@ _RESERVED: Final = 2**36
 If the machine refuses, a quarter is requested, repeatedly. An array that needs more is
 copied to a reservation of twice its size."""
 
+_AT_ONCE: Final = 8
+"""Huge pages that are added ahead at a time, at most."""
+
+_POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE of Linux 5.14, which Python does not name."""
+
+
+def _populate(
+    memory: mmap.mmap, address: int, pages: Sequence[int], turn: threading.Lock
+) -> None:
+    """Adds pages to memory, whose content stays. mmap.madvise would hold the
+    interpreter's lock for as long as that takes."""
+    try:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for page in pages:  # a kernel that cannot, or a lack of memory, changes nothing
+            madvise(address + page * HUGE_PAGE, HUGE_PAGE, _POPULATE_WRITE)
+        del memory  # which has kept them mapped
+    finally:
+        turn.release()
+
 
 @final
 class Reserve:
@@ -79,6 +106,9 @@ class Reserve:
         self._whole = np.frombuffer(self._memory, np.uint8)
         self._allocate(size * dtype.itemsize)
         self.array = self._whole[: size * dtype.itemsize].view(dtype)
+        self._populated: set[int] = set()
+        self.populating = threading.Lock()
+        """Held by the thread of `populate`, which ends when it has added its pages."""
 
     def grow(self, size: int) -> None:
         """Extends ``array`` to ``size`` elements, if it has fewer.
@@ -97,7 +127,28 @@ class Reserve:
             whole = np.frombuffer(self._memory, np.uint8)
             whole[: self.array.nbytes] = self.array.view(np.uint8)
             self._whole = whole
+            self._populated.clear()
         self.array = self._whole[:nbytes].view(self._dtype)
+
+    def populate(self, pages: Iterable[int]) -> None:
+        """Adds huge pages, which may be beyond ``array``, before they are written. That
+        is done on a thread, as a page that the machine has not used before takes 5 ms;
+        nothing is done while earlier ones are being added, nor in a file.
+
+        Args:
+            pages: Their numbers: page n has the bytes from n * `HUGE_PAGE`.
+        """
+        last = len(self._whole) // HUGE_PAGE
+        new = [x for x in pages if x < last and x not in self._populated][:_AT_ONCE]
+        if not new or self._file or not self.populating.acquire(blocking=False):
+            return
+        args = self._memory, self._whole.ctypes.data, new, self.populating
+        try:
+            # Without the wait for its first instruction that `threading` adds.
+            _thread.start_new_thread(_populate, args)
+        except RuntimeError:  # no more threads, or the process ends
+            self.populating.release()
+        self._populated.update(new)
 
     def release(self, start: int, size: int) -> None:
         """Returns the whole pages of elements, which are zero, to the machine."""
@@ -110,6 +161,8 @@ class Reserve:
                 gone = mmap.MADV_REMOVE
                 self._file.allocated = min(self._file.allocated, first)
             self._memory.madvise(gone, first, last - first)
+            pages = range(first // HUGE_PAGE, -(-last // HUGE_PAGE))
+            self._populated.difference_update(pages)
 
     def _allocate(self, nbytes: int) -> None:
         if self._file is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -244,16 +246,38 @@ def test_ids_that_a_step_returns_are_warned_of(rows):
     np.testing.assert_array_equal(returned, LOW)
 
 
-def test_an_operation_that_is_not_known_takes_ids_of_32_bits_only(rows):
+def added(state, i):
+    return i, i + state
+
+
+FLOWS = {
+    "scan": lambda ids: jax.lax.scan(added, jnp.zeros((), jnp.int32), ids)[1],
+    "while": lambda ids: jax.lax.while_loop(
+        lambda state: state[0] < 2, lambda s: (s[0] + 1, s[1] * 2), (0, ids)
+    )[1],
+    "cond": lambda ids: jax.lax.cond(ids[0] > 0, lambda i: i + 1, lambda i: -i, ids),
+    "scan of jax": lambda ids: ids + jnp.searchsorted(jnp.sort(ids), ids),
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_an_operation_that_is_not_known_takes_ids_of_32_bits_only(rows, flow):
+    """An error names the line; jax knows none of its own code."""
+
     @zs.function
     def step(ids):
-        _, moved = jax.lax.scan(lambda c, i: (i, i + c), jnp.zeros((), jnp.int32), ids)
-        return zs.embedding_lookup(rows.table, moved)
+        return zs.embedding_lookup(rows.table, FLOWS[flow](ids))
 
     small = np.array([5, 6, 7], np.int64)
-    np.testing.assert_array_equal(step(small), rows.get(np.array([5, 11, 13])))
-    with pytest.raises(ValueError, match=str(IDS[0, 0])):
+    wanted = np.asarray(FLOWS[flow](jnp.asarray(small)), np.int64)
+    np.testing.assert_array_equal(step(small), rows.get(wanted))
+    lines, first = inspect.getsourcelines(FLOWS[flow])
+    with pytest.raises(ValueError, match=str(IDS[0, 0])) as refused:
         step(IDS[0])
+    (line,) = re.findall(
+        rf"'{flow.split()[0]}' at {__file__}:(\d+)", str(refused.value)
+    )
+    assert int(line) in range(first, first + len(lines))
 
 
 def test_gradients_create_rows(rows, optimizer):
@@ -330,6 +354,8 @@ def test_padding_is_not_looked_up_and_not_updated(rows, optimizer):
     assert created == set(IDS[mask].tolist())
     zeros = zs.embedding_lookup(rows.table, np.array([ABSENT]))
     np.testing.assert_array_equal(zeros, np.zeros((1, 2)))
+    with pytest.raises(ValueError, match=str(ABSENT)):
+        rows.table.assign([3, ABSENT], np.ones((2, 2), np.float32))
 
 
 MASK = np.array([True, False, True, True])

@@ -173,5 +173,5 @@ def content(store):
     ]:
         rows = index.rows(ids.look())
         np.testing.assert_array_equal(rows, np.arange(len(rows)))
-        assert len(index) == len(rows)
+        assert len(index.items()[0]) == len(rows)
     return found

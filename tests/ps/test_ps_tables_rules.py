@@ -296,8 +296,8 @@ def test_times_that_are_noted_are_few_and_none_too_early():
         push_to(store, timing(number, before[-1][0], age))
     for time in range(1200):
         wanted = max([count for at, count in before if at <= time], default=-1)
-        assert table.pushes_until(float(time)) <= wanted
-    assert wanted - table.pushes_until(1199.0) <= 2 * (3000 / 128 + 1)
+        assert table.clock_at(float(time)) <= wanted
+    assert wanted - table.clock_at(1199.0) <= 2 * (3000 / 128 + 1)
 
 
 def test_a_row_that_was_assigned_is_as_old_as_that():

@@ -12,6 +12,8 @@ from ps_tables import (
     UNIFORM,
     WIDTH,
     beginning,
+    creation,
+    entry,
     eviction,
     first_rows,
     in_order,
@@ -289,6 +291,39 @@ async def test_changes_since_a_cut_are_read():
                 await one.ask(asked)
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+async def test_no_cut_is_known_after_a_load_that_brought_no_rows(tmp_path, is_sent):
+    async with servers(2, **FOLLOWS) as (one, empty):
+        await one.ask(training(np.random.default_rng(2), 0))
+        await one.copies.attach()
+        cut = one.store.variables[1].table.cut
+        if is_sent:
+            none = np.empty((0, WIDTH), "f4")
+            arrays, leaf = (np.empty(0, np.int64), none), [TableLeaf(0, "", True)]
+            await one.ask(StoreTable(SESSION, 1, True, leaf, arrays))
+        else:
+            files = [(tmp_path / "a", await empty.save(tmp_path / "a"))]
+            await one.load(0, BUCKETS, files)
+        now = one.store.variables[1].table.cut
+        primary = one.copies.primary
+        for backup in None, one.copies.backup:
+            if backup is not None:
+                await one.copies.promote()
+                one.copies.primary = backup
+            assert one.store.variables[1].cell.shape[0] == 0
+            for asked in (
+                PullTable(SESSION, 1, 0, BUCKETS, cut),
+                PinSnapshot(SESSION, 1, [1], [1], since=[cut]),
+            ):
+                with pytest.raises(InvalidArgumentError, match="'t1'"):
+                    await one.ask(asked)
+            ids, _, removed, (cut_now,) = (
+                await one.ask(PullTable(SESSION, 1, 0, BUCKETS, now))
+            ).arrays
+            assert (len(ids), len(removed), cut_now) == (0, 0, now)
+        one.copies.primary = primary
+
+
 async def test_a_snapshot_has_the_rows_of_its_moment(tmp_path):
     rng = np.random.default_rng(2)
     async with servers(2) as (one, other):
@@ -320,6 +355,26 @@ async def test_counts_of_a_sketch_that_are_sent_again_are_there_once():
         assert len(waiting) == len(kept) == len(arrays[0])
         for name, counters in zip(*arrays, strict=True):
             np.testing.assert_array_equal(kept[int(name)], counters)
+
+
+async def test_a_table_of_another_name_and_seed_goes_on_with_the_counts(tmp_path):
+    rules, ids = {"gradients": 3, "sketch": 64}, in_order(range(500))
+    push = [Update(1, ROWS, 1, 2)], (ids, np.ones((500, WIDTH), "f4"))
+    async with servers(1, **rules) as (one,):
+        for number in range(2):
+            await one.ask(Push(SESSION, number, 0, 0, *push))
+        files = [(tmp_path / "a", await one.save(tmp_path / "a"))]
+    other = Server(**rules)
+    created = entry(1, **rules)._replace(name="other", seed=77)
+    for asked in creation(SESSION, created), *beginning(**rules)[1:]:
+        await other.ask(asked)
+    await other.load(0, BUCKETS, files, leaves=("", ".counts"))
+    await other.ask(Push(SESSION, 5, 0, 0, *push))
+    assert other.store.variables[1].cell.shape[0] == 500
+    await other.copies.close()
+    async with servers(1, gradients=3, sketch=128) as (larger,):
+        with pytest.raises(InvalidArgumentError, match="admission="):
+            await larger.load(0, BUCKETS, files, leaves=("", ".counts"))
 
 
 async def test_rows_that_are_sent_are_added_or_replace_all():

@@ -131,6 +131,10 @@ def test_changes_behind_a_lost_server_are_not_taken_for_those_before(local, tmp_
         world.push(*ids)
         manager.save()
         cut = world.table.changes().cut
+        for wrong in 5, ("a", "b"), [0.5] * len(cut):
+            with pytest.raises(TypeError, match="since"):
+                world.table.changes(wrong)
+        assert world.table.changes(np.array(cut)).cut == cut
         local.kill("ps:0")
         local.restart("ps:0")
         for turn in range(6):  # as many changes as the table had before

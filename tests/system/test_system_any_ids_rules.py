@@ -292,10 +292,18 @@ def test_rules_that_are_not_are_refused():
     ):
         with pytest.raises(ValueError, match="expected"):
             wrong()
-    with pytest.raises(TypeError, match="admission"):
-        zs.HashTable(2, admission=3)
-    with pytest.raises(TypeError, match="eviction"):
-        zs.HashTable(2, eviction="lru")
+    for name, value in {
+        "admission": 3,
+        "eviction": "lru",
+        "follow_changes": "yes",
+        "trainable": 1,
+        "name": 5,
+        "seed": 1.5,
+    }.items():
+        with pytest.raises(TypeError, match=name):
+            zs.HashTable(2, **{name: value})
+    with pytest.raises(ValueError, match="65536"):
+        zs.HashTable(2**40)
 
 
 def test_a_table_without_a_rule_says_so(local):

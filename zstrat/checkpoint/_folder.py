@@ -199,9 +199,7 @@ class CheckpointFolder:
                 os.mkdir(path)
                 self._is_new = True
         self._lock = FolderLock(os.path.join(path, LOCK))
-        if self._is_new:
-            sync_folder(os.path.dirname(path))
-        else:
+        if not self._is_new:
             self._sweep()
 
     def part(self, name: str) -> str:
@@ -225,6 +223,10 @@ class CheckpointFolder:
 
         Raises: As `Manifest.commit`.
         """
+        if self._is_new:
+            # Here it costs little: with the files the disk got most names.
+            with blamed(self.path, "writing"):
+                sync_folder(os.path.dirname(self.path))
         manifest.commit(self.path, self.mark)
 
     def close(self) -> None:

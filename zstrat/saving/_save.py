@@ -22,7 +22,7 @@ from zstrat.variables import HashTable
 from ._load import remember_saved
 from ._operation import FileThread, ProgressBar, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
-from ._tables import with_base
+from ._tables import taken_from, with_base
 from ._tensors import logical_tensors, plain_graph
 from ._windows import PinnedWindows, WorkerLostError
 
@@ -193,6 +193,8 @@ async def _write(
     base: Base | None,
 ) -> Manifest:
     logicals = logical_tensors(graph, pinned)
+    # Before anything is written: the checkpoint may have to be a whole one.
+    taken = None if base is None else await disk(taken_from, base, logicals)
     parts = _parts(logicals)
     seen = await disk(folder.show)
     total = sum(logical.nbytes for logical in logicals)
@@ -216,7 +218,9 @@ async def _write(
     about = {"zstrat": __version__, "saved_at": time.time(), **metadata}
     tensors = {logical.name: logical.stored(where) for logical in logicals}
     made = Manifest(tensors, files, plain_graph(graph, logicals, states), about)
-    return made if base is None else await disk(with_base, made, base, folder, logicals)
+    if base is None or taken is None:
+        return made
+    return await disk(with_base, made, base, *taken, folder)
 
 
 def _parts(

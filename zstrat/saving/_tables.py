@@ -93,34 +93,49 @@ async def cuts_of(graph: Graph) -> dict[int, int]:
     return cuts
 
 
-def with_base(
-    manifest: Manifest,
-    base: Base,
-    folder: CheckpointFolder,
-    logicals: Iterable[Logical],
-) -> Manifest:
-    """Adds the rows of a base to the tables of a checkpoint that is being written, and
-    links its files. Blocks.
+def taken_from(
+    base: Base, logicals: Iterable[Logical]
+) -> tuple[Manifest, list[Logical]]:
+    """Returns the manifest of a base, and of which tensors it has the other rows.
+    Blocks.
 
     Raises:
-        DataLossError, NotFoundError, OSError: The base is gone, or has no slots that
-            there are now, or cannot be linked.
+        DataLossError, NotFoundError: The base is gone, or has no slots that there are
+            now.
     """
-    before = Manifest.of(base.path)
-    tensors, files = dict(manifest.tensors), dict(manifest.files)
-    names: dict[str, str] = {}
+    before, taken = Manifest.of(base.path), []
     for logical in logicals:
         components = logical.variable.value.components
         follows = all(part.spec.key in base.cuts for part in components)
         if not (follows and logical.by_rows and logical.leaf not in _WHOLE):
             continue
-        old = before.tensors.get(logical.name)
-        if old is None:  # an optimizer without tree could not begin the others
+        if logical.name not in before.tensors:
+            # An optimizer without tree could not begin the others.
             raise NotFoundError(
                 f"{base.path} has no {logical.name!r}: its optimizer made the first "
                 "update after that"
             )
-        pieces = base.pieces_of(old)
+        taken.append(logical)
+    return before, taken
+
+
+def with_base(
+    manifest: Manifest,
+    base: Base,
+    before: Manifest,
+    taken: Iterable[Logical],
+    folder: CheckpointFolder,
+) -> Manifest:
+    """Adds the rows of a base (`taken_from`) to the tables of a checkpoint that is
+    being written, and links its files. Blocks.
+
+    Raises:
+        OSError: The files are gone, or cannot be linked.
+    """
+    tensors, files = dict(manifest.tensors), dict(manifest.files)
+    names: dict[str, str] = {}
+    for logical in taken:
+        pieces = base.pieces_of(before.tensors[logical.name])
         for piece in pieces:
             if piece.file not in names:
                 names[piece.file] = folder.part(f"base-{len(names)}")

@@ -50,8 +50,8 @@ COUNTS: Final = ".counts"
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
 TIMES: Final = ".times"
-"""The times when rows had gradients, the number of pushes up to now, and up to some
-times."""
+"""The clock at the last gradient of each row, the clock, which counts pushes and noted
+times, and the noted times with the clock at each."""
 
 GONE: Final = ".gone"
 """Ids that were removed since another checkpoint, of which this one is a difference."""

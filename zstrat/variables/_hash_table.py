@@ -20,7 +20,7 @@ import numpy as np
 
 from zstrat.ids import BUCKETS, IdGenerator, hashes_of
 from zstrat.initializers import Initializer, uniform
-from zstrat.wire import EvictionRule, UpdateOp
+from zstrat.wire import TABLE_ROW_BYTES, EvictionRule, UpdateOp
 
 from . import _convert
 from ._abstract import AbstractVariable
@@ -28,7 +28,7 @@ from ._creator import TableRequest, create_table
 from ._rows import integers
 from ._spec import VariableSpec
 from ._storage import KeepsTables, update_all, update_all_async
-from ._table import IndexedSlices, Table, TableLayout
+from ._table import ABSENT, IndexedSlices, Table, TableLayout
 from ._tracing import recorder, refuse_read, refuse_update
 from .admission import Admission
 from .eviction import Eviction
@@ -89,8 +89,10 @@ class HashTable(AbstractVariable):
 
     Raises:
         ValueError: It is not created in the scope of a strategy with parameter servers,
-            or the initializer does not make rows of single ids in this dtype.
-        TypeError: ``initializer`` is not one of `zs.initializers`.
+            the initializer does not make rows of single ids in this dtype, or rows are
+            empty or have more than 65,536 bytes.
+        TypeError: ``initializer`` is not one of `zs.initializers`, or another argument
+            has another type.
     """
 
     __slots__ = (
@@ -116,6 +118,8 @@ class HashTable(AbstractVariable):
         name: str | None = None,
     ) -> HashTable:
         name = "HashTable" if name is None else name
+        if not isinstance(name, str):
+            raise TypeError(f"table name={name!r:.80}: expected a str")
         row = _row_shape(dim, name)
         rows = uniform(-0.05, 0.05) if initializer is None else initializer
         if not isinstance(rows, Initializer):
@@ -126,10 +130,15 @@ class HashTable(AbstractVariable):
         kind = _convert.as_dtype("float32" if dtype is None else dtype, name)
         _require_rows(rows, row, kind, name)
         _require_rules(admission, eviction, name)
+        for flag, value in ("follow_changes", follow_changes), ("trainable", trainable):
+            if not isinstance(value, bool | np.bool_):
+                raise TypeError(
+                    f"table {name!r}: {flag}={value!r:.80}: expected True or False"
+                )
         seed = _mixed(seed, name)
-        rules = admission, eviction, follow_changes
+        rules = admission, eviction, bool(follow_changes)
         made: HashTable = create_table(
-            TableRequest(row, kind, rows, seed, name, trainable, *rules)
+            TableRequest(row, kind, rows, seed, name, bool(trainable), *rules)
         )
         return made
 
@@ -214,7 +223,7 @@ class HashTable(AbstractVariable):
         are new; of an id that occurs twice the last one. Outside of steps.
 
         Raises:
-            ValueError: Shapes or dtypes do not fit.
+            ValueError: Shapes or dtypes do not fit, or an id is that of padding.
             RuntimeError: In a step.
         """
         return self.scatter_update(self._assigned(ids, values))
@@ -373,10 +382,13 @@ class HashTable(AbstractVariable):
         removed until the next call: let one reader call it.
 
         Raises:
-            InvalidArgumentError: The table was restored since that cut, so its
-                changes are no longer known: call it without a cut.
+            InvalidArgumentError: It is not known what has changed since that cut: the
+                table was restored, or its server was; more ids were removed than
+                servers note, or another reader has got them; or the cut is of another
+                run of the program. Call it without a cut.
             ValueError: The table was created without ``follow_changes=True``, or for
                 another number of servers.
+            TypeError: ``since`` is not a cut.
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
@@ -386,11 +398,19 @@ class HashTable(AbstractVariable):
                 "follow_changes=True"
             )
         count = len(self._components)
-        if since is not None and len(since) != count:
-            raise ValueError(
-                f"{self._table} has {count} parts, and the cut is of {len(since)}: "
-                "call changes() without a cut"
-            )
+        if since is not None:
+            try:
+                since = tuple(map(operator.index, since))
+            except TypeError:
+                raise TypeError(
+                    f"changes(since={since!r:.80}) of {self._table}: expected the cut "
+                    "of an earlier call, changes().cut, or None"
+                ) from None
+            if len(since) != count:
+                raise ValueError(
+                    f"{self._table} has {count} parts, and the cut is of {len(since)}: "
+                    "call changes() without a cut"
+                )
         # Before anything is read: what changes meanwhile comes again.
         sizes = self._sizes()
         found = [self._nothing()]
@@ -454,6 +474,11 @@ class HashTable(AbstractVariable):
             raise ValueError(
                 f"cannot assign rows of {self._table}: expected values "
                 f"{list(wanted)}, one row for each id, got {list(given)}"
+            )
+        if (vector == ABSENT).any():
+            raise ValueError(
+                f"cannot assign a row of id {ABSENT} of {self._table}: it stands for "
+                "padding, and reads as zeros; give that row another id"
             )
         return IndexedSlices(values, vector)
 
@@ -587,7 +612,12 @@ def _require_rules(
 def _mixed(seed: int, name: str) -> int:
     """Returns the seed of a table: tables of other names have other first values."""
     text = name.encode()
-    mixed = np.array([operator.index(seed) % 2**63], np.int64)
+    try:
+        mixed = np.array([operator.index(seed) % 2**63], np.int64)
+    except TypeError:
+        raise TypeError(
+            f"table {name!r}: seed={seed!r:.80}: expected an integer"
+        ) from None
     for word in np.frombuffer(text.ljust(-(-len(text) // 8) * 8), "<i8"):
         mixed = hashes_of(mixed ^ word).view(np.int64)
     return int(mixed[0]) & (2**63 - 1)
@@ -599,8 +629,15 @@ def _require_rows(
     """Tries the initializer here, where an error is clearer than a server's.
 
     Raises:
-        ValueError: It does not make rows of single ids, or not in this dtype.
+        ValueError: It does not make rows of single ids, or not in this dtype; or rows
+            are too large.
     """
+    nbytes = math.prod(row) * dtype.itemsize
+    if nbytes > TABLE_ROW_BYTES:
+        raise ValueError(
+            f"table {name!r}: a row has at most {TABLE_ROW_BYTES} bytes, got "
+            f"{dtype}{list(row)}, {nbytes} bytes"
+        )
     out = np.empty((1, *row), dtype)
     try:
         initializer.rows(IdGenerator(0, np.zeros(1, np.int64)), out)

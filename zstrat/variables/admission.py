@@ -60,8 +60,8 @@ def sketch(n: int, *, bytes: int) -> Admission:  # noqa: A002  # as it is called
     counted too high, so that it may have its row earlier. From ``bytes / 6`` different
     ids without a row on, about, counts are halved now and then, so that this share
     stays as it is: what came long ago counts half, then less, and has its row later.
-    Before ``bytes / 12`` ids that happens to hardly any (43 of 87,381 with the least
-    memory; to none with four times as much). An id that was removed, or evicted, is not
+    Before ``bytes / 12`` ids that happens to hardly any (127 of 87,381 with the least
+    memory; to one with four times as much). An id that was removed, or evicted, is not
     counted from zero.
 
     Pushes that are tried again count once, and the counts are the same on any number of

@@ -146,6 +146,7 @@ from ._task_messages import Statistics as Statistics
 from ._task_messages import Telemetry as Telemetry
 from ._task_messages import WorkerReported as WorkerReported
 from ._variable_messages import CODED as CODED
+from ._variable_messages import TABLE_ROW_BYTES as TABLE_ROW_BYTES
 from ._variable_messages import AppliedLeases as AppliedLeases
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskLeases as AskLeases

@@ -108,6 +108,11 @@ class InitializeVariables:
     code: bytes
 
 
+TABLE_ROW_BYTES: Final = 2**16
+"""Bytes of a row of a table of any id, at most: a 16th of what an undo log of a server
+takes, so that slots of it, which may be of a wider dtype, are not too wide either."""
+
+
 class TableEntry(NamedTuple):
     """A part of a table of any id, which begins without rows. ``row`` is the shape of a
     row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value.

@@ -115,7 +115,8 @@ def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
     others = [n for n in range(first) if n not in indices]
     leaves = wide_leaves_of(closed, hashed, others, wide)
     fitting = downcast_leaves(plan, closed, wide)
-    fitting.update((number, wide[number]) for number in leaves.narrowed)
+    for number, where in leaves.narrowed.items():
+        fitting[number] = f"{wide[number]} ({where})"
     taken = _taken(plan, Flow(closed)) | leaves.used
     return replace(
         plan,
@@ -150,8 +151,9 @@ def require_fitting(
             "32 bits and use another row: make it fit before (hash it, or take its "
             "remainder, in the dataset), pass ids of lookups on parameter servers "
             "without computing with them, or those of a zs.HashTable without loops and "
-            "branches of jax.lax (scan, while_loop, cond) and callbacks, or switch on "
-            "jax_enable_x64 in this program and on the workers (JAX_ENABLE_X64=1)"
+            "branches of jax.lax (write jnp.where in place of cond, and jax.vmap or a "
+            "loop of Python in place of scan and while_loop) and callbacks, or switch "
+            "on jax_enable_x64 in this program and on the workers (JAX_ENABLE_X64=1)"
         )
 
 

@@ -18,7 +18,7 @@ import traceback
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.config import environment
 from zstrat.variables import is_machinery
@@ -59,6 +59,14 @@ def here() -> str:
 def raised_at(error: BaseException) -> str:
     """Returns ``file:line (in function)`` of the user's code that raised ``error``."""
     return _chosen(_frames(error.__traceback__))
+
+
+def written_at(*eqns: Any) -> str:
+    """Returns ``file:line (in function)`` of the user's code that made the first of
+    some equations of which that is known."""
+    traces = [eqn.source_info.traceback for eqn in eqns[::-1]]
+    frames = [f for trace in traces if trace for f in trace.frames[::-1]]
+    return _chosen([(f.file_name, f.line_num, f.function_name) for f in frames])
 
 
 def is_installed(filename: str) -> bool:

@@ -18,6 +18,7 @@ The evaluation itself runs where 64 bits are switched on, as `jax.enable_x64` do
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import jax
@@ -27,9 +28,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 
 from ._flow import Flow, inside
+from ._where import written_at
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _TOGETHER: Final = frozenset(
     {
@@ -116,9 +118,11 @@ class Widened:
 
     def __init__(self, closed: ClosedJaxpr, wide: Collection[int]) -> None:
         self._closed, self._wide = closed, wide
-        self.narrowed = 0
-        """The wide inputs that operations get with 32 bits, as bits, as far as the
-        program has been traced."""
+        self.narrowed: list[tuple[int, str]] = []
+        """The wide inputs that operations get with 32 bits, as bits, with operation
+        and line, as far as the program has been traced."""
+        self._calls: list[Any] = []
+        """The equations whose programs are being evaluated, outermost first."""
         self.returned = 0
         """The wide inputs that outputs consist of, as bits."""
 
@@ -159,7 +163,10 @@ class Widened:
         if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
             program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             consts = program.consts if isinstance(program, ClosedJaxpr) else ()
-            return self._run(inner, consts, given)
+            self._calls.append(eqn)
+            outputs = self._run(inner, consts, given)
+            self._calls.pop()
+            return outputs
         if is_wide:
             given = self._fitted(eqn, given)
         mask = 0
@@ -197,7 +204,7 @@ class Widened:
                 fitted[n] = self._widened(given[n])
             return fitted
         for n in others:
-            fitted[n] = self._narrowed(given[n])
+            fitted[n] = self._narrowed(given[n], eqn)
         return fitted
 
     def _widened(self, given: _Value) -> _Value:
@@ -207,11 +214,12 @@ class Widened:
         dtype = _WIDE.get(np.dtype(jnp.asarray(value).dtype).name)
         return _Value(value if dtype is None else jnp.asarray(value, dtype), mask)
 
-    def _narrowed(self, given: _Value) -> _Value:
+    def _narrowed(self, given: _Value, eqn: Any) -> _Value:
         value, mask, _ = given
         if not mask:
             return given
-        self.narrowed |= mask
+        where = written_at(eqn, *reversed(self._calls))
+        self.narrowed.append((mask, f"through {eqn.primitive.name!r} at {where}"))
         narrow = np.int32 if value.dtype == np.int64 else np.uint32
         return _Value(value.astype(narrow))
 
@@ -343,11 +351,11 @@ def _as_traced(value: Any) -> Any:
 
 class WideLeaves(NamedTuple):
     """Leaves of arguments and elements that ids of hashed tables are computed from:
-    ``used`` keep their 64 bits, but for those that are ``narrowed`` somewhere, which
+    ``used`` keep their 64 bits, but for those that are ``narrowed``, with where, which
     have to fit 32, and those that are ``returned``, which jax returns with 32."""
 
     used: frozenset[int] = frozenset()
-    narrowed: frozenset[int] = frozenset()
+    narrowed: Mapping[int, str] = MappingProxyType({})
     returned: frozenset[int] = frozenset()
 
 
@@ -369,7 +377,7 @@ def wide_leaves_of(
     chosen = frozenset(number for number in wide if used >> number & 1)
     if not chosen:
         return WideLeaves()
-    narrowed: set[int] = set()
+    narrowed: dict[int, str] = {}
     returned: set[int] = set()
     for outputs, effects in ((ids, False), (others, True)):
         made: list[tuple[Widened, list[int]]] = []
@@ -383,14 +391,15 @@ def wide_leaves_of(
         with jax.enable_x64(True):
             jax.eval_shape(part, *given)
         for program, numbers in made:
-            narrowed.update(
-                n for at, n in enumerate(numbers) if program.narrowed >> at & 1
-            )
+            for mask, where in program.narrowed:
+                for at, n in enumerate(numbers):
+                    if mask >> at & 1:
+                        narrowed.setdefault(n, where)
             if effects:
                 returned.update(
                     n for at, n in enumerate(numbers) if program.returned >> at & 1
                 )
-    return WideLeaves(chosen, frozenset(narrowed), frozenset(returned))
+    return WideLeaves(chosen, narrowed, frozenset(returned))
 
 
 def _kind(aval: Any, is_wide: bool) -> Any:

@@ -43,6 +43,7 @@ _GONE: Final = TableLeaf(0, GONE, True)
 """Ids that go, if they are there: their rows are these ids again."""
 _OWN: Final = (VALUE, _USES, _CLOCK, _TIMES, _COUNTS, _CHANGED, _CUT, _GONE)
 _APART: Final = (_COUNTS, _GONE)
+_SAME_RULES: Final = "create the table with the same admission= and eviction= as there"
 
 _BLOCK: Final = 4 * 2**20
 """Bytes of rows that are read, and sent to a backup, at a time."""
@@ -149,8 +150,10 @@ class TableLoading:
     def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
         """Writes a slot that has no rows."""
         cell = self._cell(leaf)
-        if leaf in (_CLOCK, _CUT):  # parts of a table may have had other pushes
+        if leaf == _CLOCK:  # parts of a table may have had other pushes
             value = np.maximum(cell.look(), value)
+        if leaf == _CUT:  # of the primary, whose removed ids did not come along
+            value = value[[0, 0]]
         cell.overwrite()[...] = value
         cell.settle()
         self._fill(leaf, 0, 1)
@@ -160,8 +163,9 @@ class TableLoading:
         held, target = self._held, self._target
         if self.replaces and whole:
             assert target.table is not None
-            cut = target.table.cut
-            target.table.set_cut(cut, cut)  # what was before is not known
+            # What was before is not known, even if no rows came.
+            cut = target.table.cut + 1
+            target.table.set_cut(cut, cut)
             held.cell, held.table, held.slots = target.cell, target.table, target.slots
         if whole or not self.replaces:
             held.version += 1
@@ -239,8 +243,7 @@ class TableLoading:
             if cell is None:
                 raise NotFoundError(
                     f"{self._target.cell.who} keeps no {leaf.leaf!r}, which the "
-                    "checkpoint has: create the table with the same admission= and "
-                    "eviction= as there"
+                    f"checkpoint has: {_SAME_RULES}"
                 )
             return cell
         slots = self._target.slots[leaf.optimizer]
@@ -268,6 +271,7 @@ class TableLoading:
                 f"{self._target.cell.who}{place}: expected {cell.dtype.name}"
                 f"{list(shape)}{' for each id' if leaf.rows else ''}, got {kind.what}, "
                 f"{kind.dtype.name}{list(kind.shape)}"
+                f"{f': {_SAME_RULES}' if leaf == _COUNTS else ''}"
             )
 
 

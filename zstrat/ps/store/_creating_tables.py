@@ -12,9 +12,7 @@ from zstrat.initializers import Initializer
 from zstrat.ps.engine._slots import HeldVariable
 from zstrat.ps.tables._growing_cell import GrowingCell
 from zstrat.ps.tables._id_table import IdTable
-from zstrat.wire import VariableEntry, dtype_named
-
-from ._pins import WIDEST
+from zstrat.wire import TABLE_ROW_BYTES, VariableEntry, dtype_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,11 +20,6 @@ if TYPE_CHECKING:
     from zstrat.wire import TableEntry
 
     from ._variables import HeldVariables
-
-_WIDEST: Final = WIDEST // 16
-"""Bytes of a row: so much less than what an undo log takes that slots of it, which may
-be of a wider dtype, are not too wide either."""
-
 
 _AXES: Final = 8
 """Axes of a row."""
@@ -93,10 +86,11 @@ def tables_plan(
         for size in entry.row[:_AXES]:
             nbytes *= max(0, size)
         nbytes *= len(entry.row) <= _AXES
-        if not 0 < nbytes <= _WIDEST:
+        if not 0 < nbytes <= TABLE_ROW_BYTES:
             raise InvalidArgumentError(
                 f"{variables.task}: variable {entry.name!r}: a row of a table of any "
-                f"id has 1 to {_WIDEST} bytes, got {entry.dtype}{list(entry.row)}"
+                f"id has 1 to {TABLE_ROW_BYTES} bytes, got "
+                f"{entry.dtype}{list(entry.row)}"
             )
         if entry.gradients < 1 or not entry.chance > 0:
             raise InvalidArgumentError(

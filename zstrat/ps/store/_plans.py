@@ -535,12 +535,17 @@ def _check_removal(
         Eviction.of(ids, table, f"variable {name!r}: {op.name}")
         return
     if op is UpdateOp.NOTE_TIME:
-        fits = ids.dtype == np.float64 and ids.shape == (2,) and table.uses is not None
+        if table.uses is None:
+            raise InvalidArgumentError(
+                f"variable {name!r}: {op.name} expects a table that notes when its "
+                "rows are used: create it with eviction="
+            )
+        fits = ids.dtype == np.float64 and ids.shape == (2,)
         if not (fits and np.isfinite(ids).all() and ids[1] > 0):
             raise InvalidArgumentError(
-                f"variable {name!r}: {op.name} expects a time and an age, float64 of "
-                "shape (2,), of a table that notes when its rows are used (create it "
-                f"with eviction=), got {ids.dtype.name} of shape {ids.shape}"
+                f"variable {name!r}: {op.name} expects a time and an age above 0, "
+                f"finite, float64 of shape (2,), got {ids.dtype.name} of shape "
+                f"{ids.shape}, {ids.ravel()[:2].tolist()}"
             )
         return
     if op is UpdateOp.FORGET_REMOVED and table.gone is None:

@@ -77,23 +77,18 @@ class Eviction(NamedTuple):
         ids, rows = table.index.items(self.first, self.last)
         if self.rule is EvictionRule.NORM:
             short = _norms(held.cell.look(), rows) < self.limit
-            return _taken(ids, short)
+            return ids.compress(short)
         assert table.uses is not None
         uses = table.uses.look()
         if self.rule is EvictionRule.UNUSED:
             ages: np.ndarray = table.now - uses[:, 0].take(rows).astype(np.int64)
-            return _taken(ids, ages >= self.limit)
+            return ids.compress(ages >= self.limit)
         if self.rule is EvictionRule.AGE:
             last = uses[:, 0].take(rows).astype(np.int64)
-            return _taken(ids, last <= table.pushes_until(self.limit))
+            return ids.compress(last <= table.clock_at(self.limit))
         column = 0 if self.rule is EvictionRule.RECENT else 1
         gone = least(uses[:, column].take(rows), len(ids) - int(self.limit))
         return ids.take(gone)
-
-
-def _taken(ids: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    taken: np.ndarray = ids[chosen]
-    return taken
 
 
 def _norms(value: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, final
 import numpy as np
 
 from zstrat.errors import ResourceExhaustedError
-from zstrat.memory import Reserve, available_bytes
+from zstrat.memory import HUGE_PAGE, Reserve, available_bytes
 from zstrat.ps.engine._arithmetic import as_rows
 from zstrat.ps.store._cell import Buffer, Cell
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _ASKED_EACH: Final = 64 * 2**20
 """Bytes of growth after which it is asked whether the machine has as many again. The
 memory of a reserve comes when it is written, where nothing can be refused."""
+
+_AHEAD: Final = 8 * 2**20
+"""Bytes after the last row whose memory is added before there are rows, at most."""
 
 _RELEASED: Final = 2**20
 """Bytes beyond the last row from which they are given back to the machine."""
@@ -116,6 +119,8 @@ class GrowingCell(Cell):
                 pin.freeze(before)
             self._pins = ()
         self._resize(end)
+        last = (self.nbytes + min(self.nbytes // 4, _AHEAD)) // HUGE_PAGE
+        self._reserve.populate(range(self.nbytes // HUGE_PAGE + 1, last + 1))
         return self.look()[height:]
 
     def shrink(self, height: int) -> None:

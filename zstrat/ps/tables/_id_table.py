@@ -68,18 +68,18 @@ class IdTable(IndexedIds):
         self._who = who
         super().__init__()
         self.uses: GrowingCell | None = None
-        """The push of the last gradient of each row, and the number of its gradients,
+        """The clock at the last gradient of each row, and the number of its gradients,
         uint32 ``[height, 2]``; None if that is not noted."""
         self._clock = Cell(np.zeros(1, _ID))
         self._times = Cell(np.full((_MARKS, 2), -1.0))
-        """Times in seconds, ascending, and the number of pushes up to each, after those
-        that are not used, which are -1."""
+        """Times in seconds, ascending, and the clock at each, after those that are not
+        used, which are -1."""
         if entry.tracks:
             self.uses = GrowingCell((2,), np.dtype(np.uint32))
         self.waiting: WaitingIds | Sketch | None = None
         """Ids without rows; None if all are born at once."""
         if entry.gradients > 1 and entry.sketch:
-            self.waiting = Sketch(entry.gradients, entry.sketch, entry.seed, who)
+            self.waiting = Sketch(entry.gradients, entry.sketch, who)
         elif entry.gradients > 1:
             self.waiting = WaitingIds(entry.gradients, who)
         self.changed: GrowingCell | None = None
@@ -126,7 +126,8 @@ class IdTable(IndexedIds):
 
     @property
     def now(self) -> int:
-        """Number of pushes that had gradients for the table, and of noted times."""
+        """The clock: the number of pushes that had gradients for the table, and of
+        noted times."""
         return int(self._clock.look()[0])
 
     def _set_clock(self, now: int) -> None:
@@ -144,7 +145,7 @@ class IdTable(IndexedIds):
         self.uses.settle()
 
     def note_time(self, now: float, seconds: float) -> None:
-        """Notes how many pushes there were until now.
+        """Notes a time, with the clock at it.
 
         Args:
             seconds: The age that is of interest. Times closer than a 128th of it are
@@ -165,9 +166,9 @@ class IdTable(IndexedIds):
         noted[len(noted) - len(marks) :] = marks
         self._times.settle()
 
-    def pushes_until(self, time: float) -> int:
-        """Returns the number of pushes at the last noted time up to this one; -1 if
-        there is none."""
+    def clock_at(self, time: float) -> int:
+        """Returns the clock at the last noted time up to this one; -1 if there is
+        none."""
         marks = self._times.look()
         known = marks[(marks[:, 1] >= 0) & (marks[:, 0] <= time), 1]
         return int(known.max(initial=-1))
@@ -237,9 +238,8 @@ class IdTable(IndexedIds):
         row now."""
         assert self.gone is not None
         ids, places = self.gone.index.items(first, last)
-        ids = ids[self.gone.numbers.look().take(places) > cut]
-        found: np.ndarray = ids[self.index.rows(ids) == NO_ROW]
-        return found
+        ids = ids.compress(self.gone.numbers.look().take(places) > cut)
+        return ids.compress(self.index.rows(ids) == NO_ROW)
 
     def are_lucky(self, ids: np.ndarray) -> np.ndarray:
         """Returns which ids may be born: for each the same at any time, by a coin of

@@ -22,7 +22,7 @@ from typing import Final, final
 import numpy as np
 
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
-from zstrat.memory import Reserve
+from zstrat.memory import HUGE_PAGE, Reserve
 
 NO_ROW: Final = -1
 """The row of an id that is not in the table."""
@@ -41,6 +41,9 @@ _RECORD: Final = np.dtype(np.complex128)
 _AT_ONCE: Final = 1024
 """Records that are looked at in a round if few ids are left: as much as it costs to
 begin one."""
+
+_NEAR: Final = 15 / 16
+"""How full a bucket is, of what it may be, when its next segment gets memory."""
 
 _PERIOD: Final = 512
 """Buckets after which limits repeat. Neighbours grow one after the other, so that they
@@ -78,10 +81,6 @@ class IdIndex:
         self._most = (2**self._shifts * _LIMITS).astype(np.int64)
         self._used = np.zeros(BUCKETS, np.int64)
         """Records that are not empty, by bucket: those that were removed, too."""
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     @property
     def nbytes(self) -> int:
@@ -109,14 +108,11 @@ class IdIndex:
         if full.size:
             self._grow(full, added[full])
         self._put(ids, rows + 1, hashes, buckets)
-        self._count += len(ids)
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
         """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
         at, rows = self._find(ids)
-        there = rows >= 0
-        self._words[at[there], 1] = _REMOVED
-        self._count -= int(there.sum())
+        self._words[at[rows >= 0], 1] = _REMOVED
         return rows
 
     def move(self, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -244,6 +240,9 @@ class IdIndex:
         self._put(ids, marks, hashes_of(ids), owners)
         for shift in set(before.tolist()) - set(self._shifts.tolist()):
             self._memory.release(BUCKETS << shift, BUCKETS << shift)
+        near = np.flatnonzero(self._used > self._most * _NEAR)
+        starts = (near + BUCKETS << self._shifts.take(near) + 1) * _RECORD.itemsize
+        self._memory.populate(np.unique(starts // HUGE_PAGE).tolist())
 
 
 def _end(shift: int) -> int:

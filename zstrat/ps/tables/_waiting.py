@@ -121,13 +121,11 @@ class Sketch(IdNumbers):
 
     Args:
         width: Counters of a bucket, a multiple of four.
-        seed: Of the table: other tables have other collisions.
     """
 
-    def __init__(self, count: int, width: int, seed: int, who: str) -> None:
+    def __init__(self, count: int, width: int, who: str) -> None:
         super().__init__(np.uint8, f"{who}, {WAITING}", (width,))
         self._count, self._width = count, width
-        self._key = mixed(np.array([seed], np.uint64))
 
     @property
     def waiting(self) -> int:
@@ -137,7 +135,8 @@ class Sketch(IdNumbers):
         """Counts a push of distinct ids ``[n]`` that have no rows.
 
         Raises:
-            ResourceExhaustedError: There is no memory for it; nothing has changed.
+            ResourceExhaustedError: There is no memory for counters of buckets that
+                begin; nothing has changed.
         """
         hashes = hashes_of(ids)
         buckets, bucket = np.unique(buckets_of(hashes), return_inverse=True)
@@ -182,9 +181,8 @@ class Sketch(IdNumbers):
     def _columns(self, hashes: np.ndarray) -> np.ndarray:
         """Returns the counters of ids among those of their bucket, ``[n, 4]``."""
         quarter = np.uint64(self._width // _HASHES)
-        words = mixed(
-            mixed(hashes ^ self._key)[:, None] ^ np.arange(2, dtype=np.uint64)
-        )
+        # The same in each table: one restores the counts of another.
+        words = mixed(mixed(hashes)[:, None] ^ np.arange(2, dtype=np.uint64))
         halves = words[:, :, None] >> np.array([0, 32], np.uint64) & np.uint64(
             2**32 - 1
         )
