@@ -727,6 +727,10 @@ def test_windows_need_parameter_servers_and_a_coordinator():
         optimizer.apply_gradients(np.ones(2, np.float32), w)
     with pytest.raises(TypeError, match="eager"):
         optimizer.window(zs.function(lambda: None, eager=True))
+    with pytest.raises(TypeError, match="None"):
+        optimizer.window(None)
+    with pytest.raises(TypeError, match="/inner"):
+        local_optimizer(0.1, optax.sgd(1.0), every=2)
     window = optimizer.window(lambda: optimizer.apply_gradients(w.value(), w))
 
     with pytest.raises(RuntimeError, match="closure by itself"):

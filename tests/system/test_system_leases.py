@@ -333,6 +333,8 @@ def test_evaluation_sums_all_examples_once(local):
         with pytest.raises(TypeError, match="from_indexed"):
             coordinator.create_leased_dataset(rows, epochs=2)
         assert coordinator.evaluate(sums, data) == {"loss": 5050.0, "examples": 101}
+        with pytest.raises(TypeError, match="evaluate"):
+            coordinator.evaluate(zs.function(lambda it: (next(it), "text")[1]), data)
         for wrong in (iter([rows]), iter(coordinator.create_per_worker_dataset([1]))):
             with pytest.raises(TypeError, match="create_leased_dataset"):
                 coordinator.schedule_epoch(sums, wrong)

@@ -7,11 +7,12 @@ Models" (2023), and "Streaming DiLoCo with overlapping communication" (2025).
 from __future__ import annotations
 
 import operator
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.program._function import Function, function
+from zstrat.program._function import Function
 from zstrat.variables import Optimizer, Rounds, Variable, creator, unplaced
 
 from ._fragments import Exchanges
@@ -79,7 +80,7 @@ class LocalOptimizer:
         """Number of parts of the tree that are exchanged in turn."""
         self.overlap = _whole("overlap", overlap, 0)
         """Number of steps that do not wait for the result of the round before."""
-        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+        if not isinstance(mix, Real) or not 0 <= mix < 1:
             raise ValueError(
                 f"LocalOptimizer(mix={mix!r:.80}): expected a number in [0, 1)"
             )
@@ -109,6 +110,7 @@ class LocalOptimizer:
             )
         self.name = "LocalOptimizer" if name is None else name
         """In errors and metrics."""
+        self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
         self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)
         """The optimizer on the parameter servers."""
@@ -118,7 +120,6 @@ class LocalOptimizer:
         if adapt:
             zeros = np.zeros(_EPOCHS, np.float32)
             self.pace = Variable(zeros, trainable=False, name=f"{self.name}/pace")
-        self._inner = unplaced(inner, f"{self.name}/inner")
         self._exchanges = Exchanges(
             self.name,
             self.outer,
@@ -150,7 +151,7 @@ class LocalOptimizer:
         Raises:
             TypeError: ``step`` cannot be a step function, or is ``eager``.
         """
-        checked = function(step)
+        checked = step if isinstance(step, Function) else Function(step)
         if checked.eager:
             raise TypeError(
                 f"a window compiles its steps, and {checked.name!r} is an eager step "
