@@ -718,6 +718,20 @@ def test_numbers_out_of_range(given):
         local_optimizer(optax.sgd(1.0), optax.sgd(1.0), **given)
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_is_late_is_of_another_fragment_than_the_round_that_is_open(fragments):
+    optimizer = local_optimizer(
+        optax.sgd(1.0),
+        optax.sgd(1.0),
+        every=2,
+        fragments=fragments,
+        rounds=zs.Rounds(workers=2, merge="sum"),
+    )
+    rounds = optimizer.outer.rounds
+    assert (rounds.workers, rounds.merge) == (2, "sum")
+    assert rounds.drops_late == (fragments > 1)
+
+
 def test_windows_need_parameter_servers_and_a_coordinator():
     with pytest.raises(ValueError, match="ParameterServerStrategy"):
         zs.LocalOptimizer(optax.sgd(1.0), optax.sgd(1.0), every=2)

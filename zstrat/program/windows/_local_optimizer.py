@@ -7,6 +7,7 @@ Models" (2023), and "Streaming DiLoCo with overlapping communication" (2025).
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 
 _EPOCHS: Final = 8
 """Number of epochs of rounds whose largest speed is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FragmentRounds(Rounds):
+    """Rounds that drop what is late also without backup workers: it would count as
+    zeros for the fragment of the round that is open, and others for its own."""
+
+    @property
+    def drops_late(self) -> bool:
+        return True
 
 
 class LocalOptimizer:
@@ -112,6 +123,8 @@ class LocalOptimizer:
         """In errors and metrics."""
         self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
+        if self.fragments > 1 and isinstance(rounds, Rounds):
+            rounds = _FragmentRounds(**vars(rounds))
         self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)
         """The optimizer on the parameter servers."""
         self.pace: Variable | None = None
