@@ -13,6 +13,7 @@ from zstrat.errors import (
     InvalidArgumentError,
     OutOfRangeError,
     PSUnavailableError,
+    StepError,
 )
 from zstrat.wire import LEASE
 
@@ -189,17 +190,33 @@ def test_a_failed_range_is_named_and_comes_last_in_its_epoch():
     assert order == [Lease(0, 3, 3), Lease(0, 0, 3), Lease(1, 0, 3), Lease(1, 3, 3)]
 
 
-def test_a_failed_range_may_be_skipped():
+@pytest.mark.parametrize("error", [ValueError("bad"), StepError("Mine", "bad")])
+def test_a_failed_range_may_be_skipped(error):
     run = Run(size=6, on_error="skip")
     run.put(2)
     one, two = run.take()
-    run.end(one, ValueError("bad"))
+    run.end(one, error)
     assert run.queue.phase is QueuePhase.OPEN
     assert (run.book.skipped, run.book.done) == (3, 0)
     run.end(two, PSUnavailableError("ps 0", "gone"))  # not the fault of the examples
     assert run.queue.phase is QueuePhase.FAILED
     assert run.book.left_of(0) == 1
     assert run.book.skipped == 3
+
+
+@pytest.mark.parametrize("error", [PSUnavailableError("ps 0", "gone"), OSError("bad")])
+def test_a_range_is_left_out_whose_updates_may_have_been_applied(error):
+    run = Run(size=6)
+    run.put(2)
+    doubtful, other = run.take()
+    run.queue.retry(doubtful, 1.0, begun=True)  # a worker had sent its updates
+    assert run.take() == [doubtful]
+    run.end(doubtful, error)
+    assert (run.book.skipped, run.book.left_of(0)) == (3, 0)
+    assert any("may have been applied" in note for note in error.__notes__)
+    assert any("examples 0 to 3" in note for note in error.__notes__)
+    run.end(other)
+    assert run.book.is_over
 
 
 def test_cancelled_and_doubtful_closures_give_back_what_was_not_applied():

@@ -83,6 +83,7 @@ class World:
         self.remote = self.chief()
         self.numbers = itertools.count(1)
         self.layouts, self.ends, self.seen = {}, {}, 0
+        self.doubtful = set()
 
     def chief(self):
         return FakeRemote(Job.CHIEF, 77)
@@ -225,13 +226,15 @@ class World:
                 data = message.results[at : at + size]
                 at += size
                 self.ends[done.step] = self._outcome(done, data)
+                if done.outcome == Outcome.DOUBTFUL:
+                    self.doubtful.add(done.step)
             assert at == len(message.results)
         self.seen = len(self.remote.notices)
 
     def _outcome(self, done, data):
         if done.outcome == Outcome.CANCELLED:
             return "cancelled" if done.error is None else errors.from_wire(done.error)
-        if done.outcome == Outcome.FAILED:
+        if done.outcome in (Outcome.FAILED, Outcome.DOUBTFUL):
             return errors.from_wire(done.error)
         layout = self.layouts[done.layout]
         if done.size < 0:

@@ -251,6 +251,7 @@ async def test_a_push_that_the_server_refuses(world):
     world.services[0]._store.clear()
     (error,) = await world.run(digest, [2])
     assert isinstance(error, NotFoundError | InvalidArgumentError)
+    assert world.doubtful == {2}, "another server may have taken its part"
 
 
 async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
@@ -273,6 +274,7 @@ async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
     for error in await world.outcomes([1, 2, 3]):
         assert isinstance(error, PSUnavailableError)
         assert error.task == "/job:ps/task:0"
+    assert not world.doubtful
     link.connect()
     await world.run(digest, range(4, 13), arguments)
     assert world.value(v) == sum(range(10))

@@ -78,6 +78,7 @@ class RetryBackoff:
 
 
 OK: Final = int(Outcome.OK)
+CANCELLED: Final = int(Outcome.CANCELLED)
 FAILED: Final = int(Outcome.FAILED)
 MAX_STRUCK: Final = 65536
 """Steps with a strike that have not succeeded; if there are more, those that ended
@@ -172,13 +173,14 @@ class Outcomes:
         """Fails or retries a closure that failed, or whose result cannot be read. Lock
         held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
-        if completion.outcome not in (OK, FAILED):
+        if completion.outcome == CANCELLED:
             member.started -= 1
             settle(queue.retry(closure, now, HANDBACK_DELAY, begun=False))
             if isinstance(error, WorkerLostError):
                 self._members.leaving(member.place, error.reason, now)
             return
         delay = None
+        begun = completion.outcome != FAILED
         if completion.outcome == OK:
             error = ProtocolError(
                 f"{member.name} sent a result with the unknown layout "
@@ -196,8 +198,9 @@ class Outcomes:
         else:
             delay = self._retry_delay(member.place, closure, error, now)
         if delay is not None:
-            settle(queue.retry(closure, now, delay, begun=True))
+            settle(queue.retry(closure, now, delay, begun=begun))
             return
+        closure.begun |= begun
         summary = f"step {closure.step}: {type(error).__name__}: {error}"
         self._members.failed(member, summary[:ERROR_CHARACTERS])
         queue.end(closure, error)

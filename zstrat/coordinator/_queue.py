@@ -125,7 +125,7 @@ class Closure:
     leases: bytes = b""
     """Its leases, packed, from when it is first handed out."""
     begun: bool = False
-    """A worker may have run it without reporting its end: it may have been applied."""
+    """A worker may have sent its updates without reporting its success."""
 
     @property
     def is_suspect(self) -> bool:
@@ -431,7 +431,7 @@ class Queue:
         """Takes back a closure that did not end, through no fault of its own.
 
         Args:
-            begun: It may have run, so it may have been applied.
+            begun: Its updates may have been applied.
         """
         self._stopped(closure)
         closure.begun |= begun
@@ -456,6 +456,7 @@ class Queue:
         """Takes back a closure whose worker was lost; retries it, or fails it as the
         likely cause."""
         closure.losses = (*closure.losses, worker)
+        closure.begun = True
         lost = len(closure.losses)
         if lost >= self.max_attempts and self.runs:
             error = WorkerLostError(

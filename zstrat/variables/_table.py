@@ -93,7 +93,8 @@ class IndexedSlices:
         height, indices = self.dense_shape[0], self.indices
         if isinstance(indices, np.ndarray):  # before jax casts them to 32 bits
             is_outside = (indices < 0) | (indices >= height)
-            indices = np.where(is_outside, height, indices).astype(np.int32)
+            indices = np.where(is_outside, 0, indices).astype(np.int32)
+            indices[is_outside] = height  # which few bits may not hold
         indices = reaching(jnp.asarray(indices))
         return zeros.at[jnp.where(indices < 0, height, indices)].add(values)
 

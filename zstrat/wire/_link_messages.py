@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 26
+PROTOCOL: Final = 27
 """Version of the protocol; HELLO refuses any other."""
 
 

@@ -14,11 +14,14 @@ from ._schema import Arrays, PlainTree, message
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a closure on a worker."""
+    """The outcome of a closure on a worker. FAILED: none of its updates was sent;
+    DOUBTFUL: it failed too, and some may have been applied. CANCELLED: it did not run.
+    """
 
     OK = 0
     FAILED = 1
     CANCELLED = 2
+    DOUBTFUL = 3
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)

@@ -207,9 +207,14 @@ class RoundPush(NamedTuple):
     contributions: list[StepContribution]
 
 
-def failed(step: int, error: BaseException) -> Ending:
-    """Returns the ending of a closure that raised, or could not run."""
-    return Ending(Completion(step, int(Outcome.FAILED), _NO_LAYOUT, 0, plain(error)))
+def failed(step: int, error: BaseException, *, pushed: bool = False) -> Ending:
+    """Returns the ending of a closure that raised, or could not run.
+
+    Args:
+        pushed: Its updates may have been sent.
+    """
+    outcome = Outcome.DOUBTFUL if pushed else Outcome.FAILED
+    return Ending(Completion(step, int(outcome), _NO_LAYOUT, 0, plain(error)))
 
 
 def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:

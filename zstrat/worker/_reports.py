@@ -35,6 +35,7 @@ _NAMES: Final = {
     int(Outcome.OK): "done",
     int(Outcome.FAILED): "failed",
     int(Outcome.CANCELLED): "cancelled",
+    int(Outcome.DOUBTFUL): "failed",
 }
 
 
@@ -137,7 +138,8 @@ class Reports:
             if len(batch) > 1:
                 self._report(batch[: len(batch) // 2])
                 return
-            broken = _closure.failed(batch[0].completion.step, error)
+            step = batch[0].completion.step
+            broken = _closure.failed(step, error, pushed=True)
             self._remote.notify(self._completions([broken]))
             batch = [broken]
         else:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
 
-from zstrat.errors import BusyError, InvalidArgumentError
+from zstrat.errors import BusyError, InvalidArgumentError, ZstratError
 from zstrat.program import (
     SEGMENT,
     Function,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Limits
-    from zstrat.errors import ZstratError
     from zstrat.optimizers import Binding
     from zstrat.program import Prepared, StepIterator, StepResult, StepUpdate
     from zstrat.variables import (
@@ -366,7 +365,11 @@ class StepRunner:
                 if kept:
                     self.resources.residents.put(step.number, kept, step.place)
             except BaseException as error:  # to the coordinator, as the outcome
-                ending, push = _closure.failed(step.number, error), None
+                # An eager step sends updates before it ends; the docs say what then
+                # becomes of those of one that raises an error of its own.
+                pushed = step.work is None and isinstance(error, ZstratError)
+                ending = _closure.failed(step.number, error, pushed=pushed)
+                push = None
                 self.encoding.residuals.settle(lent, is_sent=False)
                 if step.place is not None:
                     self.resources.residents.lose_copies(step.place)

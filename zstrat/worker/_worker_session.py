@@ -412,7 +412,7 @@ class WorkerSession:
             return
         if error is not None:
             self._not_contributed(ending)
-            ending = _closure.failed(ending.completion.step, error)
+            ending = _closure.failed(ending.completion.step, error, pushed=True)
         else:
             if ending.contributions:
                 self._settle(ending.completion.step, failed=False)
@@ -429,7 +429,9 @@ class WorkerSession:
     def _not_sent(self, ending: Ending, error: Exception) -> None:
         """Reports that the push of a step could not be sent."""
         self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
-        self._reports.later(_closure.failed(ending.completion.step, error))
+        step = ending.completion.step
+        # To some servers it may have been.
+        self._reports.later(_closure.failed(step, error, pushed=True))
 
     def _settle(self, step: int, *, failed: bool) -> None:
         """Has the thread keep the resident arrays that a step has left, or drop

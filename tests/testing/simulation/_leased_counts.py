@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from zstrat.coordinator.parts import LeaseBook
 
-    from ._contract import Training
+    from ._contract import Scheduled, Training
     from ._loop_coordinator import LoopCoordinator
 
 BATCH: Final = 2
@@ -61,6 +61,8 @@ class LeasedCounts:
         training = self._training
         fates = {p: step.fate for p, step in training.steps.items()}
         fates |= dict.fromkeys(training.doubtful, "perhaps")
+        # An earlier run of a step that fails may have been applied, by what is known.
+        fates |= {p: "perhaps" for p, s in training.steps.items() if _is_left_out(s)}
         fates = training.past.steps | fates
         open_to = self._open_in(json.loads(state) if state else self._book.state())
         unsure = {
@@ -86,3 +88,8 @@ class LeasedCounts:
         for _, start, size in state["open"]:
             open_to |= set(range(start, start + size))
         return open_to
+
+
+def _is_left_out(step: Scheduled) -> bool:
+    error = step.value.error if step.value.is_ready else None
+    return any("may have been applied" in n for n in getattr(error, "__notes__", ()))

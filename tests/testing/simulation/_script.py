@@ -186,15 +186,14 @@ class ScriptedStep:
         if function.iterator is not None:
             self._use()
         function.ran(number, values)
+        counts = [] if function.leased is None else self._counts()
         if number in function.fails:
             raise FailedStepError(f"step {number} was to fail")
         updates = [
             StepUpdate(spec, op, 0, arrays)
             for spec, op, arrays in _marks(function, number)
         ]
-        if function.leased is not None:
-            updates += self._counts()
-        updates += self._contributions(values)
+        updates += counts + self._contributions(values)
         is_large = number % 4 == 1
         layout = function.layouts[is_large]
         result = np.full(layout.shapes[0], number, np.int64)

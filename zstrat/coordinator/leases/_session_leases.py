@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar,
 
 from zstrat.errors import (
     OutOfRangeError,
-    WorkerLostError,
+    StepError,
     ZstratError,
 )
 from zstrat.wire import LEASE
@@ -45,6 +45,7 @@ class Drawing(Protocol):
     step: int
     draws: Sequence[Draw]
     leases: bytes
+    begun: bool
 
 
 C = TypeVar("C", bound=Drawing)
@@ -139,14 +140,15 @@ class SessionLeases(Generic[C]):
         skipped, so that the error is raised by a fetch alone."""
         books = list(self._books_of(closure))
         # An error of the cluster says nothing against the examples.
-        skipped = not isinstance(error, ZstratError) and all(
+        of_step = isinstance(error, StepError) or not isinstance(error, ZstratError)
+        skipped = of_step and all(
             (book := self.books.get(number)) is not None and book.on_error == "skip"
             for number, _ in closure.draws
         )
-        if lost := isinstance(error, WorkerLostError):
-            then = "left out, as its updates may have been applied"
-        elif skipped:
+        if skipped:
             then = 'skipped (on_error="skip")'
+        elif closure.begun:
+            then = "left out, as its updates may have been applied"
         else:
             then = (
                 'read again by a later step of their epoch; on_error="skip" would '
@@ -156,7 +158,7 @@ class SessionLeases(Generic[C]):
         for book in books:
             held = ", ".join(map(str, book.held_by(closure.step)))
             parts.append(f"{held} of {book.name}")
-            if lost or skipped:
+            if skipped or closure.begun:
                 book.skip(closure.step)
             else:
                 book.give_back(closure.step, failed=True)
