@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
+
+import numpy as np
 
 from zstrat.wire import Codec
 
@@ -77,7 +78,8 @@ class Wire:
             )
         density = self.density
         if (density is None) == is_top or not (
-            density is None or (isinstance(density, Real) and 0 < density <= 1)
+            density is None
+            or (isinstance(density, float | np.floating) and 0 < density <= 1)
         ):
             want = "the share of numbers to send, say 0.01" if is_top else "None"
             raise ValueError(

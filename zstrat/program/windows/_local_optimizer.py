@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -91,7 +90,7 @@ class LocalOptimizer:
         """Number of parts of the tree that are exchanged in turn."""
         self.overlap = _whole("overlap", overlap, 0)
         """Number of steps that do not wait for the result of the round before."""
-        if not isinstance(mix, Real) or not 0 <= mix < 1:
+        if not isinstance(mix, int | float | np.floating) or not 0 <= mix < 1:
             raise ValueError(
                 f"LocalOptimizer(mix={mix!r:.80}): expected a number in [0, 1)"
             )
