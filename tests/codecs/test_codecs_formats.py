@@ -184,6 +184,7 @@ def test_places_outside_of_a_chunk_are_refused():
     "wrong",
     [
         {"push": "int3"},
+        {"push": ["int8"]},
         {"push": "int8", "density": 0.5},
         {"push": "topk"},
         {"push": "topk", "density": 2.0},

@@ -210,6 +210,9 @@ def test_numbers_of_numpy_become_integers():
     numbers = source.batch, source.seed, source.epochs
     assert numbers == (4, 3, 2)
     assert {type(number) for number in numbers} == {int}
+    for options in ({"shuffle_seed": "3"}, {"epochs": 1.5}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            Dataset.from_indexed([1], 1, **options)
 
 
 def test_an_empty_source_is_refused():

@@ -78,6 +78,31 @@ def test_steps_move_variables_by_their_gradients(strategy, wire, most, is_eager)
     assert after <= 0.4 * before
 
 
+def test_a_restore_drops_what_was_left_out_of_gradients_of_other_values(
+    strategy, tmp_path
+):
+    with strategy.scope():
+        table = zs.Variable(jnp.zeros((100, 20)), name="table")
+        wire = zs.Wire(push="topk", density=0.5)
+        optimizer = zs.Optimizer(optax.sgd(1.0), wire=wire)
+    coordinator = zs.ClusterCoordinator(strategy)
+    saved = zs.Checkpoint(table=table)
+    path = saved.save(tmp_path / "c")
+
+    @zs.function
+    def step(x):
+        optimizer.apply_gradients([(x, table)])
+
+    def trained(gradient):
+        coordinator.schedule(step, args=(gradient,))
+        coordinator.join()
+        return np.count_nonzero(np.asarray(table))
+
+    assert 0 < trained(np.ones((100, 20), np.float32)) < 2000
+    saved.restore(path)
+    assert trained(np.zeros((100, 20), np.float32)) == 0
+
+
 def test_rows_of_tables_in_rounds(strategy):
     with strategy.scope():
         table = zs.Variable(jnp.zeros((100, 20)), name="table")

@@ -268,6 +268,19 @@ def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
             other = coordinator.create_leased_dataset(np.arange(16), 4)
             coordinator.schedule_epoch(window, iter(other))
 
+        for options in ({"fragments": 2}, {"adapt": True}):
+            with strategy.scope():
+                both, sgd = [zs.Variable(0.0), zs.Variable(0.0)], optax.sgd(1.0)
+                local_steps = zs.LocalOptimizer(sgd, sgd, every=3, **options)
+
+            def trains(iterator, both=both, local_steps=local_steps):
+                total = next(iterator).sum()
+                local_steps.apply_gradients([w + total for w in both], both)
+
+            uneven = local_steps.window(trains)
+            with pytest.raises(ValueError, match=f"{next(iter(options))}=.*per_worker"):
+                coordinator.schedule_epoch(uneven, iter(data))
+
         held = iter(coordinator.create_leased_dataset(np.arange(8), 4))
 
         @zs.function(eager=True)
@@ -320,6 +333,8 @@ def test_evaluation_sums_all_examples_once(local):
         with pytest.raises(TypeError, match="from_indexed"):
             coordinator.create_leased_dataset(rows, epochs=2)
         assert coordinator.evaluate(sums, data) == {"loss": 5050.0, "examples": 101}
+        with pytest.raises(TypeError, match="evaluate"):
+            coordinator.evaluate(zs.function(lambda it: (next(it), "text")[1]), data)
         for wrong in (iter([rows]), iter(coordinator.create_per_worker_dataset([1]))):
             with pytest.raises(TypeError, match="create_leased_dataset"):
                 coordinator.schedule_epoch(sums, wrong)

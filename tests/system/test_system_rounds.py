@@ -337,6 +337,8 @@ def test_rounds_count_in_multisteps(strategy):
 def test_what_takes_no_part_in_rounds_is_refused_where_it_is_written(strategy):
     with pytest.raises(ValueError, match="backup has to be less"):
         zs.Rounds(workers=2, backup=2)
+    with pytest.raises(ValueError, match="merge="):
+        zs.Rounds(merge=["mean"])
     with pytest.raises(ValueError, match=r"zs\.ParameterServerStrategy"):
         zs.Optimizer(optax.sgd(1.0), rounds=zs.Rounds())
     with strategy.scope():
@@ -347,10 +349,13 @@ def test_what_takes_no_part_in_rounds_is_refused_where_it_is_written(strategy):
     with pytest.raises(ValueError, match=r"zs\.function"):
         optimizer.apply_gradients([(jnp.ones(2), w)])
 
-    @zs.function(eager=True)
-    def eager():
+    def step():
         optimizer.apply_gradients([(jnp.ones(2), w)])
 
+    with pytest.raises(ValueError, match=r"coordinator\.schedule"):
+        zs.function(step)()
+    assert w.numpy().tolist() == [0, 0]
+    eager = zs.function(step, eager=True)
     coordinator = zs.ClusterCoordinator(strategy)
     with pytest.raises(ValueError, match="eager=True"):
         coordinator.schedule(eager).fetch()

@@ -87,19 +87,16 @@ def test_another_session_of_the_same_program_takes_the_arrays_over():
     assert kept(after) == [0.0] * 2
 
 
-@pytest.mark.parametrize("is_by_session", [True, False])
-def test_copies_of_values_that_were_rolled_back_are_dropped(is_by_session):
-    before, after = Residents(), Residents()
+def test_copies_of_values_that_were_rolled_back_are_dropped():
+    residents = Residents()
     for _ in range(2):
-        before.take_place(exchanges(3))
-    before.put(1, left(5.0))
-    after.inherit(before, is_restored=is_by_session)
-    if not is_by_session:
-        after.restart(8, -1)  # that of rounds without windows
-        after.restart(7, -1)
-    place = after.take_place(exchanges(3))
+        residents.take_place(exchanges(3))
+    residents.put(1, left(5.0))
+    residents.restart(8, 4)  # that of rounds without windows
+    residents.restart(7, 5)
+    place = residents.take_place(exchanges(3))
     assert place.segment == Segment(2, restart=True)
-    assert kept(after) == [0.0] * 2
+    assert kept(residents) == [0.0] * 2
 
 
 @pytest.mark.parametrize("has_copy", [True, False])
@@ -129,7 +126,7 @@ def test_what_a_checkpoint_has_takes_the_place_of_all_else(has_copy):
     place = restored.take_place(exchanges(3))
     assert (place.round, place.segment) == (4, Segment(1, restart=not has_copy))
     later = Residents()
-    later.inherit(residents, is_restored=True)  # of a connection that broke meanwhile
+    later.inherit(residents)  # of a connection that broke meanwhile
     assert later.read(ReadSnapshot(1, 5, 0, 0, 8)).view("f4").tolist() == [0.0, 1.0]
     later.release(5)
     with pytest.raises(NotFoundError):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
+
 from zstrat.wire import Codec
 
 _PUSH: Final = MappingProxyType(
@@ -57,7 +59,7 @@ class Wire:
             raise ValueError(
                 f"Wire(pull={self.pull!r:.80}): expected 'bfloat16' or None"
             )
-        if self.push not in (_PUSH if self.pull is None else {None, *_PUSH}):
+        if self.push not in [*_PUSH, *([] if self.pull is None else [None])]:
             raise ValueError(
                 f"Wire(push={self.push!r:.80}): expected one of "
                 f"{', '.join(map(repr, _PUSH))}"
@@ -76,7 +78,8 @@ class Wire:
             )
         density = self.density
         if (density is None) == is_top or not (
-            density is None or (isinstance(density, float) and 0 < density <= 1)
+            density is None
+            or (isinstance(density, float | np.floating) and 0 < density <= 1)
         ):
             want = "the share of numbers to send, say 0.01" if is_top else "None"
             raise ValueError(

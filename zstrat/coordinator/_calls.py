@@ -34,6 +34,7 @@ from zstrat.program import (
     input_key,
     jax_settings,
     loses_bits,
+    window_of,
 )
 from zstrat.program.trace import joined
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
@@ -348,7 +349,10 @@ class CallTable:
         self._strategy.require_known(plan)
         carried = [v for v in plan.variables if v.spec.ps == LOCAL]
         captured, treedef = _captured(plan), plan.out_structure.treedef
-        return _TracedCall(treedef, captured, carried, _draws(plan, args, kwargs))
+        draws = _draws(plan, args, kwargs)
+        if draws and (exchanges := window_of(function)) is not None:
+            exchanges.require_equal_draws(function.name)
+        return _TracedCall(treedef, captured, carried, draws)
 
     def _plan(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -403,5 +403,10 @@ def _wide(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in "biu":
         return array.astype(np.int64)[()]
+    if array.dtype.kind in "OSU":
+        raise TypeError(
+            "evaluate() sums what its step returns, and this one returns "
+            f"{leaf!r:.80}: return numbers and arrays alone"
+        )
     wide = np.complex128 if array.dtype.kind == "c" else np.float64
     return array.astype(wide)[()]

@@ -212,7 +212,8 @@ class ClusterSession:
 
     async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
         """Drops what waits for rounds, while the session is `at_rest`: it would move
-        values that were restored. Windows on workers drop their copies, too.
+        values that were restored. Workers drop what windows keep there, too, and what
+        formats of gradients have left out so far.
 
         Args:
             restored: By outer optimizer: the rounds from which its windows, which begin
@@ -225,8 +226,8 @@ class ClusterSession:
         """
         work = self.cluster.rounds.drop(restored)
         await self.run_async(work, "dropping what waits for rounds")
-        for each in self.cluster.rounds.rounds:
-            fields = each.optimizer, each.number if each.optimizer in restored else -1
+        orders = [(each.optimizer, each.number) for each in self.cluster.rounds.rounds]
+        for fields in orders or [(0, 0)]:
             await asyncio.gather(
                 *(self.ask_worker(n, RestartWindows, *fields) for n in self.workers)
             )

@@ -137,7 +137,12 @@ class LeasedSource:
             given = getattr(self, field)
             if given is None and what != "batch":
                 continue
-            number = index(given)
+            try:
+                number = index(given)
+            except TypeError:
+                raise TypeError(
+                    f"{what} must be a whole number, got {given!r:.80}"
+                ) from None
             if number < least:
                 raise ValueError(f"{what} must be at least {least}, got {number}")
             # Checkpoints hold it as JSON, which has no numbers of numpy.

@@ -24,9 +24,9 @@ Sizes = tuple[int | None, ...]
 """For each leaf the length of its first axis, None for its own."""
 
 
-def checked(transformation: Any) -> Any:
+def checked(transformation: Any, name: str = "Optimizer") -> Any:
     """Returns the optax transformation itself: of an object that makes one, the one
-    that it makes.
+    that it makes. ``name``: of the optimizer.
 
     Raises:
         TypeError: It is not a transformation.
@@ -35,8 +35,8 @@ def checked(transformation: Any) -> Any:
     made = make() if callable(make) else transformation
     if not all(callable(getattr(made, name, None)) for name in ("init", "update")):
         raise TypeError(
-            f"zs.Optimizer takes an optax GradientTransformation, as "
-            f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
+            f"optimizer {name!r}: expected an optax GradientTransformation, as "
+            f"optax.adam(1e-3), got {transformation!r:.100}"
         )
     return made
 

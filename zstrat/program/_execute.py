@@ -294,6 +294,14 @@ def run_here(
     prepared = Prepared(program, call.inputs, draws)
     plan = prepared.plan
     try:
+        for _, rule in plan.targets:
+            if rule is not None and rule.rounds is not None:
+                raise ValueError(
+                    f"the step function {plan.function!r} is called here, but "
+                    f"optimizer {rule.name!r} has rounds, which collect the gradients "
+                    "of steps on workers: schedule it, coordinator.schedule(step, "
+                    "args=...)"
+                )
         values = _answered(plan, prepared)
     except BaseException:  # to the caller: the step may be run again
         prepared.unread()

@@ -142,10 +142,11 @@ class MergeOperands:
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class RestartWindows:
-    """Has a worker drop what windows of an optimizer keep there, as its values were
+    """Has a worker drop what windows of an optimizer keep there, as values were
     restored, and count from round ``number``; sent by a coordinator. `StoreTensors`
-    follow, with the arrays of a checkpoint. Answered by `Done`. A ``number`` of -1: it
-    drops the copies alone, as variables were restored without the optimizer."""
+    follow, with the arrays of a checkpoint, if it has some. It also drops what formats
+    of gradients have left out so far; ``optimizer`` 0: only that. Answered by
+    `Done`."""
 
     kind: ClassVar = 127
     session: int

@@ -63,6 +63,11 @@ class Residuals:
         with self._lock:
             return self._kept.pop(key, None)
 
+    def clear(self) -> None:
+        """Drops all of them, as they are of gradients of other values."""
+        with self._lock:
+            self._kept.clear()
+
     def settle(self, lent: Iterable[Lent], *, is_sent: bool) -> None:
         """Brings back what a push has left out, or, if it failed, what it had taken."""
         for key, before, after in lent:

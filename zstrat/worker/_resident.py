@@ -107,20 +107,12 @@ class Residents:
         """Changes whenever the arrays do, or a window reads another round than it has
         begun with."""
 
-    def inherit(self, other: Residents, *, is_restored: bool = False) -> None:
-        """Takes over what the same coordinator had before its connection broke.
-
-        Args:
-            is_restored: Servers were restored from a checkpoint, so copies are of
-                values that they do not have.
-        """
+    def inherit(self, other: Residents) -> None:
+        """Takes over what the same coordinator had before its connection broke."""
         self._arrays, self._turns = other._arrays, other._turns
         self.version += 1
         self._before, self._step = other._before, other._step
         self._place, self._pins = other._place, other._pins
-        if is_restored:
-            for optimizer in self._turns:
-                self._drop_copies(optimizer)
 
     # Checkpoints
 
@@ -171,12 +163,7 @@ class Residents:
         return pinned
 
     def restart(self, optimizer: int, number: int) -> None:
-        """Drops all arrays of an optimizer, whose open round is ``number``; -1: its
-        copies alone."""
-        if number < 0:
-            if optimizer in self._turns:
-                self._drop_copies(optimizer)
-            return
+        """Drops all arrays of an optimizer, whose open round is ``number``."""
         self._before, self._step, self._place = {}, None, None
         self._turns[optimizer] = _Turn(offset=number)
         for name in [name for name in self._arrays if name.optimizer == optimizer]:
@@ -261,8 +248,13 @@ class Residents:
         """Drops the copies that a window with fragments was to continue, as it has
         failed. It would have taken the fragment of the round before: the base of that
         is from before the worker's contribution, which would be counted twice."""
-        if not place.is_whole:
-            self._drop_copies(place.optimizer)
+        if place.is_whole:
+            return
+        self._turns[place.optimizer].restarts = True
+        self.version += 1
+        for name in list(self._arrays):
+            if name.optimizer == place.optimizer and name.what == COPY:
+                del self._arrays[name]
 
     def take_place(self, exchanges: Exchanges) -> WindowPlace:
         """Returns the place of the next window with these exchanges."""
@@ -321,14 +313,6 @@ class Residents:
         """Drops what an earlier run of a step has left, if it is not settled."""
         if step == self._step:
             self.settle(step, failed=True)
-
-    def _drop_copies(self, optimizer: int) -> None:
-        """Has the next window take all values from the servers."""
-        self._turns[optimizer].restarts = True
-        self.version += 1
-        for name in list(self._arrays):
-            if name.optimizer == optimizer and name.what == COPY:
-                del self._arrays[name]
 
     def _value(self, spec: VariableSpec, at: RoundNumber) -> Any:
         name = resident_name(spec.name)

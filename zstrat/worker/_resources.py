@@ -154,17 +154,13 @@ class Resources:
         """Returns all unpickled functions. Safe to call from the loop."""
         return [shipped.loaded for shipped in list(self._code.values())]
 
-    def inherit(self, other: Resources, *, is_restored: bool) -> None:
+    def inherit(self, other: Resources) -> None:
         """Takes over the code that the same coordinator sent before its connection
-        broke, so that it is not compiled again, and what windows keep here.
-
-        Args:
-            is_restored: See `Residents.inherit`.
-        """
+        broke, so that it is not compiled again, and what windows keep here."""
         for digest, shipped in other._code.items():
             if shipped.loaded is not _NOT_LOADED and not shipped.uses:
                 self._code.setdefault(digest, shipped)
-        self.residents.inherit(other.residents, is_restored=is_restored)
+        self.residents.inherit(other.residents)
 
     # Arguments
 

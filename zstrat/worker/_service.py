@@ -250,11 +250,8 @@ class WorkerService:
         residuals = None if before is None else before.runner.encoding.residuals
         runner = self._make_runner(session, message, output, residuals)
         if before is not None:
-            old = before.runner.resources
-            # Another number: the session was renewed, on servers that were restored.
-            restored = before.session != message.session
-            inherit = partial(runner.resources.inherit, old, is_restored=restored)
-            self._executor.tell(inherit)
+            inherit = runner.resources.inherit
+            self._executor.tell(partial(inherit, before.runner.resources))
         self._drop("its coordinator opened a new session", is_over=before is None)
         session.start(self._executor, runner, self._listen or unheard)
         return session

@@ -241,6 +241,7 @@ class WorkerSession:
             case MergeOperands():
                 return self._merged_operands(message)
             case RestartWindows(optimizer=number, number=first):
+                self.runner.encoding.residuals.clear()
                 executor.tell(partial(residents.restart, number, first))
             case StoreTensors():
                 executor.tell(partial(residents.store, message))

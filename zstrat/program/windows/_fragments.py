@@ -68,8 +68,30 @@ class Exchanges:
         """Returns how many steps a segment makes."""
         count = steps_of(segment.number, self.every, self.fragments)
         if segment.every:
-            count = count * segment.every // self.every
-        return max(count, self.overlap, 1)
+            # At least one after the copy has taken the result of the round before:
+            # those before it are in no contribution.
+            fewer = count * segment.every // self.every
+            count = min(count, max(fewer, self.overlap + 1))
+        return count
+
+    def require_equal_draws(self, name: str) -> None:
+        """Checks that windows draw the same number of elements, as leases need it.
+
+        Raises:
+            ValueError: They differ; says what to write. ``name``: of the window.
+        """
+        if self.pace is None and self.every % self.fragments == 0:
+            return
+        cause = f"every={self.every}, fragments={self.fragments}"
+        remedy = "make every a multiple of fragments"
+        if self.pace is not None:
+            cause, remedy = "adapt=True", "leave out adapt=True"
+        raise ValueError(
+            f"{name} draws from a leased dataset, which leases the same number of "
+            f"batches to each closure, but zs.LocalOptimizer({cause}) makes windows of "
+            f"different numbers of steps: {remedy}, or use "
+            "coordinator.create_per_worker_dataset"
+        )
 
     @property
     def take_segments(self) -> bool:

@@ -7,11 +7,12 @@ Models" (2023), and "Streaming DiLoCo with overlapping communication" (2025).
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.program._function import Function, function
+from zstrat.program._function import Function
 from zstrat.variables import Optimizer, Rounds, Variable, creator, unplaced
 
 from ._fragments import Exchanges
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
 _EPOCHS: Final = 8
 """Number of epochs of rounds whose largest speed is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FragmentRounds(Rounds):
+    """Rounds that drop what is late also without backup workers: it would count as
+    zeros for the fragment of the round that is open, and others for its own."""
+
+    @property
+    def drops_late(self) -> bool:
+        return True
 
 
 class LocalOptimizer:
@@ -79,7 +90,7 @@ class LocalOptimizer:
         """Number of parts of the tree that are exchanged in turn."""
         self.overlap = _whole("overlap", overlap, 0)
         """Number of steps that do not wait for the result of the round before."""
-        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+        if not isinstance(mix, int | float | np.floating) or not 0 <= mix < 1:
             raise ValueError(
                 f"LocalOptimizer(mix={mix!r:.80}): expected a number in [0, 1)"
             )
@@ -109,7 +120,10 @@ class LocalOptimizer:
             )
         self.name = "LocalOptimizer" if name is None else name
         """In errors and metrics."""
+        self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
+        if self.fragments > 1 and isinstance(rounds, Rounds):
+            rounds = _FragmentRounds(**vars(rounds))
         self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)
         """The optimizer on the parameter servers."""
         self.pace: Variable | None = None
@@ -118,7 +132,6 @@ class LocalOptimizer:
         if adapt:
             zeros = np.zeros(_EPOCHS, np.float32)
             self.pace = Variable(zeros, trainable=False, name=f"{self.name}/pace")
-        self._inner = unplaced(inner, f"{self.name}/inner")
         self._exchanges = Exchanges(
             self.name,
             self.outer,
@@ -150,7 +163,7 @@ class LocalOptimizer:
         Raises:
             TypeError: ``step`` cannot be a step function, or is ``eager``.
         """
-        checked = function(step)
+        checked = step if isinstance(step, Function) else Function(step)
         if checked.eager:
             raise TypeError(
                 f"a window compiles its steps, and {checked.name!r} is an eager step "

@@ -138,7 +138,7 @@ class _Window:
     def run(self, segment: Segment) -> Any:
         """Returns the result of the steps, each array with a first axis of steps."""
         exchanges = self.exchanges
-        count = exchanges.steps_in(segment)
+        count, mix = exchanges.steps_in(segment), exchanges.mix
         step, drawn = self._tried()
         if count * len(drawn) > MAX_DRAWS:
             raise ValueError(
@@ -167,7 +167,9 @@ class _Window:
                 for part in step.call.targets[leaf].components:
                     key = part.spec.key
                     base[key] = self.outer.read(part)
-                    copies[key] = _mixed(copies[key], base[key], exchanges.mix)
+                    copies[key] = (
+                        mix * copies[key] + (1 - mix) * base[key] if mix else base[key]
+                    )
         copies, slots = runs.run(copies, slots, count - runs.done)
         self._contribute(step, base, copies, None if keeps else runs, leaves)
         self._keep_slots(step, slots)
@@ -523,11 +525,6 @@ def _begun(rule: SlotRule) -> str:
     kinds = [(kind.shape, str(kind.dtype)) for kind in rule.kinds]
     words = repr((rule.names, kinds)).encode()
     return f"/begun-{hashlib.blake2b(words, digest_size=6).hexdigest()}"
-
-
-def _mixed(copy: jax.Array, value: jax.Array, mix: float) -> jax.Array:
-    """Returns ``mix`` times the worker's copy plus the rest of the servers' value."""
-    return mix * copy + (1 - mix) * value if mix else value
 
 
 def _distinct(rows: jax.Array, height: int) -> jax.Array:

@@ -97,7 +97,7 @@ class Optimizer:
         self.iterations: Variable | None = None
         """Number of calls of `apply_gradients` so far; None without
         ``count_iterations``."""
-        self._transformation: Any = checked(transformation)
+        self._transformation: Any = checked(transformation, self.name)
         self._random = RandomNumbers.of_this_thread()
         """The program's settings of random numbers, for parameter servers."""
         self._params = params
@@ -498,7 +498,7 @@ def unplaced(transformation: Any, name: str) -> Optimizer:
     """
     from zstrat.optimizers import RandomNumbers, checked
 
-    moves, random = checked(transformation), RandomNumbers.of_this_thread()
+    moves, random = checked(transformation, name), RandomNumbers.of_this_thread()
     return _handle(next_id(), name, False, None, None, None, moves, random, None)
 
 

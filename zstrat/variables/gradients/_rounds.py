@@ -83,7 +83,7 @@ class Rounds:
             raise ValueError(
                 f"Rounds(late={self.late!r:.80}): expected 'drop' or 'next'"
             )
-        if self.merge not in _RULES:
+        if self.merge not in [*_RULES]:
             raise ValueError(
                 f"Rounds(merge={self.merge!r:.80}): expected 'mean', 'sum' or 'rda'"
             )
