@@ -186,6 +186,12 @@ def test_a_table_of_any_id(strategy):
     )
     assert len(table) == 5
     assert model.optimizer.iterations.value == 4
+    found, expected = (
+        [each.train_on_batch([ids, x], y), each.test_on_batch([ids, x], y)]
+        for each, ids in ((model, wide), (plain, dense))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert len(table) == 5
     # Leased batches bring ids whole, too.
     coordinator = zs.ClusterCoordinator(strategy)
     leased = coordinator.create_leased_dataset(

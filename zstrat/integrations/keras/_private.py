@@ -9,7 +9,8 @@ is imported, and says which Keras to install if one of these is gone:
 | ``_jax_state*`` of a model | whether there is state that its variables lack |
 | `_enforce_jax_state_sharding` | of older versions: lays out what a step returns |
 | `_flatten_layers` | all layers of a model |
-| ``keras.src.backend.get_keras_mask`` | the mask that a loss is given |
+| `get_keras_mask` of ``keras.src.backend`` | the mask that a loss is given |
+| `_distribute_data` of its trainer | moves batches to devices of this process |
 | ``_shape`` of a variable | set while a step is traced on rows of a table |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
@@ -20,6 +21,9 @@ is imported, and says which Keras to install if one of these is gone:
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 import keras
@@ -42,9 +46,19 @@ _METHODS: Final = (
     "make_train_function",
 )
 
+_FUNCTIONS: Final = {
+    "get_keras_mask": "keras.src.backend",
+    "_distribute_data": "keras.src.backend.jax.trainer",
+}
 
+_is_whole: Final[ContextVar[bool]] = ContextVar("zstrat_whole", default=False)
+"""Whether Keras hands over batches as they were given."""
+
+
+@functools.cache
 def check() -> None:
-    """Checks that Keras computes with jax, and has the names of this file.
+    """Checks that Keras computes with jax, and has the names of this file; prepares it
+    once for `whole_batches`.
 
     Raises:
         RuntimeError: It computes with something else.
@@ -56,13 +70,41 @@ def check() -> None:
             "jax: set the environment variable KERAS_BACKEND=jax before keras is "
             "imported"
         )
-    missing = [name for name in _METHODS if getattr(keras.Model, name, None) is None]
+    missing = [
+        f"Model.{name}" for name in _METHODS if getattr(keras.Model, name, None) is None
+    ]
+    missing += [
+        f"{module}.{name}"
+        for name, module in _FUNCTIONS.items()
+        if not hasattr(importlib.import_module(module), name)
+    ]
+    if not hasattr(keras.Variable(0.0, name="zstrat_check"), "_shape"):
+        missing.append("Variable._shape")
     if missing:
         raise ImportError(
-            f"keras {keras.__version__} has no Model.{missing[0]}: zstrat trains "
-            f"models of Keras {VERSIONS}. Install one of these, or train with "
+            f"keras {keras.__version__} has no {missing[0]}: zstrat trains models of "
+            f"Keras {VERSIONS}. Install one of these, or train with "
             "model.stateless_call in a step of your own (docs/libraries.md)"
         )
+
+    trainer: Any = importlib.import_module(_FUNCTIONS["_distribute_data"])
+    distribute = trainer._distribute_data
+
+    def distributed(data: Any, layouts: Any = None) -> Any:
+        return data if _is_whole.get() else distribute(data, layouts)
+
+    trainer._distribute_data = distributed
+
+
+@contextlib.contextmanager
+def whole_batches() -> Iterator[None]:
+    """Has Keras hand over batches as they were given, in the block. Otherwise it may
+    move them to devices of jax first, which cuts ids to 32 bits."""
+    token = _is_whole.set(True)
+    try:
+        yield
+    finally:
+        _is_whole.reset(token)
 
 
 def take_over(model: Any, training: Any) -> None:

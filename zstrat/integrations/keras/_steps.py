@@ -73,18 +73,18 @@ def _array(leaf: Any, *, whole: bool) -> Any:
     try:
         array = np.asarray(leaf)
     except Exception as error:
-        raise _not_dense(leaf) from error
-    if array.dtype == object:
-        raise _not_dense(leaf)
+        raise _not_dense(f"a {type(leaf).__module__}.{type(leaf).__name__}") from error
+    if array.dtype.kind not in "biufcV":  # bfloat16 is of kind V
+        raise _not_dense(f"an array of dtype {array.dtype}")
     if whole and array.dtype.kind in "iu":
         return array
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def _not_dense(leaf: Any) -> TypeError:
+def _not_dense(found: str) -> TypeError:
     return TypeError(
-        f"a batch has a {type(leaf).__module__}.{type(leaf).__name__}, which does not "
-        "travel to workers: give dense arrays of numbers"
+        f"a batch has {found}, which does not travel to workers: give dense arrays of "
+        "numbers (texts become numbers in the dataset, by its map)"
     )
 
 
