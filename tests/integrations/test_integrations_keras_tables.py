@@ -218,12 +218,14 @@ def test_a_large_embedding_of_keras_is_a_table_where_that_changes_nothing(
     plain, expected = fitted(make(keras.optimizers.RMSprop))
     require_equal(model, plain, history, expected)
 
-    # Nor what something else reads, too.
+    # Nor what something else reads, too; it says so once.
     def regularized(*arguments, **options):
         return layers.Embedding(*arguments, embeddings_regularizer="l2", **options)
 
     plain, expected = fitted(lambda: towers(regularized, "sgd"))
-    model, history = fitted(lambda: towers(regularized, "sgd"), strategy)
+    with pytest.warns(zs.KerasWarning, match="'shared'.*MiB") as warned:
+        model, history = fitted(lambda: towers(regularized, "sgd"), strategy)
+    assert len([each for each in warned if each.category is zs.KerasWarning]) == 1
     require_equal(model, plain, history, expected)
 
 
@@ -437,6 +439,43 @@ def test_another_program_continues_from_what_was_saved(strategy, tmp_path):
         np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-7)
 
 
+class Sometimes(keras.Model):
+    """Looks a table up in training, or else in other steps."""
+
+    def __init__(self, table, *, trains):
+        super().__init__()
+        self.users = zs.keras.Embedding(table, name="users")
+        self.last, self.trains = layers.Dense(1), trains
+
+    def build(self, shape):
+        self.users.build(shape)
+        self.last.build((None, 2))
+
+    def call(self, ids, training=False):
+        is_used = training is self.trains
+        return self.last(self.users(ids) if is_used else keras.ops.ones((8, 2)))
+
+
+def test_steps_that_do_not_look_a_table_up(strategy):
+    ids, y = np.arange(8), np.ones((8, 1))
+    for trains in (True, False):
+        with strategy.scope():
+            table = zs.HashTable(2, name=f"trains {trains}")
+            model = Sometimes(table, trains=trains)
+            model.compile("adam", "mse")
+        assert model.evaluate(ids, y, verbose=0) >= 0
+        if trains:
+            model.fit(ids, y, verbose=0)
+            assert len(table) == 8
+        else:
+            with pytest.raises(NotImplementedError, match="'users'"):
+                model.fit(ids, y, verbose=0)
+        kernel, bias = model.get_weights()[1:]
+        if trains:
+            found = model.predict(ids, verbose=0)
+            np.testing.assert_allclose(found, np.ones((8, 2)) @ kernel + bias, 1e-5)
+
+
 def test_what_is_trainable_may_change_before_weights_are_restored(strategy, tmp_path):
     def made(trainable):
         with strategy.scope():
@@ -451,9 +490,15 @@ def test_what_is_trainable_may_change_before_weights_are_restored(strategy, tmp_
         return model.get_weights()
 
     before = fit(made(True))
-    after = fit(made(False), resume=True)
+    after = fit(model := made(False), resume=True)
     for mine, its in zip(after[:2], before[:2], strict=True):
         np.testing.assert_array_equal(mine, its)
+    saves = zs.keras.ServerCheckpoint(tmp_path, resume=True)
+    model.fit(IDS * 0.01, Y, verbose=0, callbacks=[saves])
+    model.layers[0].trainable = True
+    model.evaluate(IDS * 0.01, Y, verbose=0)
+    with pytest.raises(RuntimeError, match="compile"):
+        saves.restore()
 
 
 @pytest.mark.parametrize("name", ["of all rows", "decay later"])

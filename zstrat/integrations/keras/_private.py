@@ -14,8 +14,8 @@ is imported, and says which Keras to install if one of these is gone:
 | ``_shape`` of a variable | set while a step is traced on rows of a table |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
-`make_train_function`, `make_test_function`, `make_predict_function` and
-`jax_state_sync` have no underscore, but no page either.
+`make_train_function`, `make_test_function`, `make_predict_function`,
+`compute_loss_and_updates` and `jax_state_sync` have no underscore, but no page either.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _METHODS: Final = (
     "_flatten_layers",
     "_get_jax_state",
     "_symbolic_build",
+    "compute_loss_and_updates",
     "jax_state_sync",
     "make_predict_function",
     "make_test_function",
@@ -181,10 +182,16 @@ def without_layouts(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_masks(model: Any) -> Iterator[None]:
-    """Refuses outputs with masks where a model computes its loss, in the block."""
+def noted_losses(model: Any) -> Iterator[list[Any]]:
+    """Notes what a model adds to its loss, and the loss, where it computes it in the
+    block.
 
+    Raises:
+        NotImplementedError: An output has a mask.
+    """
     from keras.src.backend import get_keras_mask
+
+    found: list[Any] = []
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         given = keras.tree.flatten((args, kwargs))
@@ -196,11 +203,13 @@ def without_masks(model: Any) -> Iterator[None]:
                 "at its end (a layer with supports_masking=False), or use a strategy "
                 "with one replica or with parameter servers"
             )
-        return type(model).compute_loss(model, *args, **kwargs)
+        loss = type(model).compute_loss(model, *args, **kwargs)
+        found.extend([*model.losses, loss])
+        return loss
 
     model.compute_loss = compute_loss
     try:
-        yield
+        yield found
     finally:
         del model.compute_loss
 

@@ -19,11 +19,11 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ._lookups import find_lookups, lookups_given
 from ._private import with_shapes, without_layouts
-from .embeddings import building
+from .embeddings import building, layer_table
 from .shipped import Kind, ShippedStep, StepProgram, pruned, traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from .shipped import ShippedLookups
 
@@ -118,7 +118,7 @@ class TracedStep:
 
 
 def trace_step(
-    model: Any, mode: str, batch: Batch, tables: Mapping[int, Any] | None = None
+    model: Any, mode: str, batch: Batch, tables: dict[int, Any] | None = None
 ) -> TracedStep:
     """Traces ``train_step``, ``test_step`` or ``predict_step`` of a model.
 
@@ -159,6 +159,14 @@ def trace_step(
     with without_layouts(model), building(is_on=False):
         layers = {} if tables is None else tables
         lookups, rows = find_lookups(step, kinds, len(batch.arrays), layers)
+        for number in sorted(set(layers) - set(rows)):
+            is_moved = mode == "train" and number < groups[0]
+            if is_moved and layer_table(layers[number]) is not None:
+                raise NotImplementedError(
+                    f"layer {layers[number].name!r} has a zs.HashTable, which a step "
+                    f"that trains {model.name!r} does not look up: call the layer in "
+                    "it, or set its trainable=False before compile"
+                )
         for number, kind in rows.items():
             kinds[number] = kind
         shapes = [(variables[number], kind.shape) for number, kind in rows.items()]
