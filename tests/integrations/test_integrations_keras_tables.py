@@ -8,6 +8,8 @@ import pytest
 import zstrat as zs
 
 keras = pytest.importorskip("keras")
+from keras_fits import fitted, require_equal  # noqa: E402  # imports keras
+
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
@@ -17,6 +19,7 @@ RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 50, (60, 4)).astype("int32")
 OTHERS = RNG.integers(0, 9, 60).astype("int32")
 Y = (IDS.sum(1) % 2).astype("int64")
+DATA = {"x": [IDS, OTHERS], "y": Y, "validation_split": 0.2}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -41,33 +44,6 @@ def towers(embedding, optimizer, rows=50):
     return model
 
 
-def fitted(make, strategy=None, **arguments):
-    keras.utils.set_random_seed(1)
-    if strategy is None:
-        model = make()
-    else:
-        with strategy.scope():
-            model = make()
-    keras.utils.set_random_seed(2)
-    given = {"epochs": 2, "batch_size": 16, "verbose": 0, "validation_split": 0.2}
-    return model, model.fit([IDS, OTHERS], Y, **(given | arguments)).history
-
-
-def require_equal(model, plain, history, expected):
-    for name, values in expected.items():
-        np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-7)
-    for one, two in [
-        (model.get_weights(), plain.get_weights()),
-        *[([v.value for v in x.optimizer.variables] for x in (model, plain))],
-    ]:
-        for mine, its in zip(one, two, strict=True):
-            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
-    given = [IDS, OTHERS]
-    np.testing.assert_allclose(
-        model.predict(given, verbose=0), plain.predict(given, verbose=0), rtol=1e-4
-    )
-
-
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.5),
     "adagrad": lambda: keras.optimizers.Adagrad(0.5, global_clipnorm=0.1),
@@ -79,17 +55,19 @@ def test_a_table_is_trained_as_keras_trains_it(strategy, name, tmp_path):
     def make(embedding):
         return lambda: towers(embedding, OPTIMIZERS[name]())
 
-    plain, expected = fitted(make(layers.Embedding))
-    model, history = fitted(make(zs.keras.Embedding), strategy)
+    plain, expected = fitted(make(layers.Embedding), **DATA)
+    model, history = fitted(make(zs.keras.Embedding), strategy, **DATA)
     require_equal(model, plain, history, expected)
+    found, predicted = (x.predict(DATA["x"], verbose=0) for x in (model, plain))
+    np.testing.assert_allclose(found, predicted, rtol=1e-4)
 
 
 def test_what_is_saved_and_assigned(strategy, tmp_path):
     def make(embedding):
         return lambda: towers(embedding, keras.optimizers.SGD(0.5))
 
-    plain, _ = fitted(make(layers.Embedding))
-    model, _ = fitted(make(zs.keras.Embedding), strategy)
+    plain, _ = fitted(make(layers.Embedding), **DATA)
+    model, _ = fitted(make(zs.keras.Embedding), strategy, **DATA)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     with strategy.scope():
@@ -209,22 +187,22 @@ def test_a_large_embedding_of_keras_is_a_table_where_that_changes_nothing(
     def make(optimizer):
         return lambda: towers(layers.Embedding, optimizer(0.5))
 
-    plain, expected = fitted(make(keras.optimizers.Adagrad))
-    model, history = fitted(make(keras.optimizers.Adagrad), strategy)
+    plain, expected = fitted(make(keras.optimizers.Adagrad), **DATA)
+    model, history = fitted(make(keras.optimizers.Adagrad), strategy, **DATA)
     require_equal(model, plain, history, expected)
     assert not [each for each in recwarn if each.category is zs.KerasWarning]
     with pytest.warns(zs.KerasWarning, match=r"zs\.keras\.Embedding"):
-        model, history = fitted(make(keras.optimizers.RMSprop), strategy)
-    plain, expected = fitted(make(keras.optimizers.RMSprop))
+        model, history = fitted(make(keras.optimizers.RMSprop), strategy, **DATA)
+    plain, expected = fitted(make(keras.optimizers.RMSprop), **DATA)
     require_equal(model, plain, history, expected)
 
     # Nor what something else reads, too; it says so once.
     def regularized(*arguments, **options):
         return layers.Embedding(*arguments, embeddings_regularizer="l2", **options)
 
-    plain, expected = fitted(lambda: towers(regularized, "sgd"))
+    plain, expected = fitted(lambda: towers(regularized, "sgd"), **DATA)
     with pytest.warns(zs.KerasWarning, match="'shared'.*MiB") as warned:
-        model, history = fitted(lambda: towers(regularized, "sgd"), strategy)
+        model, history = fitted(lambda: towers(regularized, "sgd"), strategy, **DATA)
     assert len([each for each in warned if each.category is zs.KerasWarning]) == 1
     require_equal(model, plain, history, expected)
 
@@ -521,6 +499,6 @@ def test_an_embedding_is_read_whole_where_rows_move_with_others(strategy, name):
             return towers(layers.Embedding, optimizers[name]())
 
         with pytest.warns(zs.KerasWarning, match=r"zs\.keras\.Embedding"):
-            model, history = fitted(made, strategy)
-        plain, expected = fitted(made)
+            model, history = fitted(made, strategy, **DATA)
+        plain, expected = fitted(made, **DATA)
     require_equal(model, plain, history, expected)

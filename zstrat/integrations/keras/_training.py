@@ -437,8 +437,7 @@ class Training(abc.ABC):
         if self.optimizer is not None and self._slots is not None:
             now = [variable.value for variable in self._slots.variables]
             if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
-                self._slots_known = now
-                assign_leaves(self.optimizer, map(np.asarray, now))
+                self._assign_slots()
 
     def _pull_values(self) -> None:
         """Assigns the trained values to Keras' variables."""
@@ -475,7 +474,15 @@ class Training(abc.ABC):
         self._slots = slots
         self._slots_known = [variable.value for variable in slots.variables]
         if not slots.is_fresh():
-            assign_leaves(self.optimizer, map(np.asarray, self._slots_known))
+            self._assign_slots()
+
+    def _assign_slots(self) -> None:
+        """Sends the state of the optimizer that Keras' variables have."""
+        assert self.optimizer is not None
+        assert self._slots is not None
+        self._slots_known = [variable.value for variable in self._slots.variables]
+        arrays, rate = map(np.asarray, self._slots_known), self.learning_rate()
+        assign_leaves(self.optimizer, arrays, learning_rate=rate)
 
 
 def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ take the first copy, and assignments write all copies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -19,6 +20,7 @@ from zstrat.variables._storage import KeepsSlots, read_all
 from zstrat.variables._tracing import is_staging, recorder
 
 from ._gradient_call import Binds
+from ._gradients_given import extras_of
 from ._tree_updates import lives_here
 
 if TYPE_CHECKING:
@@ -52,10 +54,16 @@ def leaves_of(optimizer: CalledOptimizer) -> dict[int, Any]:
     return _leaves(call, tree, [n for n in range(len(tree.state())) if n not in hashed])
 
 
-def assign_leaves(optimizer: CalledOptimizer, leaves: Iterable[np.ndarray]) -> None:
+def assign_leaves(
+    optimizer: CalledOptimizer, leaves: Iterable[np.ndarray], **extra: Any
+) -> None:
     """Assigns the leaves of the state, which fit it, but for those that have something
-    for each row of a table of any id."""
-    call = _known(optimizer)
+    for each row of a table of any id.
+
+    Args:
+        extra: Further arguments that each update will have, as it may have had none.
+    """
+    call = replace(_known(optimizer), extras=extras_of(extra)[0])
     hashed = _of_hashed_rows(call, call.rule(is_here=lives_here(call)))
     _assign(call, {n: leaf for n, leaf in enumerate(leaves) if n not in hashed})
 
