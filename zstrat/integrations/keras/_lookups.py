@@ -98,7 +98,12 @@ def _found(
             f"a layer of {_names(layers)} is called in a function that jax transforms "
             "(a loop, jax.checkpoint): look its rows up outside of that"
         ) from error
-    given = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not _known(var)}
+    given = {
+        var
+        for eqn in closed.jaxpr.eqns
+        for var in eqn.invars
+        if not isinstance(var, Literal)
+    }
     for number, layer in layers.items():
         if closed.jaxpr.invars[number + 1] in given:
             raise NotImplementedError(
@@ -167,11 +172,11 @@ def _looking_up(
 
 def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
     """Returns the program of ids, of the batch alone."""
-    wanted = {var for var in closed.jaxpr.outvars if not _known(var)}
+    wanted = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
     eqns = []
     for eqn in reversed(closed.jaxpr.eqns):
         if wanted.intersection(eqn.outvars):
-            wanted.update(var for var in eqn.invars if not _known(var))
+            wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
             eqns.append(eqn)
     inputs = closed.jaxpr.invars
     if wanted.intersection(inputs[: len(inputs) - batch]):
@@ -193,7 +198,3 @@ def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
 
 def _names(layers: Mapping[int, Any]) -> list[str]:
     return sorted({layer.name for layer in layers.values()})
-
-
-def _known(var: Any) -> bool:
-    return isinstance(var, Literal)

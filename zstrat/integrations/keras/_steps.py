@@ -226,7 +226,8 @@ def _train(model: Any, values: Any, state: Any, sums: Any, data: Any) -> Any:
         raise NotImplementedError(
             f"train_step of {model.name!r} calls self.optimizer.stateless_apply "
             f"{len(calls)} times: a strategy applies the gradients of one call. Sum "
-            "what is to be minimized, and apply its gradients once"
+            "what is to be minimized, and apply its gradients once; a model with "
+            "several optimizers trains in a step of your own (docs/libraries.md)"
         )
     return calls[0], after[0], after[1], after[3], logs
 
