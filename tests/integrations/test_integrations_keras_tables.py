@@ -122,7 +122,8 @@ def test_adam_moves_the_rows_of_a_step_alone(strategy):
 
 def by_id(embedding, read, optimizer="adam"):
     """A model of ids and a number for each."""
-    ids, x = keras.Input((2,), dtype="int32"), keras.Input((1,))
+    ids = keras.Input((2,), dtype="int32", name="ids")
+    x = keras.Input((1,), name="x")
     rows = layers.Flatten()(embedding(read(ids)))
     model = keras.Model(
         [ids, x], layers.Dense(1)(layers.Concatenate()([rows, x, rows]))
@@ -173,7 +174,7 @@ def test_a_table_of_any_id(strategy):
     # Leased batches bring ids whole, too.
     coordinator = zs.ClusterCoordinator(strategy)
     leased = coordinator.create_leased_dataset(
-        (((wide + 2**40), x), y), batch=20, epochs=None
+        ({"ids": wide + 2**40, "x": x}, y), batch=20, epochs=None
     )
     model.fit(leased, epochs=1, verbose=0)
     assert len(table) == 10

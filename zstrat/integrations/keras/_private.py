@@ -77,9 +77,9 @@ def check() -> None:
     missing += [
         f"{module}.{name}"
         for name, module in _FUNCTIONS.items()
-        if not hasattr(importlib.import_module(module), name)
+        if getattr(importlib.import_module(module), name, None) is None
     ]
-    if not hasattr(keras.Variable(0.0, name="zstrat_check"), "_shape"):
+    if getattr(keras.Variable(0.0, name="zstrat_check"), "_shape", None) is None:
         missing.append("Variable._shape")
     if missing:
         raise ImportError(

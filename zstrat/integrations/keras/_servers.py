@@ -24,6 +24,7 @@ from zstrat.variables import ShardedVariable, Variable, create_variables
 
 from ._private import layers_of
 from ._sources import Draw, LeaseSource
+from ._steps import Batch
 from ._training import Training
 from .embeddings import Embedding, embeddings_of, is_large, layer_table
 from .optimizers import OptimizerState
@@ -32,7 +33,7 @@ from .shipped import step_function
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ._steps import Batch, TracedStep
+    from ._steps import TracedStep
     from ._training import Source, StepResult
     from .shipped import StepProgram
 
@@ -82,7 +83,7 @@ class ServerTraining(Training):
                 "predict of a leased dataset: its batches have no order. Give arrays "
                 "or a zs.data.Dataset"
             )
-        key = mode, draw.specs
+        key = mode, tuple([Batch.of(spec).key for spec in draw.specs])
         if key not in self._steps:
             made = [self.traced(mode, spec) for spec in draw.specs]
             programs = {batch.key[1]: step.program() for step, batch in made}
