@@ -666,6 +666,21 @@ def test_a_strategy_that_does_not_train_models():
         dense()
 
 
+@pytest.mark.parametrize(
+    "name", ["Model._get_jax_state", "src.backend.jax.trainer._distribute_data"]
+)
+def test_a_keras_that_lacks_a_private_name_is_refused(monkeypatch, name):
+    from zstrat.integrations.keras._private import check
+
+    check.cache_clear()
+    monkeypatch.setattr(f"keras.{name}", None)
+    with zs.OneDeviceStrategy("CPU:0").scope():
+        with pytest.raises(ImportError, match=name.rpartition(".")[2]):
+            dense()
+        monkeypatch.undo()
+        assert dense().make_train_function.__module__.startswith("zstrat.")
+
+
 def test_who_trains():
     """The scope of compile, else the scope in which the model was made."""
     strategy = zs.OneDeviceStrategy("CPU:0")
