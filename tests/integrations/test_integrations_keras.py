@@ -44,6 +44,16 @@ def dense(**options):
     return model
 
 
+class Scale(layers.Layer):
+    """Multiplies by one number, which is trained."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+
 def noisy():
     """A model with state that no gradient moves."""
     model = keras.Sequential(
@@ -52,6 +62,7 @@ def noisy():
             layers.Dense(8, activation="relu"),
             layers.BatchNormalization(momentum=0.9),
             layers.Dropout(0.3),
+            Scale(),
             layers.Dense(2),
         ]
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.variables._storage import VariableHandle
     from zstrat.variables._table import Table
 
-    from ._gradient_call import CalledOptimizer, GradientCall
+    from ._gradient_call import CalledOptimizer, GradientCall, GradientTarget
 
 
 def state_of(optimizer: CalledOptimizer) -> Any:
@@ -268,7 +268,7 @@ def _initial(call: GradientCall, wanted: Sequence[int]) -> dict[int, Any]:
     values = {
         leaf: np.concatenate(parts) if len(parts) > 1 else parts[0]
         for leaf, target in enumerate(call.targets)
-        if not target.table.is_hashed and (parts := read_all(target.components))
+        if not _is_hashed(target) and (parts := read_all(target.components))
     }
 
     def state(known: dict[int, Any]) -> dict[int, Any]:
@@ -299,12 +299,16 @@ def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
         )
 
 
+def _is_hashed(target: GradientTarget) -> bool:
+    return bool(target.shape) and target.table.is_hashed  # a scalar has no rows
+
+
 def _of_hashed_rows(call: GradientCall, tree: TreeRule) -> dict[int, tuple[Table, str]]:
     """Returns the leaves of the state that have something for each row of a table of
     any id, by number: the table, and the names of all that are kept for it."""
     found: dict[int, tuple[Table, str]] = {}
     for leaf, target in enumerate(call.targets):
-        if target.table.is_hashed:
+        if _is_hashed(target):
             slots = call.optimizer.leaf_rule(tree, leaf).slots
             kept = [slot for slot in slots if slot.rows]
             names = ", ".join(slot.name for slot in kept)
