@@ -8,6 +8,8 @@ import pytest
 import zstrat as zs
 
 keras = pytest.importorskip("keras")
+from keras_fits import fitted, require_equal  # noqa: E402  # imports keras
+
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
@@ -17,6 +19,7 @@ RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 50, (60, 4)).astype("int32")
 OTHERS = RNG.integers(0, 9, 60).astype("int32")
 Y = (IDS.sum(1) % 2).astype("int64")
+DATA = {"x": [IDS, OTHERS], "y": Y, "validation_split": 0.2}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -41,33 +44,6 @@ def towers(embedding, optimizer, rows=50):
     return model
 
 
-def fitted(make, strategy=None, **arguments):
-    keras.utils.set_random_seed(1)
-    if strategy is None:
-        model = make()
-    else:
-        with strategy.scope():
-            model = make()
-    keras.utils.set_random_seed(2)
-    given = {"epochs": 2, "batch_size": 16, "verbose": 0, "validation_split": 0.2}
-    return model, model.fit([IDS, OTHERS], Y, **(given | arguments)).history
-
-
-def require_equal(model, plain, history, expected):
-    for name, values in expected.items():
-        np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-7)
-    for one, two in [
-        (model.get_weights(), plain.get_weights()),
-        *[([v.value for v in x.optimizer.variables] for x in (model, plain))],
-    ]:
-        for mine, its in zip(one, two, strict=True):
-            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
-    given = [IDS, OTHERS]
-    np.testing.assert_allclose(
-        model.predict(given, verbose=0), plain.predict(given, verbose=0), rtol=1e-4
-    )
-
-
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.5),
     "adagrad": lambda: keras.optimizers.Adagrad(0.5, global_clipnorm=0.1),
@@ -79,17 +55,19 @@ def test_a_table_is_trained_as_keras_trains_it(strategy, name, tmp_path):
     def make(embedding):
         return lambda: towers(embedding, OPTIMIZERS[name]())
 
-    plain, expected = fitted(make(layers.Embedding))
-    model, history = fitted(make(zs.keras.Embedding), strategy)
+    plain, expected = fitted(make(layers.Embedding), **DATA)
+    model, history = fitted(make(zs.keras.Embedding), strategy, **DATA)
     require_equal(model, plain, history, expected)
+    found, predicted = (x.predict(DATA["x"], verbose=0) for x in (model, plain))
+    np.testing.assert_allclose(found, predicted, rtol=1e-4)
 
 
 def test_what_is_saved_and_assigned(strategy, tmp_path):
     def make(embedding):
         return lambda: towers(embedding, keras.optimizers.SGD(0.5))
 
-    plain, _ = fitted(make(layers.Embedding))
-    model, _ = fitted(make(zs.keras.Embedding), strategy)
+    plain, _ = fitted(make(layers.Embedding), **DATA)
+    model, _ = fitted(make(zs.keras.Embedding), strategy, **DATA)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     with strategy.scope():
@@ -144,7 +122,8 @@ def test_adam_moves_the_rows_of_a_step_alone(strategy):
 
 def by_id(embedding, read, optimizer="adam"):
     """A model of ids and a number for each."""
-    ids, x = keras.Input((2,), dtype="int32"), keras.Input((1,))
+    ids = keras.Input((2,), dtype="int32", name="ids")
+    x = keras.Input((1,), name="x")
     rows = layers.Flatten()(embedding(read(ids)))
     model = keras.Model(
         [ids, x], layers.Dense(1)(layers.Concatenate()([rows, x, rows]))
@@ -186,10 +165,16 @@ def test_a_table_of_any_id(strategy):
     )
     assert len(table) == 5
     assert model.optimizer.iterations.value == 4
+    found, expected = (
+        [each.train_on_batch([ids, x], y), each.test_on_batch([ids, x], y)]
+        for each, ids in ((model, wide), (plain, dense))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert len(table) == 5
     # Leased batches bring ids whole, too.
     coordinator = zs.ClusterCoordinator(strategy)
     leased = coordinator.create_leased_dataset(
-        (((wide + 2**40), x), y), batch=20, epochs=None
+        ({"ids": wide + 2**40, "x": x}, y), batch=20, epochs=None
     )
     model.fit(leased, epochs=1, verbose=0)
     assert len(table) == 10
@@ -203,21 +188,23 @@ def test_a_large_embedding_of_keras_is_a_table_where_that_changes_nothing(
     def make(optimizer):
         return lambda: towers(layers.Embedding, optimizer(0.5))
 
-    plain, expected = fitted(make(keras.optimizers.Adagrad))
-    model, history = fitted(make(keras.optimizers.Adagrad), strategy)
+    plain, expected = fitted(make(keras.optimizers.Adagrad), **DATA)
+    model, history = fitted(make(keras.optimizers.Adagrad), strategy, **DATA)
     require_equal(model, plain, history, expected)
     assert not [each for each in recwarn if each.category is zs.KerasWarning]
     with pytest.warns(zs.KerasWarning, match=r"zs\.keras\.Embedding"):
-        model, history = fitted(make(keras.optimizers.RMSprop), strategy)
-    plain, expected = fitted(make(keras.optimizers.RMSprop))
+        model, history = fitted(make(keras.optimizers.RMSprop), strategy, **DATA)
+    plain, expected = fitted(make(keras.optimizers.RMSprop), **DATA)
     require_equal(model, plain, history, expected)
 
-    # Nor what something else reads, too.
+    # Nor what something else reads, too; it says so once.
     def regularized(*arguments, **options):
         return layers.Embedding(*arguments, embeddings_regularizer="l2", **options)
 
-    plain, expected = fitted(lambda: towers(regularized, "sgd"))
-    model, history = fitted(lambda: towers(regularized, "sgd"), strategy)
+    plain, expected = fitted(lambda: towers(regularized, "sgd"), **DATA)
+    with pytest.warns(zs.KerasWarning, match="'shared'.*MiB") as warned:
+        model, history = fitted(lambda: towers(regularized, "sgd"), strategy, **DATA)
+    assert len([each for each in warned if each.category is zs.KerasWarning]) == 1
     require_equal(model, plain, history, expected)
 
 
@@ -431,6 +418,43 @@ def test_another_program_continues_from_what_was_saved(strategy, tmp_path):
         np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-7)
 
 
+class Sometimes(keras.Model):
+    """Looks a table up in training, or else in other steps."""
+
+    def __init__(self, table, *, trains):
+        super().__init__()
+        self.users = zs.keras.Embedding(table, name="users")
+        self.last, self.trains = layers.Dense(1), trains
+
+    def build(self, shape):
+        self.users.build(shape)
+        self.last.build((None, 2))
+
+    def call(self, ids, training=False):
+        is_used = training is self.trains
+        return self.last(self.users(ids) if is_used else keras.ops.ones((8, 2)))
+
+
+def test_steps_that_do_not_look_a_table_up(strategy):
+    ids, y = np.arange(8), np.ones((8, 1))
+    for trains in (True, False):
+        with strategy.scope():
+            table = zs.HashTable(2, name=f"trains {trains}")
+            model = Sometimes(table, trains=trains)
+            model.compile("adam", "mse")
+        assert model.evaluate(ids, y, verbose=0) >= 0
+        if trains:
+            model.fit(ids, y, verbose=0)
+            assert len(table) == 8
+        else:
+            with pytest.raises(NotImplementedError, match="'users'"):
+                model.fit(ids, y, verbose=0)
+        kernel, bias = model.get_weights()[1:]
+        if trains:
+            found = model.predict(ids, verbose=0)
+            np.testing.assert_allclose(found, np.ones((8, 2)) @ kernel + bias, 1e-5)
+
+
 def test_what_is_trainable_may_change_before_weights_are_restored(strategy, tmp_path):
     def made(trainable):
         with strategy.scope():
@@ -445,9 +469,15 @@ def test_what_is_trainable_may_change_before_weights_are_restored(strategy, tmp_
         return model.get_weights()
 
     before = fit(made(True))
-    after = fit(made(False), resume=True)
+    after = fit(model := made(False), resume=True)
     for mine, its in zip(after[:2], before[:2], strict=True):
         np.testing.assert_array_equal(mine, its)
+    saves = zs.keras.ServerCheckpoint(tmp_path, resume=True)
+    model.fit(IDS * 0.01, Y, verbose=0, callbacks=[saves])
+    model.layers[0].trainable = True
+    model.evaluate(IDS * 0.01, Y, verbose=0)
+    with pytest.raises(RuntimeError, match="compile"):
+        saves.restore()
 
 
 @pytest.mark.parametrize("name", ["of all rows", "decay later"])
@@ -470,6 +500,6 @@ def test_an_embedding_is_read_whole_where_rows_move_with_others(strategy, name):
             return towers(layers.Embedding, optimizers[name]())
 
         with pytest.warns(zs.KerasWarning, match=r"zs\.keras\.Embedding"):
-            model, history = fitted(made, strategy)
-        plain, expected = fitted(made)
+            model, history = fitted(made, strategy, **DATA)
+        plain, expected = fitted(made, **DATA)
     require_equal(model, plain, history, expected)

@@ -14,7 +14,22 @@ X = np.random.default_rng(0).normal(size=(29, 4)).astype("float32")
 Y = (X[:, :2].sum(1) > 0).astype("int32")
 
 
-def make(reduction="sum_over_batch_size"):
+class Adds(keras.layers.Layer):
+    """Adds to the loss what a function makes of its inputs, which are zero at first."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss, self.inner = loss, keras.layers.Dense(2, kernel_initializer="zeros")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        self.add_loss(self.loss(self.inner(x)))
+        return x
+
+
+def make(reduction="sum_over_batch_size", loss=None, added=None):
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -22,7 +37,10 @@ def make(reduction="sum_over_batch_size"):
             keras.layers.Dense(2),
         ]
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction)
+    if added is not None:
+        model.add(Adds(added))
+    if loss is None:
+        loss = keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction)
     model.compile("adam", loss, metrics=["accuracy"])
     return model
 
@@ -58,6 +76,31 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(reduction):
     with zs.MirroredStrategy(["CPU:0"]).scope():
         model = make(reduction)
     history = model.fit(X, Y, verbose=0, shuffle=False).history
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ({"added": lambda x: keras.ops.sum(keras.ops.square(x - 1))}, "add_loss"),
+        ({"added": lambda x: keras.ops.square(x - 1)}, "add_loss"),  # its sum is added
+        ({"loss": lambda y, x: keras.ops.sum(keras.ops.square(x))}, "keras.ops.mean"),
+        ({"loss": keras.losses.Circle()}, "one replica"),  # it compares rows
+        ({"added": lambda x: keras.ops.mean(keras.ops.square(x - 1))}, None),
+        ({"reduction": "mean"}, None),
+    ],
+)
+def test_a_loss_is_a_mean_over_rows_or_refused(option, remedy):
+    keras.utils.set_random_seed(1)
+    expected = make(**option).fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+    keras.utils.set_random_seed(1)
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = make(**option)
+    if remedy is not None:
+        with pytest.raises(NotImplementedError, match=remedy):
+            model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+        return
+    history = model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 

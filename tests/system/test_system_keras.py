@@ -112,5 +112,6 @@ def test_a_parameter_server_is_lost_in_an_epoch(policy, tmp_path):
             lost = 40 - int(model.optimizer.iterations.value)
             assert 0 <= lost <= 10  # those of the second epoch
         else:
-            with pytest.raises(zs.PSUnavailableError, match="ps/task:1"):
+            with pytest.raises(zs.PSUnavailableError, match="ps/task:1") as lost:
                 fit()
+            assert any("ServerCheckpoint" in note for note in lost.value.__notes__)

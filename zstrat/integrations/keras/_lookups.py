@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax.extend.core import ClosedJaxpr, Literal
+
+from zstrat.program import KerasWarning
 
 from .embeddings import Embedding, layer_table
 from .shipped import Kind, Operations, ShippedLookups, traced
@@ -30,13 +33,15 @@ if TYPE_CHECKING:
 
 
 def find_lookups(
-    step: Step, kinds: Sequence[Kind], batch: int, layers: Mapping[int, Any]
+    step: Step, kinds: Sequence[Kind], batch: int, layers: dict[int, Any]
 ) -> tuple[ShippedLookups, dict[int, Kind]]:
     """Finds what a step looks up; also returns what it takes in place of tables, by
-    number. Where each `keras.layers.Embedding` cannot be looked up, none is.
+    number.
 
     Args:
         batch: How many of the last inputs are the batch.
+        layers: Where each `keras.layers.Embedding` of these cannot be looked up, all of
+            them are taken out, with a warning.
 
     Raises:
         NotImplementedError: An `Embedding` is read otherwise, or its ids are not
@@ -48,7 +53,21 @@ def find_lookups(
         own = {n: each for n, each in layers.items() if isinstance(each, Embedding)}
         if len(own) == len(layers):
             raise
-        return _found(step, kinds, batch, own)
+        found = _found(step, kinds, batch, own)
+        lost = {n: layers.pop(n) for n in set(layers) - set(own)}
+        size = sum(
+            math.prod(kinds[n].shape) * jnp.dtype(kinds[n].dtype).itemsize for n in lost
+        )
+        warnings.warn(
+            f"embeddings {_names(lost)} are large, and a step that trains reads all of "
+            f"them and sends gradients of the same size, {size / 2**20:.3g} MiB each: "
+            "their rows cannot be looked up if something else reads them (a "
+            "regularizer, weights that two layers share) or their ids do not follow "
+            "from the batch alone. Use embeddings without that (docs/moving_keras.md)",
+            KerasWarning,
+            stacklevel=2,
+        )
+        return found
 
 
 def _found(
@@ -79,7 +98,12 @@ def _found(
             f"a layer of {_names(layers)} is called in a function that jax transforms "
             "(a loop, jax.checkpoint): look its rows up outside of that"
         ) from error
-    given = {var for eqn in closed.jaxpr.eqns for var in eqn.invars if not _known(var)}
+    given = {
+        var
+        for eqn in closed.jaxpr.eqns
+        for var in eqn.invars
+        if not isinstance(var, Literal)
+    }
     for number, layer in layers.items():
         if closed.jaxpr.invars[number + 1] in given:
             raise NotImplementedError(
@@ -148,11 +172,11 @@ def _looking_up(
 
 def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
     """Returns the program of ids, of the batch alone."""
-    wanted = {var for var in closed.jaxpr.outvars if not _known(var)}
+    wanted = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
     eqns = []
     for eqn in reversed(closed.jaxpr.eqns):
         if wanted.intersection(eqn.outvars):
-            wanted.update(var for var in eqn.invars if not _known(var))
+            wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
             eqns.append(eqn)
     inputs = closed.jaxpr.invars
     if wanted.intersection(inputs[: len(inputs) - batch]):
@@ -174,7 +198,3 @@ def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
 
 def _names(layers: Mapping[int, Any]) -> list[str]:
     return sorted({layer.name for layer in layers.values()})
-
-
-def _known(var: Any) -> bool:
-    return isinstance(var, Literal)

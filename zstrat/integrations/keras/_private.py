@@ -9,17 +9,21 @@ is imported, and says which Keras to install if one of these is gone:
 | ``_jax_state*`` of a model | whether there is state that its variables lack |
 | `_enforce_jax_state_sharding` | of older versions: lays out what a step returns |
 | `_flatten_layers` | all layers of a model |
-| ``keras.src.backend.get_keras_mask`` | the mask that a loss is given |
+| `get_keras_mask` of ``keras.src.backend`` | the mask that a loss is given |
+| `_distribute_data` of its trainer | moves batches to devices of this process |
 | ``_shape`` of a variable | set while a step is traced on rows of a table |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
-`make_train_function`, `make_test_function`, `make_predict_function` and
-`jax_state_sync` have no underscore, but no page either.
+`make_train_function`, `make_test_function`, `make_predict_function`,
+`compute_loss_and_updates` and `jax_state_sync` have no underscore, but no page either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 import keras
@@ -36,15 +40,26 @@ _METHODS: Final = (
     "_flatten_layers",
     "_get_jax_state",
     "_symbolic_build",
+    "compute_loss_and_updates",
     "jax_state_sync",
     "make_predict_function",
     "make_test_function",
     "make_train_function",
 )
 
+_FUNCTIONS: Final = {
+    "get_keras_mask": "keras.src.backend",
+    "_distribute_data": "keras.src.backend.jax.trainer",
+}
 
+_is_whole: Final[ContextVar[bool]] = ContextVar("zstrat_whole", default=False)
+"""Whether Keras hands over batches as they were given."""
+
+
+@functools.cache
 def check() -> None:
-    """Checks that Keras computes with jax, and has the names of this file.
+    """Checks that Keras computes with jax, and has the names of this file; prepares it
+    once for `whole_batches`.
 
     Raises:
         RuntimeError: It computes with something else.
@@ -56,13 +71,41 @@ def check() -> None:
             "jax: set the environment variable KERAS_BACKEND=jax before keras is "
             "imported"
         )
-    missing = [name for name in _METHODS if getattr(keras.Model, name, None) is None]
+    missing = [
+        f"Model.{name}" for name in _METHODS if getattr(keras.Model, name, None) is None
+    ]
+    missing += [
+        f"{module}.{name}"
+        for name, module in _FUNCTIONS.items()
+        if getattr(importlib.import_module(module), name, None) is None
+    ]
+    if getattr(keras.Variable(0.0, name="zstrat_check"), "_shape", None) is None:
+        missing.append("Variable._shape")
     if missing:
         raise ImportError(
-            f"keras {keras.__version__} has no Model.{missing[0]}: zstrat trains "
-            f"models of Keras {VERSIONS}. Install one of these, or train with "
+            f"keras {keras.__version__} has no {missing[0]}: zstrat trains models of "
+            f"Keras {VERSIONS}. Install one of these, or train with "
             "model.stateless_call in a step of your own (docs/libraries.md)"
         )
+
+    trainer: Any = importlib.import_module(_FUNCTIONS["_distribute_data"])
+    distribute = trainer._distribute_data
+
+    def distributed(data: Any, layouts: Any = None) -> Any:
+        return data if _is_whole.get() else distribute(data, layouts)
+
+    trainer._distribute_data = distributed
+
+
+@contextlib.contextmanager
+def whole_batches() -> Iterator[None]:
+    """Has Keras hand over batches as they were given, in the block. Otherwise it may
+    move them to devices of jax first, which cuts ids to 32 bits."""
+    token = _is_whole.set(True)
+    try:
+        yield
+    finally:
+        _is_whole.reset(token)
 
 
 def take_over(model: Any, training: Any) -> None:
@@ -139,10 +182,16 @@ def without_layouts(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_masks(model: Any) -> Iterator[None]:
-    """Refuses outputs with masks where a model computes its loss, in the block."""
+def noted_losses(model: Any) -> Iterator[list[Any]]:
+    """Notes what a model adds to its loss, and the loss, where it computes it in the
+    block.
 
+    Raises:
+        NotImplementedError: An output has a mask.
+    """
     from keras.src.backend import get_keras_mask
+
+    found: list[Any] = []
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         given = keras.tree.flatten((args, kwargs))
@@ -154,11 +203,13 @@ def without_masks(model: Any) -> Iterator[None]:
                 "at its end (a layer with supports_masking=False), or use a strategy "
                 "with one replica or with parameter servers"
             )
-        return type(model).compute_loss(model, *args, **kwargs)
+        loss = type(model).compute_loss(model, *args, **kwargs)
+        found.extend([*model.losses, loss])
+        return loss
 
     model.compute_loss = compute_loss
     try:
-        yield
+        yield found
     finally:
         del model.compute_loss
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import keras
 import numpy as np
 
@@ -21,7 +22,7 @@ from zstrat.program import function
 from zstrat.strategy import MultiWorkerMirroredStrategy
 from zstrat.variables import VariableAggregation, create_variables, values
 
-from ._private import layers_of, without_masks
+from ._private import layers_of, noted_losses
 from ._steps import Batch, trace_step
 from ._training import Training
 from .embeddings import layer_table
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 
     from ._steps import TracedStep
     from ._training import StepResult
+
+
+_MEANS: Final = ("sum_over_batch_size", "mean")
+
+_TOLERANCE: Final = 0.05
+"""How far a loss may be from the mean of those of its rows, as some draw numbers. A sum
+is twice as large with two replicas."""
 
 
 class Ended:
@@ -49,15 +57,16 @@ class ReplicaTraining(Training):
     """Training of a model under a strategy whose replicas compute in step.
 
     Raises:
-        NotImplementedError: A loss is not a mean over rows, by which replicas count; if
-            that is so because of a mask, when the first step is made.
+        NotImplementedError: A loss is not a mean over rows, by which replicas count. It
+            is found by its reduction at once, and by its values at the first step.
     """
 
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
+        self._is_mean = False
         for loss in keras.tree.flatten(model.loss):
-            kind = getattr(loss, "reduction", "sum_over_batch_size")
-            if kind != "sum_over_batch_size" and strategy.num_replicas_in_sync > 1:
+            kind = getattr(loss, "reduction", _MEANS[0])
+            if kind not in _MEANS and strategy.num_replicas_in_sync > 1:
                 raise NotImplementedError(
                     f"a loss of model {model.name!r} has reduction={kind!r}, but "
                     "replicas count by their rows: use "
@@ -77,11 +86,14 @@ class ReplicaTraining(Training):
         return super().call(name, method, args, kwargs)
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        steps = {batch.key: step}
-        with without_masks(self.model):
-            for part in self._parts(batch):
+        steps, parts = {batch.key: step}, self._parts(batch)
+        with noted_losses(self.model):
+            for part in parts:
                 if part.key not in steps:
                     steps[part.key] = trace_step(self.model, mode, part)
+        if mode != "predict" and len(parts) > 1 and not self._is_mean:
+            self._require_means(batch, parts)
+            self._is_mean = True
         return self._step_function(steps, mode, batch)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
@@ -147,6 +159,43 @@ class ReplicaTraining(Training):
                 strict=True,
             )
         ]
+
+    def _require_means(self, batch: Batch, parts: Sequence[Batch]) -> None:
+        """Checks that each loss of a batch is the mean of those of its parts. Values of
+        the model are changed a little: of zeros, a sum is a mean."""
+        model, rng = self.model, np.random.default_rng(0)
+        if type(model).train_step is not keras.Model.train_step:
+            return  # it may compute its loss otherwise
+        shaken = [
+            np.asarray(v.value) + 0.1 * rng.normal(size=v.shape).astype(v.dtype)
+            for v in model.trainable_variables
+        ]
+        others = [[v.value for v in model.non_trainable_variables]]
+        others.append([v.value for v in model.metrics_variables])
+
+        @jax.jit
+        def losses(arrays: Any) -> list[Any]:
+            data = jax.tree.unflatten(batch.treedef, arrays)
+            with noted_losses(model) as found:
+                given = keras.utils.unpack_x_y_sample_weight(data)
+                model.compute_loss_and_updates(shaken, *others, *given)
+            return [keras.ops.sum(loss) for loss in found]
+
+        shares = [part.rows / batch.rows for part in parts]
+        apart = np.array([losses(part.arrays) for part in parts]).T
+        *added, _ = whole = np.array(losses(batch.arrays))
+        for number, (one, mean) in enumerate(zip(whole, apart @ shares, strict=True)):
+            if abs(one - mean) > _TOLERANCE * abs(apart[number]).max():
+                what = "what is added (add_loss) to " if number < len(added) else ""
+                raise NotImplementedError(
+                    f"{what}the loss of model {model.name!r} is {one:.4g} for a "
+                    f"batch of {batch.rows} rows, but the mean over the rows of "
+                    f"{len(parts)} replicas is {mean:.4g}, and replicas count by their "
+                    "rows: write a mean over rows (keras.ops.mean in place of sum, "
+                    "reduction='sum_over_batch_size'), or use a strategy with one "
+                    "replica or with parameter servers, if rows are compared with "
+                    "each other"
+                )
 
     def _step_function(
         self, steps: dict[Any, TracedStep], mode: str, batch: Batch

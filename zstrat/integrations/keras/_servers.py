@@ -18,20 +18,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
+from zstrat.errors import PSUnavailableError
 from zstrat.program import KerasWarning
 from zstrat.variables import ShardedVariable, Variable, create_variables
 
 from ._private import layers_of
 from ._sources import Draw, LeaseSource
+from ._steps import Batch
 from ._training import Training
 from .embeddings import Embedding, embeddings_of, is_large, layer_table
 from .optimizers import OptimizerState
 from .shipped import step_function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ._steps import Batch, TracedStep
+    from ._steps import TracedStep
     from ._training import Source, StepResult
     from .shipped import StepProgram
 
@@ -42,9 +44,25 @@ class ServerTraining(Training):
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
         self._coordinator = ClusterCoordinator(strategy)
-        self._drawing: dict[Any, tuple[TracedStep, Any]] = {}
         spec = strategy.cluster_resolver.cluster_spec()
         self.workers = max(1, spec.num_tasks("worker"))
+
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        try:
+            return super().call(name, method, args, kwargs)
+        except PSUnavailableError as error:
+            note = (
+                f"Model {self.model.name!r} has the values of its last whole epoch: "
+                "compile it in the scope of a new strategy, and give fit an "
+                "initial_epoch. With ParameterServerStrategy(..., "
+                "on_ps_loss='restore') and the callback zs.keras.ServerCheckpoint fit "
+                "continues by itself (docs/moving_keras.md)."
+            )
+            if note not in getattr(error, "__notes__", ()):  # fit raises it once more
+                error.add_note(note)
+            raise
 
     def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
         programs = {batch.key[1]: step.program()}
@@ -65,19 +83,18 @@ class ServerTraining(Training):
                 "predict of a leased dataset: its batches have no order. Give arrays "
                 "or a zs.data.Dataset"
             )
-        key = mode, draw.specs
-        if key not in self._drawing:
+        key = mode, tuple([Batch.of(spec).key for spec in draw.specs])
+        if key not in self._steps:
             made = [self.traced(mode, spec) for spec in draw.specs]
             programs = {batch.key[1]: step.program() for step, batch in made}
             step, _ = made[0]
-            self._drawing[key] = step, self._step_function(step, programs, draws=True)
-        step, run = self._drawing[key]
+            self._steps[key] = step, self._step_function(step, programs, draws=True)
+        step, run = self._steps[key]
         args = self.learning_rate(), draw.iterator
         return step, self._coordinator.schedule(run, args=args)
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates variables of the strategy, and tables of large embeddings."""
-        self._drawing.clear()
         found = embeddings_of(layers_of(self.model), self.keras_variables)
         self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
         given = {n: each for n, each in found.items() if layer_table(each) is not None}

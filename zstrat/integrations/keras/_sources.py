@@ -128,16 +128,3 @@ class LeaseSource:
 def _resized(spec: Any, rows: int) -> Any:
     kind: Any = jax.ShapeDtypeStruct  # untyped
     return jax.tree.map(lambda x: kind((rows, *x.shape[1:]), x.dtype), spec)
-
-
-def require_no_weights(given: dict[str, Any]) -> None:
-    """Checks that nothing is to be added to batches that Keras does not see.
-
-    Raises:
-        NotImplementedError: Class weights are.
-    """
-    if given.get("class_weight") is not None:
-        raise NotImplementedError(
-            "class_weight with a zs.data.Dataset or a leased dataset: give the weights "
-            "of examples as a third array, (x, y, weights)"
-        )

@@ -19,11 +19,11 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ._lookups import find_lookups, lookups_given
 from ._private import with_shapes, without_layouts
-from .embeddings import building
+from .embeddings import building, layer_table
 from .shipped import Kind, ShippedStep, StepProgram, pruned, traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from .shipped import ShippedLookups
 
@@ -73,18 +73,18 @@ def _array(leaf: Any, *, whole: bool) -> Any:
     try:
         array = np.asarray(leaf)
     except Exception as error:
-        raise _not_dense(leaf) from error
-    if array.dtype == object:
-        raise _not_dense(leaf)
+        raise _not_dense(f"a {type(leaf).__module__}.{type(leaf).__name__}") from error
+    if array.dtype.kind not in "biufcV":  # bfloat16 is of kind V
+        raise _not_dense(f"an array of dtype {array.dtype}")
     if whole and array.dtype.kind in "iu":
         return array
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def _not_dense(leaf: Any) -> TypeError:
+def _not_dense(found: str) -> TypeError:
     return TypeError(
-        f"a batch has a {type(leaf).__module__}.{type(leaf).__name__}, which does not "
-        "travel to workers: give dense arrays of numbers"
+        f"a batch has {found}, which does not travel to workers: give dense arrays of "
+        "numbers (texts become numbers in the dataset, by its map)"
     )
 
 
@@ -118,7 +118,7 @@ class TracedStep:
 
 
 def trace_step(
-    model: Any, mode: str, batch: Batch, tables: Mapping[int, Any] | None = None
+    model: Any, mode: str, batch: Batch, tables: dict[int, Any] | None = None
 ) -> TracedStep:
     """Traces ``train_step``, ``test_step`` or ``predict_step`` of a model.
 
@@ -159,6 +159,14 @@ def trace_step(
     with without_layouts(model), building(is_on=False):
         layers = {} if tables is None else tables
         lookups, rows = find_lookups(step, kinds, len(batch.arrays), layers)
+        for number in sorted(set(layers) - set(rows)):
+            is_moved = mode == "train" and number < groups[0]
+            if is_moved and layer_table(layers[number]) is not None:
+                raise NotImplementedError(
+                    f"layer {layers[number].name!r} has a zs.HashTable, which a step "
+                    f"that trains {model.name!r} does not look up: call the layer in "
+                    "it, or set its trainable=False before compile"
+                )
         for number, kind in rows.items():
             kinds[number] = kind
         shapes = [(variables[number], kind.shape) for number, kind in rows.items()]
@@ -218,7 +226,8 @@ def _train(model: Any, values: Any, state: Any, sums: Any, data: Any) -> Any:
         raise NotImplementedError(
             f"train_step of {model.name!r} calls self.optimizer.stateless_apply "
             f"{len(calls)} times: a strategy applies the gradients of one call. Sum "
-            "what is to be minimized, and apply its gradients once"
+            "what is to be minimized, and apply its gradients once; a model with "
+            "several optimizers trains in a step of your own (docs/libraries.md)"
         )
     return calls[0], after[0], after[1], after[3], logs
 

@@ -30,7 +30,7 @@ from zstrat.data import Dataset
 from zstrat.variables import Optimizer, assign_leaves, leaves_of, values
 
 from ._private import build
-from ._sources import DatasetSource, Draw, Tokens, require_no_weights
+from ._sources import DatasetSource, Draw, Tokens
 from ._steps import Batch, trace_step
 from .callbacks import InOrder
 from .optimizers import OptimizerState
@@ -135,7 +135,10 @@ class MetricSums:
         if self._results is None:
             self._variables = self._model.metrics_variables
             self._results = jax.jit(self._compute)
-        self._sums = [np.asarray(v.value, _wide(v.dtype)) for v in self._variables]
+        self._sums = [
+            np.asarray(v.value, "float64" if "float" in v.dtype else v.dtype)
+            for v in self._variables
+        ]
 
     def add(self, parts: Sequence[np.ndarray]) -> None:
         """Adds what one step has seen."""
@@ -160,10 +163,6 @@ class MetricSums:
         pairs = list(zip(self._variables, sums, strict=True))
         with keras.StatelessScope(state_mapping=pairs):
             return self._model.get_metrics_result()
-
-
-def _wide(dtype: str) -> str:
-    return "float64" if "float" in dtype else dtype
 
 
 class Training(abc.ABC):
@@ -339,7 +338,11 @@ class Training(abc.ABC):
                 sources[mode] = source
                 given[argument] = Tokens(source.count)
         if (first := sources.get(modes["x"])) is not None:
-            require_no_weights(given)
+            if given.get("class_weight") is not None:  # Keras does not see the batches
+                raise NotImplementedError(
+                    "class_weight with a zs.data.Dataset or a leased dataset: give the "
+                    "weights of examples as a third array, (x, y, weights)"
+                )
             if name == "fit":
                 given["shuffle"] = False  # Keras would warn: that is up to the data
             if name != "predict":
@@ -437,8 +440,7 @@ class Training(abc.ABC):
         if self.optimizer is not None and self._slots is not None:
             now = [variable.value for variable in self._slots.variables]
             if any(a is not b for a, b in zip(now, self._slots_known, strict=True)):
-                self._slots_known = now
-                assign_leaves(self.optimizer, map(np.asarray, now))
+                self._assign_slots()
 
     def _pull_values(self) -> None:
         """Assigns the trained values to Keras' variables."""
@@ -475,7 +477,15 @@ class Training(abc.ABC):
         self._slots = slots
         self._slots_known = [variable.value for variable in slots.variables]
         if not slots.is_fresh():
-            assign_leaves(self.optimizer, map(np.asarray, self._slots_known))
+            self._assign_slots()
+
+    def _assign_slots(self) -> None:
+        """Sends the state of the optimizer that Keras' variables have."""
+        assert self.optimizer is not None
+        assert self._slots is not None
+        self._slots_known = [variable.value for variable in self._slots.variables]
+        arrays, rate = map(np.asarray, self._slots_known), self.learning_rate()
+        assign_leaves(self.optimizer, arrays, learning_rate=rate)
 
 
 def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from zstrat.strategy import (
     has_strategy,
 )
 
-from ._private import check, give_back, take_over, training_of
+from ._private import check, give_back, take_over, training_of, whole_batches
 from ._replicas import ReplicaTraining
 from ._servers import ServerTraining
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._training import Training
 
 _LOOPS: Final = ("fit", "evaluate", "predict")
+_BATCHES: Final = ("train_on_batch", "test_on_batch")
 
 _IN_STEP: Final = (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
 
@@ -50,10 +51,10 @@ def install() -> bool:
     # In the classes that define them: Keras compares `compile` of a model with that.
     owners = {
         name: next(each for each in model.__mro__ if name in vars(each))
-        for name in ("compile", *_LOOPS)
+        for name in ("compile", *_LOOPS, *_BATCHES)
     }
     owners["compile"].compile = _compiled(model.compile)
-    for name in _LOOPS:
+    for name in (*_LOOPS, *_BATCHES):
         setattr(owners[name], name, _looped(name, getattr(model, name)))
     return True
 
@@ -117,6 +118,9 @@ def _looped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         training = training_of(model)
         if training is None:
             return method(model, *args, **kwargs)
-        return training.call(name, method, args, kwargs)
+        with whole_batches():
+            if name in _BATCHES:
+                return method(model, *args, **kwargs)
+            return training.call(name, method, args, kwargs)
 
     return looped

@@ -46,6 +46,7 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         self._resume: Final = resume
         self._saved = 0
         self._training: Any = None
+        self._variables: Any = None
         self.manager: CheckpointManager | None = None
         """Has the paths of what was saved, from `fit` on."""
 
@@ -64,6 +65,7 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
                 f"{self.model.name!r} was not compiled in the scope of a "
                 "zs.ParameterServerStrategy: use keras.callbacks.ModelCheckpoint"
             )
+        self._variables = self._training.variables
         is_first = self.manager is None
         manager = CheckpointManager(
             Checkpoint(**kept), self._directory, self._max_to_keep
@@ -92,12 +94,18 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         servers and, but for tables of any id, in the model.
 
         Raises:
-            RuntimeError: Nothing was saved yet.
+            RuntimeError: Nothing was saved yet; ``trainable`` of a layer has changed.
         """
         if self.manager is None or (saved := self.manager.latest_checkpoint) is None:
             raise RuntimeError(
                 f"ServerCheckpoint of {str(self._directory)!r} has nothing to restore: "
                 "it saves in fit, to which it is given as a callback"
+            )
+        if self._training.variables is not self._variables:
+            raise RuntimeError(
+                f"what is trainable in model {self.model.name!r} has changed since its "
+                "last fit with this ServerCheckpoint: compile the model and call fit "
+                "with the callback, then restore"
             )
         saved = path or saved
         self._training.leave_state()

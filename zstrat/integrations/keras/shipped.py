@@ -165,19 +165,24 @@ def step_function(
         draws: The step draws its batch from an iterator that it is called with.
     """
     variables, trained = [*params, *state], len(params)
+    counters = {at for at in changed if state[at].dtype.kind in "iu"}
 
     def keras_step(rate: Any, *arrays: Any) -> list[Any]:
         if draws:
             arrays = tuple(map(jnp.asarray, jax.tree.leaves(next(arrays[0]))))
         step, lookups = programs[tuple([(x.shape, x.dtype) for x in arrays])]
         tables = {number: variables[number] for number in lookups.tables}
-        known = {n: v.value() for n, v in enumerate(variables) if n not in tables}
+        known = {
+            n: v.value()
+            for n, v in enumerate(variables)
+            if n not in tables and (n in step.kept or n - trained in counters)
+        }
 
         def seen(tables: Mapping[int, Any]) -> tuple[Any, list[Any]]:
             """Runs the step; the gradient of its number is that of the rows."""
             rows = lookups.rows(tables, arrays)
             given = known | jax.tree.map(jax.lax.stop_gradient, rows)
-            results = step(*[given[n] for n in range(len(variables))], *arrays)
+            results = step(*[given.get(n) for n in range(len(variables))], *arrays)
             own = [jnp.vdot(rows[n], results[n]) for n in rows if n in moved]
             return sum(own, jnp.float32(0)), results
 
@@ -194,7 +199,7 @@ def step_function(
             optimizer.apply_gradients(grads, params, learning_rate=rate)
             results = results[trained:]
         for at, after in zip(changed, results, strict=False):
-            if state[at].dtype.kind in "iu":
+            if at in counters:
                 state[at].assign_add(after - known[trained + at])
             else:
                 state[at].assign(after)

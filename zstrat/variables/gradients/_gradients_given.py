@@ -55,7 +55,7 @@ class GivenGradients:
         """
         leaves = tuple(sorted(self.gradients))
         pairs = [(self.gradients[leaf], self.targets[leaf]) for leaf in leaves]
-        extras, further = _extras(extra)
+        extras, further = extras_of(extra)
         sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
         stacked = [
             not is_sparse and _is_of_examples(*pair)
@@ -274,7 +274,7 @@ def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
     return (_convert.traced_operand(spec, gradient, words),)
 
 
-def _extras(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
+def extras_of(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
     """Splits further arguments into arrays and other objects."""
     from zstrat.optimizers import Extras
 

@@ -6,6 +6,7 @@ take the first copy, and assignments write all copies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -19,6 +20,7 @@ from zstrat.variables._storage import KeepsSlots, read_all
 from zstrat.variables._tracing import is_staging, recorder
 
 from ._gradient_call import Binds
+from ._gradients_given import extras_of
 from ._tree_updates import lives_here
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.variables._storage import VariableHandle
     from zstrat.variables._table import Table
 
-    from ._gradient_call import CalledOptimizer, GradientCall
+    from ._gradient_call import CalledOptimizer, GradientCall, GradientTarget
 
 
 def state_of(optimizer: CalledOptimizer) -> Any:
@@ -52,10 +54,16 @@ def leaves_of(optimizer: CalledOptimizer) -> dict[int, Any]:
     return _leaves(call, tree, [n for n in range(len(tree.state())) if n not in hashed])
 
 
-def assign_leaves(optimizer: CalledOptimizer, leaves: Iterable[np.ndarray]) -> None:
+def assign_leaves(
+    optimizer: CalledOptimizer, leaves: Iterable[np.ndarray], **extra: Any
+) -> None:
     """Assigns the leaves of the state, which fit it, but for those that have something
-    for each row of a table of any id."""
-    call = _known(optimizer)
+    for each row of a table of any id.
+
+    Args:
+        extra: Further arguments that each update will have, as it may have had none.
+    """
+    call = replace(_known(optimizer), extras=extras_of(extra)[0])
     hashed = _of_hashed_rows(call, call.rule(is_here=lives_here(call)))
     _assign(call, {n: leaf for n, leaf in enumerate(leaves) if n not in hashed})
 
@@ -260,7 +268,7 @@ def _initial(call: GradientCall, wanted: Sequence[int]) -> dict[int, Any]:
     values = {
         leaf: np.concatenate(parts) if len(parts) > 1 else parts[0]
         for leaf, target in enumerate(call.targets)
-        if not target.table.is_hashed and (parts := read_all(target.components))
+        if not _is_hashed(target) and (parts := read_all(target.components))
     }
 
     def state(known: dict[int, Any]) -> dict[int, Any]:
@@ -291,12 +299,16 @@ def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
         )
 
 
+def _is_hashed(target: GradientTarget) -> bool:
+    return bool(target.shape) and target.table.is_hashed  # a scalar has no rows
+
+
 def _of_hashed_rows(call: GradientCall, tree: TreeRule) -> dict[int, tuple[Table, str]]:
     """Returns the leaves of the state that have something for each row of a table of
     any id, by number: the table, and the names of all that are kept for it."""
     found: dict[int, tuple[Table, str]] = {}
     for leaf, target in enumerate(call.targets):
-        if target.table.is_hashed:
+        if _is_hashed(target):
             slots = call.optimizer.leaf_rule(tree, leaf).slots
             kept = [slot for slot in slots if slot.rows]
             names = ", ".join(slot.name for slot in kept)
