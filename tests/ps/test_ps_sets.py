@@ -300,3 +300,18 @@ def test_as_many_sets_are_remembered_as_a_model_has():
     first = [variables.sets.find(keys, variables) for keys in names]
     again = [variables.sets.find(keys, variables) for keys in names]
     assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+def test_readers_of_one_version_share_what_was_put_together():
+    store = store_of(optax.sgd(0.1))
+    keys = list(SHAPES)[:20]
+    values = [read(store, keys)[1][0] for _ in range(2)]
+    assert values[0] is values[1]
+    weak = weakref.ref(values[0])
+    before = values[0].copy()
+    assign(store, keys[3])
+    now = read(store, keys)[1][0]
+    np.testing.assert_array_equal(values[0], before)
+    np.testing.assert_array_equal(now, side_by_side(store, keys))
+    values.clear()
+    assert weak() is None
