@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
+from zstrat.program._sets import sent_by
 from zstrat.variables import LOCAL
 
 from . import _refusals
@@ -31,6 +32,7 @@ from ._structure import ResultLayout, Structure, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.program._sets import Sent
     from zstrat.program.lookup._lookups import PlannedLookup
     from zstrat.variables import (
         GradientCall,
@@ -191,6 +193,11 @@ class Plan:
         """Whether every run has the same result and no effects."""
         moving = self.has_inputs or self.draws or not self.read_only
         return not (moving or self.reads or self.lookups) and not self.has_effects
+
+    @cached_property
+    def sent(self) -> list[Sent]:
+        """What a step sends, if its variables are on servers."""
+        return sent_by(self)
 
     @cached_property
     def layout(self) -> ResultLayout:
