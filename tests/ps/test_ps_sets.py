@@ -132,6 +132,26 @@ def test_a_set_gives_each_variable_its_bits(name):
             assert np.asarray(a.look()).tobytes() == np.asarray(b.look()).tobytes()
 
 
+def test_a_set_takes_the_operands_of_its_own_push():
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    together, alone = store_of(clipped), store_of(clipped)
+    tree = of_values(clipped, VALUES)
+    for turn in range(4):
+        grads = gradients(turn, SHAPES)
+        given = tree.operands({key: (array,) for key, array in grads.items()})
+        operands = Update(1, int(UpdateOp.OPERANDS), 1, len(given))
+        for store, pushed in (
+            (together, pushed_in_sets(grads)),
+            (alone, pushed_apart(grads)),
+        ):
+            updates, arrays = [operands, *pushed.updates], (*given, *pushed.arrays)
+            push_to(store, Push(SESSION, -1, 0, 0, updates, arrays))
+        value = read(together)[1][0]
+        assert value.tobytes() == side_by_side(alone, SHAPES).tobytes()
+        norm = optax.tree.norm(grads)
+        assert any(np.allclose(norm, array) for array in given)
+
+
 def test_a_set_is_sent_again_when_one_of_it_has_changed():
     store = store_of(optax.sgd(0.1))
     push_to(store, pushed_in_sets(gradients(0, SHAPES)))
