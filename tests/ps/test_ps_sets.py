@@ -152,6 +152,22 @@ def test_a_set_takes_the_operands_of_its_own_push():
         assert any(np.allclose(norm, array) for array in given)
 
 
+def test_sets_may_bring_the_same_array():
+    store = store_of(optax.sgd(1.0))
+    same = {key: np.ones(SHAPES[1], "f4") for key in (1, 5, 9, 13)}
+    pushed = pushed_in_sets(
+        dict.fromkeys((1, 5), same[1]), dict.fromkeys((9, 13), same[1])
+    )
+    first, side, second, _ = pushed.arrays
+    for _ in range(2):
+        push_to(
+            store, Push(SESSION, -1, 0, 0, pushed.updates, (first, side, second, side))
+        )
+    for key in same:
+        (value,) = store.read([Read(key, -1)])[1]
+        np.testing.assert_allclose(value, VALUES[key] - 2, rtol=1e-5)
+
+
 def test_a_set_is_sent_again_when_one_of_it_has_changed():
     store = store_of(optax.sgd(0.1))
     push_to(store, pushed_in_sets(gradients(0, SHAPES)))

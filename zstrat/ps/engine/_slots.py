@@ -124,11 +124,14 @@ class Gradients:
 
     def add(self, array: np.ndarray, parts: Sequence[SetPart] = ()) -> None:
         """Adds a gradient, or those that are these parts of an array."""
-        before = self._arrays[-1] if self._arrays else None
-        if before is not None and parts and before[1] and before[2] is array:
-            before[1].extend(parts)
-            return
-        at = 0 if before is None else before[0] + (len(before[1]) or 1)
+        at = 0
+        if self._arrays:
+            first, others, before = self._arrays[-1]
+            at = first + (len(others) or 1)
+            is_next = parts and others and parts[0].start == others[-1].stop
+            if before is array and is_next:
+                others.extend(parts)
+                return
         self._arrays.append((at, list(parts), array))
 
     def __getitem__(self, place: int) -> np.ndarray:
