@@ -78,8 +78,7 @@ class FlatGroup:
 class StartedUpdate:
     """What the program of a group gives: first the values, then the slots."""
 
-    cells: Sequence[Sequence[Cell]]
-    flats: Sequence[Flat | None]
+    group: FlatGroup
     made: Sequence[Any]
 
     def wait(self) -> None:
@@ -88,7 +87,8 @@ class StartedUpdate:
 
     def finish(self) -> None:
         """Makes it the values and slots of the variables."""
-        for cells, flat, value in zip(self.cells, self.flats, self.made, strict=True):
+        group = self.group
+        for cells, flat, value in zip(group.cells, group.flats, self.made, strict=True):
             if flat is not None:
                 flat.become(value)
                 continue
@@ -99,6 +99,7 @@ class StartedUpdate:
             for each in before:
                 if each is not None:
                     each.shrink()
+        group.flats = ()  # which would hold their memory until the next push
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ class FlatUpdates:
             call = self.programs[group.key]
             operands = gradients.operands_for(group.step.uses)
             moved, after = call(value, others, gradient, operands)
-        update = StartedUpdate(group.cells, group.flats, [moved, *after])
+        update = StartedUpdate(group, [moved, *after])
         if given is None:
             # A group of as many elements has the same memory for gradients, and XLA
             # reads them where they are.
