@@ -285,15 +285,15 @@ class PushPlan:
     def is_short(self, limit: int) -> bool:
         """Returns whether it moves no more than ``limit`` bytes in all, and has nothing
         to compile."""
-        # Of small variables as one array, a quarter of what `work_of` counts for each.
-        if self.work > 4 * limit or not self.is_compiled:
+        # Of small variables as one array, an eighth of what `work_of` counts for each.
+        if self.work > 8 * limit or not self.is_compiled:
             return False
         runs = [run for run in self.runs if run.optimizer is not None]
         are_flat = all(
             run.division is not None and run.division.is_flat and not run.rows
             for run in runs
         )
-        return self.work <= (4 * limit if runs and are_flat else limit)
+        return self.work <= (8 * limit if runs and are_flat else limit)
 
     @property
     def is_compiled(self) -> bool:
