@@ -243,7 +243,8 @@ def test_an_update_is_made_though_no_memory_is_left_to_give_memory_back(monkeypa
     def fail(_):
         raise MemoryError
 
-    monkeypatch.setattr("zstrat.ps.store._flat.Part.leave", fail)
+    part = store.variables[6].cell.part
+    monkeypatch.setattr(type(part), "leave", fail)
     push(store, some)
     for key in shapes:
         seen = [each.read([Read(key, -1)])[1][0] for each in (store, twin)]

@@ -36,10 +36,10 @@ class CompiledProgram:
 
     A call takes the array leaves of the arguments, those of the drawn elements, and the
     values of ``plan.reads``; it returns the arrays of the result and the operands of
-    each of ``sent``.
+    each of ``plan.sent``.
     """
 
-    __slots__ = ("_jitted", "_traced", "constant", "plan", "sent")
+    __slots__ = ("_jitted", "_traced", "constant", "plan")
 
     is_current: Final = True
     """Always: values are inputs of the program."""
@@ -50,7 +50,6 @@ class CompiledProgram:
         # step by then: it must see the worker context of discovery.
         self._jitted = jax.jit(_replayed(plan, body, worker_context.get()))
         self._traced = False
-        self.sent = plan.sent
         self.constant: StepResult | None = None
         """The result of the first run, if the plan is constant."""
 
@@ -58,7 +57,7 @@ class CompiledProgram:
         """Returns this program for the variables of another plan."""
         del variables
         copied = copy.copy(self)
-        copied.plan, copied.sent, copied.constant = plan, plan.sent, None
+        copied.plan, copied.constant = plan, None
         assert len(plan.sent) == len(plan.updates), "no plan with sets is shared"
         return copied
 

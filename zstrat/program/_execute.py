@@ -50,9 +50,8 @@ if TYPE_CHECKING:
     from zstrat.variables import Storage, VariableHandle
 
     from ._programs import CompiledPrograms
-    from ._sets import UpdateSet
     from .trace._iterator import Draws
-    from .trace._plan import Plan, PlannedUpdate
+    from .trace._plan import Plan, PlannedUpdate, UpdateSet
 
 
 class ExecutedFunction(Protocol):
@@ -180,7 +179,7 @@ class Prepared:
             results, operands = program.finish(begun, self._given, elements, given)
         else:
             results, operands = self._program(self._given, elements, given)
-        sent = [update for update, _ in self._program.sent]
+        sent = [update for update, _ in self.plan.sent]
         return Computed(results, operands, lambda: _outgoing(sent, operands))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:

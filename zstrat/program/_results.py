@@ -19,7 +19,7 @@ from zstrat.rows import sums
 from zstrat.variables import present
 from zstrat.wire import UpdateOp
 
-from ._sets import UpdateSet
+from .trace._plan import UpdateSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

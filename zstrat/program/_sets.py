@@ -8,41 +8,25 @@ would cost a kernel each, which XLA compiles for 20 ms.)
 from __future__ import annotations
 
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.variables import RESIDENT
 from zstrat.wire import UpdateOp, in_sets
+
+from .trace._plan import Sent, UpdateSet
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     import jax
 
-    from zstrat.variables import VariableSpec
-
-    from .trace._plan import Plan, PlannedUpdate
+    from .trace._plan import Plan
 
 FEWEST: Final = 16
 """Variables that are worth an array of their own."""
-
-
-class UpdateSet(NamedTuple):
-    """Gradients for one optimizer that are one array; ``keys`` (int64 ``[n]``) are
-    those of their variables, ``spec`` that of the first."""
-
-    spec: VariableSpec
-    optimizer: int
-    keys: np.ndarray
-
-
-class Sent(NamedTuple):
-    """What a step sends as one: an update of its plan, or a set of them, and the
-    numbers of these."""
-
-    update: PlannedUpdate | UpdateSet
-    numbers: tuple[int, ...]
 
 
 def sent_by(plan: Plan) -> list[Sent]:
@@ -68,6 +52,8 @@ def _update_sets(plan: Plan) -> list[Sent]:
     ]
     if len(changes) < FEWEST or len({*changes}) < len(changes):
         return []  # several updates of a variable keep their order
+    if any(spec.ps == RESIDENT for spec in plan.reads):
+        return []  # a window is compiled in two parts
     found: list[Sent] = []
     numbers = range(len(plan.updates))
     # A step may train several trees with one optimizer: each has its own operands.

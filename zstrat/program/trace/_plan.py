@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program._sets import sent_by
 from zstrat.variables import LOCAL
 
 from . import _refusals
@@ -32,7 +31,8 @@ from ._structure import ResultLayout, Structure, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.program._sets import Sent
+    import numpy as np
+
     from zstrat.program.lookup._lookups import PlannedLookup
     from zstrat.variables import (
         GradientCall,
@@ -67,6 +67,23 @@ class PlannedUpdate:
     def spec(self) -> VariableSpec:
         """The spec of the updated variable; of a table, that of its first component."""
         return self.specs[0]
+
+
+class UpdateSet(NamedTuple):
+    """Gradients for one optimizer that are one array; ``keys`` (int64 ``[n]``) are
+    those of their variables, ``spec`` that of the first."""
+
+    spec: VariableSpec
+    optimizer: int
+    keys: np.ndarray
+
+
+class Sent(NamedTuple):
+    """What a step sends as one: an update of its plan, or a set of them, and the
+    numbers of these."""
+
+    update: PlannedUpdate | UpdateSet
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +159,7 @@ class Plan:
         wide: Leaves that ids of hashed tables are computed from, with all their bits.
         watch: Checks all other leaves of more than 32 bits.
         calls: The trees of gradients that parameter servers apply.
+        sent: What a step sends, in order.
     """
 
     function: str
@@ -163,6 +181,7 @@ class Plan:
     wide: frozenset[int] = frozenset()
     watch: Callable[[Sequence[Any]], None] | None = None
     captured: tuple[StepIterator, ...] = ()
+    sent: Sequence[Sent] = ()
 
     @property
     def has_lookups(self) -> bool:
@@ -193,11 +212,6 @@ class Plan:
         """Whether every run has the same result and no effects."""
         moving = self.has_inputs or self.draws or not self.read_only
         return not (moving or self.reads or self.lookups) and not self.has_effects
-
-    @cached_property
-    def sent(self) -> list[Sent]:
-        """What a step sends, if its variables are on servers."""
-        return sent_by(self)
 
     @cached_property
     def layout(self) -> ResultLayout:
