@@ -30,13 +30,14 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep freed memory for the next arrays of up to 32 MiB.
+    """Makes the C library keep freed memory for the next arrays of up to 8 MiB.
 
     glibc begins to when it has freed an array of that size. Until then each array above
     128 KiB may get pages that are new, and to touch these costs as much as an update by
-    an optimizer. So this frees one, of which no page was touched.
+    an optimizer. So this frees one, of which no page was touched. Twice as much is kept
+    at most.
     """
-    np.empty(2**25 - 2**16, _BYTE)
+    np.empty(2**23, _BYTE)
 
 
 HUGE_PAGE: Final = 2 * 2**20
