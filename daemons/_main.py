@@ -45,6 +45,7 @@ from zstrat.launch import (
     WorkerJoin,
     kept_for_good,
 )
+from zstrat.memory import keep_freed_memory
 from zstrat.signals import handle, handle_on
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
@@ -106,6 +107,7 @@ def run(options: DaemonOptions) -> int:
         log.error("the parent process %d has already ended", options.parent)
         return CRASHED
     _raise_descriptor_limit()
+    keep_freed_memory()
     notifier = Notifier(environment())
     try:
         return run_loop(_serve(options, incarnation, notifier))

@@ -35,6 +35,17 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
+def keep_freed_memory() -> None:
+    """Makes the C library keep freed memory for the next arrays of up to 8 MiB.
+
+    glibc begins to when it has freed an array of that size. Until then each array above
+    128 KiB may get pages that are new, and to touch these costs as much as an update by
+    an optimizer. So this frees one, of which no page was touched. Twice as much is kept
+    at most.
+    """
+    np.empty(2**23, _BYTE)
+
+
 HUGE_PAGE: Final = 2 * 2**20
 """Bytes of a page that Linux uses for large allocations. Random rows of a table are
 read a third faster from such pages, as each row is on another page."""

@@ -228,3 +228,24 @@ def test_a_push_like_the_one_before_is_checked_when_variables_or_trees_have_chan
     with pytest.raises(NotFoundError, match="v20"):  # its tree did not come
         push(store, grads)
     assert store.variables[19].version == 2
+
+
+def test_an_update_is_made_though_no_memory_is_left_to_give_memory_back(monkeypatch):
+    """Of two groups, that is, either both are updated or none."""
+    shapes = {key: [(32, 32), (1,)][key > 6] for key in range(1, 8)}
+    store, twin = (store_of(optax.sgd(0.1), shapes) for _ in range(2))
+    everything = {key: np.ones(shape, "f4") for key, shape in shapes.items()}
+    some = {key: everything[key] for key in (1, 2, 3, 4, 5)}
+    for grads in (everything, some):
+        push(twin, grads)
+    push(store, everything)
+
+    def fail(_):
+        raise MemoryError
+
+    part = store.variables[6].cell.part
+    monkeypatch.setattr(type(part), "leave", fail)
+    push(store, some)
+    for key in shapes:
+        seen = [each.read([Read(key, -1)])[1][0] for each in (store, twin)]
+        np.testing.assert_array_equal(*seen)

@@ -132,6 +132,42 @@ def test_a_set_gives_each_variable_its_bits(name):
             assert np.asarray(a.look()).tobytes() == np.asarray(b.look()).tobytes()
 
 
+def test_a_set_takes_the_operands_of_its_own_push():
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    together, alone = store_of(clipped), store_of(clipped)
+    tree = of_values(clipped, VALUES)
+    for turn in range(4):
+        grads = gradients(turn, SHAPES)
+        given = tree.operands({key: (array,) for key, array in grads.items()})
+        operands = Update(1, int(UpdateOp.OPERANDS), 1, len(given))
+        for store, pushed in (
+            (together, pushed_in_sets(grads)),
+            (alone, pushed_apart(grads)),
+        ):
+            updates, arrays = [operands, *pushed.updates], (*given, *pushed.arrays)
+            push_to(store, Push(SESSION, -1, 0, 0, updates, arrays))
+        value = read(together)[1][0]
+        assert value.tobytes() == side_by_side(alone, SHAPES).tobytes()
+        norm = optax.tree.norm(grads)
+        assert any(np.allclose(norm, array) for array in given)
+
+
+def test_sets_may_bring_the_same_array():
+    store = store_of(optax.sgd(1.0))
+    same = {key: np.ones(SHAPES[1], "f4") for key in (1, 5, 9, 13)}
+    pushed = pushed_in_sets(
+        dict.fromkeys((1, 5), same[1]), dict.fromkeys((9, 13), same[1])
+    )
+    first, side, second, _ = pushed.arrays
+    for _ in range(2):
+        push_to(
+            store, Push(SESSION, -1, 0, 0, pushed.updates, (first, side, second, side))
+        )
+    for key in same:
+        (value,) = store.read([Read(key, -1)])[1]
+        np.testing.assert_allclose(value, VALUES[key] - 2, rtol=1e-5)
+
+
 def test_a_set_is_sent_again_when_one_of_it_has_changed():
     store = store_of(optax.sgd(0.1))
     push_to(store, pushed_in_sets(gradients(0, SHAPES)))
@@ -300,3 +336,18 @@ def test_as_many_sets_are_remembered_as_a_model_has():
     first = [variables.sets.find(keys, variables) for keys in names]
     again = [variables.sets.find(keys, variables) for keys in names]
     assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+def test_readers_of_one_version_share_what_was_put_together():
+    store = store_of(optax.sgd(0.1))
+    keys = list(SHAPES)[:20]
+    values = [read(store, keys)[1][0] for _ in range(2)]
+    assert values[0] is values[1]
+    weak = weakref.ref(values[0])
+    before = values[0].copy()
+    assign(store, keys[3])
+    now = read(store, keys)[1][0]
+    np.testing.assert_array_equal(values[0], before)
+    np.testing.assert_array_equal(now, side_by_side(store, keys))
+    values.clear()
+    assert weak() is None

@@ -123,7 +123,7 @@ def test_new_slots_are_there_before_numpy_may_write_the_value():
     slow = optax.GradientTransformation(init, lambda g, s, _=None: (g, s))
     programs = UpdatePrograms(1, "slow")
     (rule,) = binding(slow, ((1,), (400, 400), "f4")).rules()
-    step = SlotStep(Cell(np.eye(400, dtype="f4")), {}, rule, np.zeros((400, 400), "f4"))
+    step = SlotStep(Cell(np.eye(400, dtype="f4")), {}, rule, np.dtype("f4"))
     programs.prepare([step], [], Ahead())
     (slot,) = step.slots[1].cells
     assert slot.give().is_ready()

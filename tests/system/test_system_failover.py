@@ -15,6 +15,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
+from zstrat.program import prepare
 from zstrat.testing import DaemonCluster, leak_check
 from zstrat.variables import update_all
 from zstrat.wire import EvictionRule, UpdateOp
@@ -78,6 +79,11 @@ class Training:
             self.coordinator.schedule(self._bump, args=(np.int32(i), NUMBERS[i]))
             for i in numbers
         ]
+
+    def require_sets(self):
+        """Both servers get the gradients of their small variables as one array."""
+        sent = prepare(self._train, (), {}).plan.sent
+        assert [len(numbers) for _, numbers in sent] == [20, 20]
 
     def train(self, count):
         """Moves small variables, whose gradients and values travel as sets; half of
@@ -184,6 +190,7 @@ def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
         saved = saving.result()
         cluster.local.restart("ps:0")
         training.paired()
+        training.require_sets()
         training.train(40)
         values += training.schedule(40)
         with cluster.frozen("ps:1"):  # by now it has the only primaries

@@ -46,6 +46,7 @@ class Plan:
 
     levels: int
     updates: tuple = ()
+    sent: tuple = ()
     reads: tuple = ()
     draws: tuple = (0,)
     has_lookups: bool = True

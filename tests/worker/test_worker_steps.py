@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from zstrat.data import Dataset
@@ -17,9 +19,16 @@ from zstrat.errors import (
     PSUnavailableError,
     StepError,
 )
-from zstrat.program import cut_inputs, function, get_worker_context
+from zstrat.program import (
+    cut_inputs,
+    function,
+    get_worker_context,
+    value_and_grad,
+)
+from zstrat.variables import Optimizer, creator
 from zstrat.wire import (
     CancelSteps,
+    CreateOptimizer,
     DropArguments,
     DropResults,
     Exchange,
@@ -535,3 +544,34 @@ async def test_an_eager_result_of_the_other_byte_order(world):
 
     big, little = (await world.run(await world.ship(step), [1]))[0]
     assert (big.tolist(), little.tolist()) == ([0.0, 1.0, 2.0], [0, 1, 2])
+
+
+class _Registering:
+    """As the scope of a coordinator: gives an optimizer its number."""
+
+    def register_optimizer(self, optimizer):
+        return 9
+
+
+async def test_steps_whose_tree_is_refused_give_their_elements_back(make_world):
+    world = await make_world(load_code=lambda code: optax.sgd(1.0))
+    weight = world.variable(np.zeros(2, "f4"))
+    token = creator.set(_Registering())
+    sgd = Optimizer(optax.sgd(1.0))
+    creator.reset(token)
+
+    @function
+    def step(iterator):
+        x = next(iterator)
+        gradients = value_and_grad(lambda w: jnp.sum(w[0] * x))([weight])[1]
+        sgd.apply_gradients(gradients, [weight])
+        return x
+
+    resource, _ = await world.build(lambda: iter(np.arange(1, 9, dtype="f4")))
+    digest, arguments = await world.ship(step), world.arguments(world.it(resource))
+    for error in await world.run(digest, [1, 2], arguments):  # nobody has created it
+        assert isinstance(error, NotFoundError)
+    (service,) = world.services
+    await service.handle(world.remote, CreateOptimizer(world.session, 9, "sgd", b""))
+    assert await world.run(digest, [3, 4], arguments) == [1, 2]
+    np.testing.assert_array_equal(world.value(weight), [-3, -3])

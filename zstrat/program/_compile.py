@@ -12,13 +12,12 @@ would compute on the same cores.
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ._sets import side_by_side, update_sets
+from ._sets import side_by_side
 from .trace import _refusals
 from .trace._context import worker_context
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
     from ._results import StepResult
-    from ._sets import UpdateSet
     from .trace._context import WorkerContext
     from .trace._plan import Plan, TracedBody
 
@@ -38,13 +36,10 @@ class CompiledProgram:
 
     A call takes the array leaves of the arguments, those of the drawn elements, and the
     values of ``plan.reads``; it returns the arrays of the result and the operands of
-    each update. `run_in_sets` runs another program, which returns the gradients of each
-    of ``sets`` as one array.
+    each of ``plan.sent``.
     """
 
-    __slots__ = (
-        "_jitted", "_jitted_sets", "_traced", "constant", "plan", "sets"
-    )  # fmt: skip
+    __slots__ = ("_jitted", "_traced", "constant", "plan")
 
     is_current: Final = True
     """Always: values are inputs of the program."""
@@ -53,11 +48,8 @@ class CompiledProgram:
         self.plan = plan
         # The body may be traced again when the program first runs, perhaps for another
         # step by then: it must see the worker context of discovery.
-        replayed = partial(_replayed, plan, body, worker_context.get())
-        self._jitted = jax.jit(replayed([]))
-        self.sets = update_sets(plan)
-        self._jitted_sets = jax.jit(replayed(self.sets))
-        self._traced: set[Any] = set()
+        self._jitted = jax.jit(_replayed(plan, body, worker_context.get()))
+        self._traced = False
         self.constant: StepResult | None = None
         """The result of the first run, if the plan is constant."""
 
@@ -66,7 +58,7 @@ class CompiledProgram:
         del variables
         copied = copy.copy(self)
         copied.plan, copied.constant = plan, None
-        assert not self.sets, "a plan with an optimizer is not shared"
+        assert len(plan.sent) == len(plan.updates), "no plan with sets is shared"
         return copied
 
     def __call__(
@@ -77,40 +69,19 @@ class CompiledProgram:
         Raises:
             TypeError, RuntimeError: The body cannot be captured; only in the first run.
         """
-        results, operands, _ = self._run(self._jitted, inputs, elements, values)
-        return results, operands
-
-    def run_in_sets(
-        self, inputs: list[Any], elements: list[Any], values: list[Any]
-    ) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
-        """Runs the program as a call does, which see; returns the arrays of the result,
-        the operands of each update, none of those in ``sets``, and for each set its
-        gradients side by side."""
-        return self._run(self._jitted_sets, inputs, elements, values)
-
-    def _run(
-        self, jitted: Any, inputs: list[Any], elements: list[Any], values: list[Any]
-    ) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
-        outputs: tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]
-        if jitted in self._traced:
-            outputs = jitted(inputs, elements, values)
+        outputs: tuple[list[jax.Array], list[list[jax.Array]]]
+        if self._traced:
+            outputs = self._jitted(inputs, elements, values)
         else:
             with _refusals.translated_errors(self.plan.function):
-                outputs = jitted(inputs, elements, values)
-            self._traced.add(jitted)
-        results, operands, together = outputs
-        return settled(
-            outputs, results or together or (operands[0] if operands else ())
-        )
+                outputs = self._jitted(inputs, elements, values)
+            self._traced = True
+        results, operands = outputs
+        return settled(outputs, results or (operands[0] if operands else ()))
 
 
-def _replayed(
-    plan: Plan,
-    body: TracedBody,
-    context: WorkerContext | None,
-    sets: Sequence[UpdateSet],
-) -> Any:
-    taken = {number for each in sets for number in each.updates}
+def _replayed(plan: Plan, body: TracedBody, context: WorkerContext | None) -> Any:
+    sent = plan.sent
     keys = [spec.key for spec in plan.reads]
 
     def program(inputs: list[Any], elements: list[Any], values: list[Any]) -> Any:
@@ -124,12 +95,10 @@ def _replayed(
         return (
             [own(array, given) for array in outputs.results],
             [
-                [] if number in taken else [own(x, given) for x in operands]
-                for number, operands in enumerate(outputs.operands)
-            ],
-            [
-                side_by_side([outputs.operands[number][0] for number in each.updates])
-                for each in sets
+                [own(x, given) for x in outputs.operands[numbers[0]]]
+                if len(numbers) == 1
+                else [side_by_side([outputs.operands[n][0] for n in numbers])]
+                for _, numbers in sent
             ],
         )
 

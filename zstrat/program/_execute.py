@@ -10,7 +10,6 @@ arrays again.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -27,7 +26,7 @@ from zstrat.variables import (
     require_unmasked,
     update_all,
 )
-from zstrat.wire import UpdateOp
+from zstrat.wire import UpdateOp, parts_of
 
 from ._compile import CompiledProgram
 from ._device_state import Outdated
@@ -46,14 +45,13 @@ from .trace._structure import ResultLayout, is_described, split
 from .windows._overlapped import OverlappedProgram
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from zstrat.variables import Storage
+    from zstrat.variables import Storage, VariableHandle
 
     from ._programs import CompiledPrograms
-    from ._sets import UpdateSet
     from .trace._iterator import Draws
-    from .trace._plan import Plan
+    from .trace._plan import Plan, PlannedUpdate, UpdateSet
 
 
 class ExecutedFunction(Protocol):
@@ -181,19 +179,8 @@ class Prepared:
             results, operands = program.finish(begun, self._given, elements, given)
         else:
             results, operands = self._program(self._given, elements, given)
-        return Computed(results, operands, lambda: _outgoing(self.plan, operands))
-
-    def _compute_in_sets(self, values: Sequence[np.ndarray]) -> Computed | None:
-        """Starts to compute with gradients side by side, if the plan has such sets."""
-        program = self._program
-        if not isinstance(program, CompiledProgram) or not program.sets:
-            return None
-        given, elements = self._given, _leaves(self._draws)
-        outputs = program.run_in_sets(given, elements, list(values))
-        results, operands, together = outputs
-        every = [*operands, together]
-        updates = partial(_outgoing_sets, self.plan, program.sets, operands, together)
-        return Computed(results, every, updates)
+        sent = [update for update, _ in self.plan.sent]
+        return Computed(results, operands, lambda: _outgoing(sent, operands))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step.
@@ -209,7 +196,7 @@ class Prepared:
         program = self._program
         if program.constant is not None:
             return program.constant
-        computed = self._compute_in_sets(values) or self.compute(values)
+        computed = self.compute(values)
         computed.to_host()
         leaves = [np.asarray(array) for array in computed.results]
         result = StepResult(leaves, self.plan.layout, computed.updates())
@@ -334,7 +321,7 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
         raise
     # Variables of this process are updated: the drawn elements are used up.
     if operands:
-        _apply(plan, _outgoing(plan, operands))
+        _apply(plan, _outgoing(plan.updates, operands))
     return plan.out_structure.unflatten(results)
 
 
@@ -351,33 +338,13 @@ def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
     return values
 
 
-def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepUpdate]:
+def _outgoing(
+    sent: Sequence[PlannedUpdate | UpdateSet], operands: Sequence[Sequence[jax.Array]]
+) -> list[StepUpdate]:
     """Makes the updates of a step for variables of other storages."""
     updates: list[StepUpdate] = []
-    for update, arrays in zip(plan.updates, operands, strict=True):
+    for update, arrays in zip(sent, operands, strict=True):
         updates += outgoing(update, arrays)
-    return updates
-
-
-def _outgoing_sets(
-    plan: Plan,
-    sets: Sequence[UpdateSet],
-    operands: Sequence[Sequence[jax.Array]],
-    together: Sequence[jax.Array],
-) -> list[StepUpdate]:
-    """Makes the updates of a step whose sets have their gradients side by side; a set
-    is in the place of its first update."""
-    firsts = {each.updates[0]: n for n, each in enumerate(sets)}
-    taken = {number for each in sets for number in each.updates}
-    updates: list[StepUpdate] = []
-    for number, (update, arrays) in enumerate(zip(plan.updates, operands, strict=True)):
-        if number in firsts:
-            at = firsts[number]
-            pair = sets[at].keys, np.asarray(together[at])
-            op = UpdateOp.OPTIMIZE_SET
-            updates.append(StepUpdate(update.spec, op, update.optimizer, pair))
-        elif number not in taken:
-            updates += outgoing(update, arrays)
     return updates
 
 
@@ -392,6 +359,7 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     handles = {v.spec.key: v for variables, _ in plan.targets for v in variables}
     rules = {rule.id: rule for _, rule in plan.targets if rule is not None}
     waiting: dict[int, Any] = {}
+    updates = [each for update in updates for each in _apart(update, handles)]
     for update in updates:  # before any of them is made
         if update.op is UpdateOp.SCATTER_DIV:
             require_divisors(update.spec, update.op, update.arrays[-1])
@@ -408,6 +376,21 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
         rule = rules.get(update.optimizer)
         waiting[key] = (handles[key], update.op, update.arrays, rule)
     update_all(list(waiting.values()))
+
+
+def _apart(
+    update: StepUpdate, handles: Mapping[int, VariableHandle]
+) -> Iterable[StepUpdate]:
+    """Returns the updates of the variables of a set, or the update."""
+    if update.op is not UpdateOp.OPTIMIZE_SET:
+        return [update]
+    keys, array = update.arrays
+    specs = [handles[key].spec for key in keys.tolist()]
+    parts = parts_of([spec.shape for spec in specs])
+    return [
+        StepUpdate(spec, UpdateOp.OPTIMIZE, update.optimizer, (part.of(array),))
+        for spec, part in zip(specs, parts, strict=True)
+    ]
 
 
 def _leaves(draws: Draws) -> list[Any]:

@@ -20,6 +20,7 @@ from zstrat.variables import RESIDENT
 
 from ._compile import CompiledProgram
 from ._device_state import Outdated
+from ._sets import sent_by
 from .lookup._rows_program import RowsProgram
 from .stages._staged import StagedProgram
 from .stages._whole import WholeProgram
@@ -229,7 +230,7 @@ class CompiledPrograms:
             check = downcast_check(plan, call, draws.elements, self.warned)
             watch = None if check is None else check.check
             captured = tuple(draws.iterators[arguments:])
-            plan = replace(plan, watch=watch, captured=captured)
+            plan = replace(plan, watch=watch, captured=captured, sent=sent_by(plan))
             program = self._made(plan, body, call, draws.elements)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
@@ -348,7 +349,10 @@ def _for_others(
     if not isinstance(program, CompiledProgram | StagedProgram):
         return None
     plan = with_others(program.plan, shared.given, given)
-    return None if plan is None else program.with_others(plan, given.variables)
+    if plan is None:
+        return None
+    plan = replace(plan, sent=sent_by(plan))
+    return program.with_others(plan, given.variables)
 
 
 def _advice(numbers: Sequence[type]) -> str:

@@ -19,6 +19,8 @@ from zstrat.rows import sums
 from zstrat.variables import present
 from zstrat.wire import UpdateOp
 
+from .trace._plan import UpdateSet
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -78,13 +80,18 @@ SUMMED: Final = frozenset(
 """Updates that add up the rows of equal indices."""
 
 
-def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepUpdate]:
-    """Makes the updates for one update of the plan; waits for its operands.
+def outgoing(
+    update: PlannedUpdate | UpdateSet, operands: Iterable[jax.Array]
+) -> list[StepUpdate]:
+    """Makes the updates for one that the step sends; waits for its operands.
 
     Raises:
         IndexError: An index is outside of the table; names it and the user's line.
     """
     arrays = tuple([np.asarray(array) for array in operands])
+    if isinstance(update, UpdateSet):
+        op, pair = UpdateOp.OPTIMIZE_SET, (update.keys, *arrays)
+        return [StepUpdate(update.spec, op, update.optimizer, pair)]
     if update.op is UpdateOp.OPERANDS:
         return shared(update, arrays)
     if update.call is not None:

@@ -8,12 +8,15 @@ would cost a kernel each, which XLA compiles for 20 ms.)
 from __future__ import annotations
 
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.variables import RESIDENT
 from zstrat.wire import UpdateOp, in_sets
+
+from .trace._plan import Sent, UpdateSet
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -26,17 +29,21 @@ FEWEST: Final = 16
 """Variables that are worth an array of their own."""
 
 
-class UpdateSet(NamedTuple):
-    """Updates of a plan, by number, whose gradients are one array; ``keys`` (int64
-    ``[n]``) are those of their variables."""
+def sent_by(plan: Plan) -> list[Sent]:
+    """Returns what a step of this plan sends, in order; a set is in the place of its
+    first update."""
+    sets = {each.numbers[0]: each for each in _update_sets(plan)}
+    taken = {number for each in sets.values() for number in each.numbers}
+    return [
+        sets.get(number) or Sent(update, (number,))
+        for number, update in enumerate(plan.updates)
+        if number in sets or number not in taken
+    ]
 
-    updates: tuple[int, ...]
-    keys: np.ndarray
 
-
-def update_sets(plan: Plan) -> list[UpdateSet]:
-    """Returns the sets that a step of this plan pushes: of neighbouring gradients for
-    one optimizer, which the server applies as they come."""
+def _update_sets(plan: Plan) -> list[Sent]:
+    """Returns the sets of neighbouring gradients for one optimizer, which the server
+    applies as they come."""
     changes = [
         spec.key
         for update in plan.updates
@@ -45,7 +52,9 @@ def update_sets(plan: Plan) -> list[UpdateSet]:
     ]
     if len(changes) < FEWEST or len({*changes}) < len(changes):
         return []  # several updates of a variable keep their order
-    found: list[UpdateSet] = []
+    if any(spec.ps == RESIDENT for spec in plan.reads):
+        return []  # a window is compiled in two parts
+    found: list[Sent] = []
     numbers = range(len(plan.updates))
     # A step may train several trees with one optimizer: each has its own operands.
     trees = list(accumulate([x.op is UpdateOp.OPERANDS for x in plan.updates]))
@@ -73,8 +82,9 @@ def update_sets(plan: Plan) -> list[UpdateSet]:
             sizes = [plan.updates[number].spec.nbytes for number in alike]
             for places in in_sets(sizes, FEWEST):
                 some = tuple([alike[place] for place in places])
-                keys = np.array([plan.updates[n].spec.key for n in some], np.int64)
-                found.append(UpdateSet(some, keys))
+                specs = [plan.updates[number].spec for number in some]
+                keys = np.array([spec.key for spec in specs], np.int64)
+                found.append(Sent(UpdateSet(specs[0], optimizer, keys), some))
     return found
 
 
@@ -83,7 +93,9 @@ def read_sets(plan: Plan) -> list[list[int]]:
     those that it updates, whose values servers keep side by side, and others."""
     at = {spec.key: place for place, spec in enumerate(plan.reads)}
     sets = [
-        [at.get(key, -1) for key in each.keys.tolist()] for each in update_sets(plan)
+        [at.get(key, -1) for key in update.keys.tolist()]
+        for update, _ in plan.sent
+        if isinstance(update, UpdateSet)
     ]
     found = [places for places in sets if -1 not in places]
     taken = {place for places in found for place in places}

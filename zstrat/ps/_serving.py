@@ -90,11 +90,13 @@ class Ticket(Generic[T]):
 
 
 class RequestTurns(Generic[T]):
-    """One queue per name that is in use, at most ``capacity`` requests in all."""
+    """The queue of each name that is in use, at most ``capacity`` requests in all. A
+    queue of one is its ticket: a request may use a thousand names that nobody else
+    does."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._queues: dict[Hashable, deque[Ticket[T]]] = {}
+        self._queues: dict[Hashable, Ticket[T] | deque[Ticket[T]]] = {}
         self._tickets = 0
 
     def __len__(self) -> int:
@@ -103,13 +105,15 @@ class RequestTurns(Generic[T]):
     @property
     def tickets(self) -> set[Ticket[T]]:
         """The tickets that hold names or wait for them."""
-        return {ticket for queue in self._queues.values() for ticket in queue}
+        queues = self._queues.values()
+        alone = {queue for queue in queues if isinstance(queue, Ticket)}
+        return alone.union(*[q for q in queues if not isinstance(q, Ticket)])
 
     def are_free(self, names: Iterable[Hashable]) -> bool:
         """Returns whether a request that uses only these names may be served at
         once."""
         queues = self._queues
-        return not queues or not any(name in queues for name in names)
+        return not queues or queues.keys().isdisjoint(names)
 
     def enter(self, request: T, names: Iterable[Hashable]) -> Ticket[T]:
         """Takes the names, or queues for them; its turn has come if `is_turn`.
@@ -122,10 +126,15 @@ class RequestTurns(Generic[T]):
                 f"{self._capacity} requests wait already: send fewer at a time"
             )
         ticket = Ticket(request, frozenset(names))
+        queues = self._queues
         for name in ticket.names:
-            queue = self._queues.setdefault(name, deque())
+            queue = queues.setdefault(name, ticket)
+            if queue is ticket:
+                continue
+            if isinstance(queue, Ticket):
+                queue = queues[name] = deque([queue])
             # Once for each name: leaving the queue of a name subtracts one.
-            ticket.behind += bool(queue)
+            ticket.behind += 1
             queue.append(ticket)
         self._tickets += 1
         return ticket
@@ -138,13 +147,15 @@ class RequestTurns(Generic[T]):
         comes."""
         self._tickets -= 1
         ready: list[Ticket[T]] = []
+        queues = self._queues
         for name in ticket.names:
-            queue = self._queues[name]
+            queue = queues.pop(name)
+            if queue is ticket:
+                continue
+            assert isinstance(queue, deque), "only who holds a name may free it"
             assert queue[0] is ticket, "only the first in a queue may leave"
             queue.popleft()
-            if not queue:
-                del self._queues[name]
-                continue
+            queues[name] = queue if len(queue) > 1 else queue[0]
             queue[0].behind -= 1
             if queue[0].behind == 0:
                 ready.append(queue[0])

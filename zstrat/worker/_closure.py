@@ -420,15 +420,15 @@ class Catalog:
         if not wanted.rows:
             return self._whole(reads, needs.rounds, needs.narrow), _nbytes(reads)
         if needs.specs == reads:
-            refs, nbytes = () if needs.reads is None else needs.reads.refs, needs.nbytes
+            whole, nbytes = needs.reads or Reads(()), needs.nbytes
         else:
-            refs, nbytes = _refs(reads, needs.narrow), _nbytes(reads)
+            whole, nbytes = Reads(_refs(reads, needs.narrow)), _nbytes(reads)
         rows = tuple(
             [RowsRef(spec.ps, spec.key, indices) for spec, indices in wanted.rows]
         )
         for spec, indices in wanted.rows:
             nbytes += len(indices) * self._row_nbytes(spec)
-        return Reads(refs, rows, needs.rounds), nbytes
+        return Reads(whole.refs, rows, needs.rounds, sets=whole.sets), nbytes
 
     def _computed(self, plan: Plan) -> Needs:
         writes = bool(plan.updates)
@@ -494,7 +494,7 @@ def _sets(
     plan: Plan, rounds: tuple[int, ...], narrow: frozenset[int]
 ) -> tuple[SetRef, ...]:
     """Returns which variables of a plan are read side by side."""
-    if plan.has_lookups or rounds or narrow:
+    if rounds or narrow:
         return ()
     if any(spec.ps == RESIDENT for spec in plan.reads):
         return ()

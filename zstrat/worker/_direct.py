@@ -132,9 +132,15 @@ class Asking:
         """Blocks until the request has its outcome: bounded by the deadlines of the
         links, which are put off while bodies move."""
         require_own(self._loop, "reading or changing a variable in a step")
+        return self.later(start).result()
+
+    def later(
+        self, start: Callable[[PsClient], asyncio.Future[T]]
+    ) -> concurrent.futures.Future[T]:
+        """Starts the request; returns its outcome as a future."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._begin, start, answer)
-        return answer.result()
+        return answer
 
     def _begin(
         self,
@@ -233,7 +239,7 @@ class Direct:
 
     def bind(self, call: GradientCall) -> None:
         """See `bind`; each run asks, and servers that know it answer at once."""
-        bind(self._ask, call)
+        bind(self._ask, call).result()
 
     async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
         raise _not_here(*[variable for variable, *_ in updates])
@@ -305,14 +311,15 @@ class Direct:
         return self._before
 
 
-def bind(ask: Asking, call: GradientCall) -> None:
-    """Sends the tree of an optimizer to the parameter servers; blocks.
+def bind(ask: Asking, call: GradientCall) -> concurrent.futures.Future[None]:
+    """Sends the tree of an optimizer to the parameter servers; returns a future that is
+    done when all of them have traced it.
 
     Raises:
-        ValueError: It cannot be encoded, or a server refuses it; says why.
+        ValueError: It cannot be encoded; says why.
     """
     number, data = call.optimizer.id, encoded(call)
-    ask(lambda client: asyncio.ensure_future(client.bind(number, data)))
+    return ask.later(lambda client: asyncio.ensure_future(client.bind(number, data)))
 
 
 def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from zstrat.errors import BusyError, InvalidArgumentError, ZstratError
 from zstrat.program import (
@@ -38,6 +38,7 @@ from ._pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
 
     import numpy as np
 
@@ -103,7 +104,7 @@ class StepRunner:
         index, count: Index of this worker, and number of workers.
         storage: Creates the storage of variables for one eager run, which records its
             times.
-        bind: Registers the tree of an optimizer on the parameter servers; blocks.
+        bind: Begins to register the tree of an optimizer on the parameter servers.
         carry_out: Carries out a post, on the loop.
         end_lines: Ends the unfinished printed lines of the thread.
         limits: Limits of results, and of what is sent with a completion.
@@ -120,7 +121,7 @@ class StepRunner:
         prepare: Prepare,
         run_eager: RunEager,
         storage: Callable[[EagerRun, EagerNotes], Direct],
-        bind: Callable[[GradientCall], None],
+        bind: Callable[[GradientCall], Future[None]],
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
         limits: Limits,
@@ -137,7 +138,10 @@ class StepRunner:
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
         self.encoding: Final = encoding
-        self._bound: Final = WeakSet[Plan]()
+        self._bound: Final[WeakKeyDictionary[Plan, list[Future[None]]]] = (
+            WeakKeyDictionary()
+        )
+        """The trees of plans, which servers trace while a first step is compiled."""
         self._bindings: Final[dict[tuple[bytes, bytes], Binding]] = {}
         """Of which operands were computed, by digest of the optimizer and tree."""
         self._layouts: Final = ResultLayouts(limits)
@@ -251,7 +255,7 @@ class StepRunner:
                 _require_drawn(leased, prepared)
             needs = self._catalog.of(prepared.plan)
             if prepared.plan.calls:
-                self._bind_all(prepared)
+                self._begin_binding(prepared)
         except BaseException as error:  # to the coordinator, as the outcome of the step
             self._give_back(step)
             now = self.clock()
@@ -288,19 +292,33 @@ class StepRunner:
         arguments = self.resources.arguments(task.arguments)
         return fill_inputs(arguments, task.inputs) if task.inputs else arguments
 
-    def _bind_all(self, prepared: Prepared) -> None:
-        """Registers the trees of a plan's optimizers on the servers, once per plan. If
-        that fails, the elements of the step go back."""
+    def _begin_binding(self, prepared: Prepared) -> None:
+        """Has the servers trace the trees of a plan's optimizers, once per plan. If
+        that cannot be, the elements of the step go back."""
         plan = prepared.plan
         if plan in self._bound:
             return
         try:
-            for call in plan.calls:
-                self._bind(call)
+            self._bound[plan] = [self._bind(call) for call in plan.calls]
         except BaseException:  # to the step, whose outcome it is
             prepared.unread()
             raise
-        self._bound.add(plan)
+
+    def _require_bound(self, plan: Plan) -> None:
+        """Waits until the servers have the trees of a plan. If one refuses, the next
+        step sends them again.
+
+        Raises:
+            _NotBoundError: One has refused; the cause is its error.
+        """
+        left = self._bound.get(plan)
+        if not left:
+            return
+        for each in left:
+            if (error := each.exception()) is not None:
+                del self._bound[plan]
+                raise _NotBoundError from error
+        left.clear()
 
     def begin(self, step: ClosureStep, began: float) -> float:
         """Computes what a window does before it needs the values that it pulls."""
@@ -357,6 +375,7 @@ class StepRunner:
                     result = self._eager(step, task, notes)
                 else:
                     result, kept = self._computed(step)
+                    self._require_bound(step.work.plan)
                     push, lent = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
                 ending.lent = lent
@@ -364,6 +383,8 @@ class StepRunner:
                     ending.leases = self.resources.to_note(task.leases)
                 if kept:
                     self.resources.residents.put(step.number, kept, step.place)
+            except _NotBoundError as error:
+                ending = self._not_run(step, error.__cause__ or error)
             except BaseException as error:  # to the coordinator, as the outcome
                 # An eager step sends updates before it ends; the docs say what then
                 # becomes of those of one that raises an error of its own.
@@ -523,7 +544,8 @@ class StepRunner:
         return element
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
-        """Ends a step whose values could not be pulled. The coordinator may retry the
+        """Ends a step whose values could not be pulled, or whose tree a server has
+        refused. The coordinator may retry the
         closure, so its elements go back, after those that later steps have drawn."""
         if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
@@ -537,6 +559,10 @@ class StepRunner:
 _NO_COPY: Final = (
     "this worker has no copy of the variables, as the window before has failed"
 )
+
+
+class _NotBoundError(Exception):
+    """A server has refused the tree of an optimizer."""
 
 
 class _Refusing:

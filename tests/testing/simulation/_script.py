@@ -67,6 +67,7 @@ class ScriptedPlan:
     updates: tuple[PlannedMark, ...]
     has_lookups: bool
     levels: int = 1
+    sent: tuple[object, ...] = ()
     lookups: tuple[object, ...] = ()
     calls: tuple[object, ...] = ()
     targets: tuple[object, ...] = ()

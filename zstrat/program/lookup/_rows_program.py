@@ -21,6 +21,7 @@ import numpy as np
 
 from zstrat.program._compile import own
 from zstrat.program._results import SUMMED, Computed, outgoing, parted
+from zstrat.program._sets import side_by_side
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import Flow
 from zstrat.program.trace._wide import evaluator, has_whole, with_64_bits
@@ -210,6 +211,7 @@ class RowsProgram:
             table = update.table
             if table is not None and table.is_hashed and number not in together:
                 raise _refusals.hashed_update(table, update.where)
+        self._sent = [x for x in plan.sent if x.numbers[0] not in together]
         self._main = self._compiled(flow, inputs)
         self._traced = False
 
@@ -247,22 +249,19 @@ class RowsProgram:
             parts = level.parts_of(request, segments)
             for number, segment_parts in zip(shared.updates, parts, strict=True):
                 found[number] = parted(self.plan.updates[number], summed, segment_parts)
-        for number, operands in outputs.operands.items():
-            found[number] = outgoing(self.plan.updates[number], operands)
+        for (update, numbers), operands in zip(
+            self._sent, outputs.operands, strict=True
+        ):
+            found[numbers[0]] = outgoing(update, operands)
         return [step for number in sorted(found) for step in found[number]]
 
     def _compiled(self, flow: Flow, inputs: TraceInputs) -> Callable[..., Any]:
-        together = {number for shared in self._shared for number in shared.updates}
         results = range(len(self.plan.out_specs))
-        alone = {
-            number: operands
-            for number, operands in self._operands.items()
-            if number not in together
-        }
+        alone = [[self._operands[n] for n in each.numbers] for each in self._sent]
         rows = [[self._operands[n][1] for n in s.updates] for s in self._shared]
         wanted = [
             *results,
-            *(n for operands in alone.values() for n in operands),
+            *(n for each in alone for operands in each for n in operands),
             *(n for numbers in rows for n in numbers),
         ]
         part, needed = flow.part(wanted, with_effects=True)
@@ -283,10 +282,12 @@ class RowsProgram:
             known = {id(value) for value in (*values, *given)}
             return (
                 [own(results_by_number[n], known) for n in results],
-                {
-                    k: [own(results_by_number[n], known) for n in ns]
-                    for k, ns in alone.items()
-                },
+                [
+                    [own(results_by_number[n], known) for n in each[0]]
+                    if len(each) == 1
+                    else [side_by_side([results_by_number[n] for (n,) in each])]
+                    for each in alone
+                ],
                 [_joined([results_by_number[n] for n in numbers]) for numbers in rows],
             )
 
@@ -329,7 +330,7 @@ class Lookups:
         """Runs the main program with the last answer."""
         self._take(answer)
         outputs = self._program(self._given, self._blocks)
-        arrays = [*outputs.operands.values(), outputs.shared]
+        arrays = [*outputs.operands, outputs.shared]
         return Computed(
             outputs.results,
             arrays,
@@ -362,11 +363,11 @@ class Lookups:
 
 
 class Outputs(NamedTuple):
-    """The outputs of the main program: arrays of the result, operands by number of the
-    update, and the rows of each `Shared`."""
+    """The outputs of the main program: arrays of the result, the operands of what is
+    sent without shared rows, and the rows of each `Shared`."""
 
     results: list[jax.Array]
-    operands: dict[int, list[jax.Array]]
+    operands: list[list[jax.Array]]
     shared: list[jax.Array]
 
 

@@ -31,6 +31,8 @@ from ._structure import ResultLayout, Structure, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy as np
+
     from zstrat.program.lookup._lookups import PlannedLookup
     from zstrat.variables import (
         GradientCall,
@@ -65,6 +67,23 @@ class PlannedUpdate:
     def spec(self) -> VariableSpec:
         """The spec of the updated variable; of a table, that of its first component."""
         return self.specs[0]
+
+
+class UpdateSet(NamedTuple):
+    """Gradients for one optimizer that are one array; ``keys`` (int64 ``[n]``) are
+    those of their variables, ``spec`` that of the first."""
+
+    spec: VariableSpec
+    optimizer: int
+    keys: np.ndarray
+
+
+class Sent(NamedTuple):
+    """What a step sends as one: an update of its plan, or a set of them, and the
+    numbers of these."""
+
+    update: PlannedUpdate | UpdateSet
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +159,7 @@ class Plan:
         wide: Leaves that ids of hashed tables are computed from, with all their bits.
         watch: Checks all other leaves of more than 32 bits.
         calls: The trees of gradients that parameter servers apply.
+        sent: What a step sends, in order.
     """
 
     function: str
@@ -161,6 +181,7 @@ class Plan:
     wide: frozenset[int] = frozenset()
     watch: Callable[[Sequence[Any]], None] | None = None
     captured: tuple[StepIterator, ...] = ()
+    sent: Sequence[Sent] = ()
 
     @property
     def has_lookups(self) -> bool:

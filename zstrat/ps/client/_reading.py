@@ -282,8 +282,9 @@ class Reading:
                 value = Value(version, array)
                 put(one.name, value)
             array = value.array
-            for place, part in zip(one.places, one.parts, strict=True):
-                values[place] = part.of(array)
+            # As `SetPart.of`, without a call for each of a hundred variables.
+            for place, (start, stop, shape) in zip(one.places, one.parts, strict=True):
+                values[place] = array[start:stop].reshape(shape)
         if changed:
             raise ValueError(f"{changed} values of variables that did not change")
         for place, found in zip(parts, arrays, strict=True):

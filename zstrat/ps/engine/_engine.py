@@ -66,12 +66,12 @@ class Registered:
 
 
 class Checked(NamedTuple):
-    """An update by an optimizer that fits. ``operands`` are those that the variable's
-    rule takes; ``mixed``: its rows are in any order but sorted and distinct."""
+    """An update by an optimizer that fits. ``operands`` are those of all its tree;
+    ``mixed``: its rows are in any order but sorted and distinct."""
 
     optimizer: Registered
     bound: Bound
-    operands: tuple[np.ndarray, ...]
+    operands: Sequence[np.ndarray]
     mixed: bool
 
 
@@ -166,6 +166,7 @@ class OptimizerEngine:
         """Variables with these keys are gone."""
         for each in self._registered.values():
             each.bindings.forget(keys)
+            each.programs.forget_steps()
 
     def clear(self) -> None:
         """Forgets all optimizers and their programs."""
@@ -193,7 +194,8 @@ class OptimizerEngine:
         """
         known, bound, mixed = self.require_fit(optimizer, op, held, arrays)
         who = f"variable {held.entry.name!r}, optimizer {known.name!r}"
-        return Checked(known, bound, _taken(bound, operands, who), mixed)
+        _require_operands(bound, operands, who)
+        return Checked(known, bound, operands or (), mixed)
 
     def adopt_slots(self, held: HeldVariable) -> None:
         """Takes slots of a table that were loaded for those of their optimizers, as far
@@ -310,13 +312,13 @@ def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> No
         )
 
 
-def _taken(
+def _require_operands(
     bound: Bound, operands: Sequence[np.ndarray] | None, who: str
-) -> tuple[np.ndarray, ...]:
-    """Returns the operands that a rule takes, of those of its tree."""
+) -> None:
+    """Refuses operands that are not those that a rule takes."""
     uses, kinds = bound.leaf.rule.uses, bound.leaf.operands
     if not uses:
-        return ()
+        return
     if operands is None or len(operands) != len(kinds):
         came = "none came" if operands is None else f"{len(operands)} came"
         raise InvalidArgumentError(
@@ -330,7 +332,6 @@ def _taken(
                 f"{who}: expected operand {number} to be {dtype.name}{list(shape)}, "
                 f"got {got.dtype.name}{list(got.shape)}"
             )
-    return tuple([operands[number] for number in uses])
 
 
 def fitting(gradient: np.ndarray, bound: Bound) -> np.ndarray:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zstrat.ps.store._cell import Cell
 
     from ._slot_layouts import SlotLayouts
-    from ._slots import SideBySide, SlotStep
+    from ._slots import Gradients, SlotStep
 
 FEWEST: Final = 4
 """Variables that are worth an array of their own."""
@@ -50,22 +50,35 @@ Kinds = tuple[tuple[int, "np.dtype"], ...]
 """For each variable the layout of its slots, and the dtype of its gradient."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FlatGroup:
-    """Updates that one program makes: their places in the push, and themselves."""
+    """Updates that one program makes: their places in the push, and the first of
+    them. ``cells`` are their values, and then their slots."""
 
     key: tuple[Any, int]
     rule: ElementwiseUpdate
     places: Sequence[int]
-    steps: Sequence[SlotStep]
+    step: SlotStep
+    cells: Sequence[Sequence[Cell]]
+    flats: Sequence[Flat | None] = ()
+    """The arrays that have ``cells`` now, as `look` has found."""
+
+    def look(self) -> bool:
+        """Looks where the cells are now; returns whether one program can make the
+        updates: it has one scalar for all."""
+        self.flats = [Flat.of(each) for each in self.cells]
+        every = zip(self.cells[1:], self.flats[1:], self.rule.by_element, strict=True)
+        return all(
+            by_element or flat is not None or _are_equal(cells)
+            for cells, flat, by_element in every
+        )
 
 
 @dataclass(slots=True)
 class StartedUpdate:
     """What the program of a group gives: first the values, then the slots."""
 
-    cells: Sequence[Sequence[Cell]]
-    flats: Sequence[Flat | None]
+    group: FlatGroup
     made: Sequence[Any]
 
     def wait(self) -> None:
@@ -74,7 +87,8 @@ class StartedUpdate:
 
     def finish(self) -> None:
         """Makes it the values and slots of the variables."""
-        for cells, flat, value in zip(self.cells, self.flats, self.made, strict=True):
+        group = self.group
+        for cells, flat, value in zip(group.cells, group.flats, self.made, strict=True):
             if flat is not None:
                 flat.become(value)
                 continue
@@ -85,6 +99,7 @@ class StartedUpdate:
             for each in before:
                 if each is not None:
                     each.shrink()
+        group.flats = ()  # which would hold their memory until the next push
 
 
 @dataclass(slots=True)
@@ -98,20 +113,22 @@ class FlatUpdates:
     _rules: dict[tuple[int, np.dtype], ElementwiseUpdate | None] = field(
         default_factory=dict
     )
-    _divided: dict[Kinds, list[list[int]]] = field(default_factory=dict)
+    _divided: dict[object, list[list[int]]] = field(default_factory=dict)
     _gradients: dict[tuple[Any, int], np.ndarray] = field(default_factory=dict)
     """Where the gradients of a push are copied together, for each program."""
 
     def groups(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[FlatGroup]:
-        """Returns the updates that are made together. Their slots exist, and keep their
-        layouts."""
+        """Returns the updates that are made together, if `FlatGroup.look` says so.
+        Their slots exist, and keep their layouts."""
         if len(steps) < FEWEST:
             return []
-        divided = self._divided.get(kinds)
+        uses = [step.uses for step in steps]
+        name = kinds, tuple(uses)
+        divided = self._divided.get(name)
         if divided is None:
             if len(self._divided) >= PROGRAMS:
                 self._divided.clear()
-            divided = self._divided[kinds] = self._divide(kinds)
+            divided = self._divided[name] = self._divide(kinds, uses)
         found = [self._group(places, steps, kinds) for places in divided]
         return [group for group in found if group is not None]
 
@@ -119,74 +136,72 @@ class FlatUpdates:
         """Compiles the program; call it where it is traced (`SlotLayouts.here`)."""
         if group.key in self.programs:
             return
-        step, count = group.steps[0], group.key[1]
-        cells = step.slots[self.optimizer].cells
+        step, count = group.step, group.key[1]
         given = (
             shape((count,), step.cell.dtype),
             [
-                shape((count,) if is_flat else (), cell.dtype)
-                for cell, is_flat in zip(cells, group.rule.by_element, strict=True)
+                shape((count,) if is_flat else (), cells[0].dtype)
+                for cells, is_flat in zip(
+                    group.cells[1:], group.rule.by_element, strict=True
+                )
             ],
-            shape((count,), step.gradient.dtype),
+            shape((count,), step.dtype),
             operands_of(step.rule),
         )
         with step.rule.tree.arithmetic():
             call = jax.jit(group.rule.run).lower(*given).compile()
         self.programs[group.key] = call
-        self._gradients[group.key] = aligned((count,), step.gradient.dtype)
+        self._gradients[group.key] = aligned((count,), step.dtype)
 
-    def start(
-        self, group: FlatGroup, given: Sequence[SideBySide] = ()
-    ) -> StartedUpdate:
+    def start(self, group: FlatGroup, gradients: Gradients) -> StartedUpdate:
         """Hands the work to XLA, which may do it later; changes nothing.
-
-        Args:
-            given: Gradients that came side by side.
 
         Raises:
             UnavailableError: A value was lost.
             ResourceExhaustedError: There is no memory to copy values together.
         """
         try:
-            return self._start(group, _given(group.places, given))
+            return self._start(group, gradients)
         except MemoryError:
             raise ResourceExhaustedError(
-                f"{group.steps[0].cell.who}: not enough memory to copy it together "
-                f"with {len(group.steps) - 1} others"
+                f"{group.step.cell.who}: not enough memory to copy it together "
+                f"with {len(group.places) - 1} others"
             ) from None
 
-    def _start(self, group: FlatGroup, given: np.ndarray | None) -> StartedUpdate:
-        steps = group.steps
-        slots = [step.slots[self.optimizer].cells for step in steps]
-        cells = [[step.cell for step in steps], *zip(*slots, strict=True)]
-        flats = [Flat.of(each) for each in cells]
+    def _start(self, group: FlatGroup, gradients: Gradients) -> StartedUpdate:
         is_flat = (True, *group.rule.by_element)
         value, *others = [
             flat.value if flat is not None else _joined(each, by_element)
-            for each, flat, by_element in zip(cells, flats, is_flat, strict=True)
+            for each, flat, by_element in zip(
+                group.cells, group.flats, is_flat, strict=True
+            )
         ]
+        given = gradients.together(group.places)
         gradient = given
         if gradient is None:
             gradient = self._gradients[group.key]
-            np.concatenate([step.gradient.reshape(-1) for step in steps], out=gradient)
-        with steps[0].rule.tree.arithmetic():
+            each = [gradients[place].reshape(-1) for place in group.places]
+            np.concatenate(each, out=gradient)
+        rule = group.step.rule
+        with rule.tree.arithmetic():
             call = self.programs[group.key]
-            moved, after = call(value, others, gradient, steps[0].operands)
-        update = StartedUpdate(cells, flats, [moved, *after])
+            operands = gradients.operands_for(group.step.uses)
+            moved, after = call(value, others, gradient, operands)
+        update = StartedUpdate(group, [moved, *after])
         if given is None:
             # A group of as many elements has the same memory for gradients, and XLA
             # reads them where they are.
             update.wait()
         return update
 
-    def _divide(self, kinds: Kinds) -> list[list[int]]:
-        """Returns the places of those that have one update of an element, as many
-        together as fit."""
+    def _divide(self, kinds: Kinds, uses: Sequence[object]) -> list[list[int]]:
+        """Returns the places of those that have one update of an element and the same
+        operands, as many together as fit."""
         found: dict[Any, list[int]] = {}
         for place, kind in enumerate(kinds):
             rule = self._rule(*kind)
             if rule is not None:
-                found.setdefault(rule.form, []).append(place)
+                found.setdefault((rule.form, uses[place]), []).append(place)
         divided: list[list[int]] = []
         for places in found.values():
             sizes = [_bytes_of(self.layouts[kinds[at][0]].value) for at in places]
@@ -200,17 +215,12 @@ class FlatUpdates:
         mine = [steps[place] for place in places]
         rule = self._rule(*kinds[places[0]])
         assert rule is not None
-        operands = mine[0].operands
-        if operands and not all(_are_same(step.operands, operands) for step in mine):
-            return None
-        cells = [step.slots[self.optimizer].cells for step in mine]
-        for at, by_element in enumerate(rule.by_element):
-            if not by_element and not _are_equal([each[at] for each in cells]):
-                return None
         key = rule.form, sum([step.cell.size for step in mine])
         if key not in self.programs and len(self.programs) >= PROGRAMS:
             return None
-        return FlatGroup(key, rule, places, mine)
+        slots = zip(*[x.slots[self.optimizer].cells for x in mine], strict=True)
+        cells = [[step.cell for step in mine], *slots]
+        return FlatGroup(key, rule, places, mine[0], cells)
 
     def _rule(self, number: int, gradient: np.dtype) -> ElementwiseUpdate | None:
         kind = number, gradient
@@ -223,32 +233,13 @@ class FlatUpdates:
         return self._rules[kind]
 
 
-def _given(places: Sequence[int], given: Sequence[SideBySide]) -> np.ndarray | None:
-    """Returns the gradients of these updates as they came, if they came side by
-    side."""
-    count = len(places)
-    if places[-1] - places[0] + 1 != count:  # they ascend
-        return None
-    for first, starts, array in given:
-        at = places[0] - first
-        if at >= 0 and at + count < len(starts):
-            return array[starts[at] : starts[at + count]]
-    return None
-
-
 def _bytes_of(value: Any) -> int:
     elements, dtype = math.prod(value.shape), np.dtype(value.dtype)
     return int(elements * dtype.itemsize)
 
 
-def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
-    return all(a is b for a, b in zip(one, other, strict=True))
-
-
 def _are_equal(cells: Sequence[Cell]) -> bool:
     """Returns whether scalars are equal, bit for bit; ones that were lost are not."""
-    if Flat.of(cells) is not None:
-        return True
     if any(cell.lost for cell in cells):
         return False
     return len({cell.look().tobytes() for cell in cells}) == 1

@@ -8,7 +8,9 @@ it needs.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.optimizers import LeafRule
     from zstrat.ps.store._cell import Write
     from zstrat.ps.tables._id_table import IdTable
-    from zstrat.wire import VariableEntry
+    from zstrat.wire import SetPart, VariableEntry
 
 LAYOUTS: Final = 4096
 """Distinct (shape, dtype, slots) that a session may have compiled programs for."""
@@ -91,19 +93,11 @@ class HeldVariable:
     """Which ids its rows have, if it is a table of any id."""
 
 
-class SideBySide(NamedTuple):
-    """The gradients of some updates of a push as they came, in one array: of those from
-    the place ``first`` on, where each begins, and the number of all elements."""
-
-    first: int
-    starts: Sequence[int]
-    array: np.ndarray
-
-
 class SlotStep(NamedTuple):
-    """One gradient to apply to one variable. ``slots`` holds the variable's slots by
-    optimizer. ``rule`` is shared by all variables that are updated by the same
-    computation (`_bindings`); ``operands`` are its further inputs.
+    """One gradient of ``dtype`` to apply to one variable. ``slots`` holds the
+    variable's slots by optimizer. ``rule`` is shared by all variables that are updated
+    by the same computation (`_bindings`); ``uses`` are the numbers of the operands
+    that it takes here.
 
     ``late``: an earlier update of the same push changes this variable, so its slots are
     made, and get their dtypes, only when this update runs.
@@ -112,9 +106,52 @@ class SlotStep(NamedTuple):
     cell: Cell
     slots: dict[int, Slots]
     rule: LeafRule
-    gradient: np.ndarray
-    operands: tuple[np.ndarray, ...] = ()
+    dtype: np.dtype
+    uses: tuple[int, ...] = ()
     late: bool = False
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The gradients of some steps, by their places, as they came: each by itself, or
+    those of several side by side in one array."""
+
+    operands: Sequence[np.ndarray] = ()
+    """What the rules of these steps take besides, of all their tree."""
+    _arrays: list[tuple[int, list[SetPart], np.ndarray]] = field(default_factory=list)
+    """With the place of the first one, and the parts of all in it; a gradient by itself
+    has no part."""
+
+    def add(self, array: np.ndarray, parts: Sequence[SetPart] = ()) -> None:
+        """Adds a gradient, or those that are these parts of an array."""
+        at = 0
+        if self._arrays:
+            first, others, before = self._arrays[-1]
+            at = first + (len(others) or 1)
+            is_next = parts and others and parts[0].start == others[-1].stop
+            if before is array and is_next:
+                others.extend(parts)
+                return
+        self._arrays.append((at, list(parts), array))
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        at = bisect_right(self._arrays, place, key=itemgetter(0)) - 1
+        first, parts, array = self._arrays[at]
+        return parts[place - first].of(array) if parts else array
+
+    def together(self, places: Sequence[int]) -> np.ndarray | None:
+        """Returns the gradients at these places, in order, as they came, if they came
+        side by side."""
+        at = bisect_right(self._arrays, places[0], key=itemgetter(0)) - 1
+        first, parts, array = self._arrays[at]
+        last = places[-1] - first
+        if last - (places[0] - first) + 1 != len(places) or last >= len(parts):
+            return None
+        return array[parts[places[0] - first].start : parts[last].stop]
+
+    def operands_for(self, uses: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Returns the operands with these numbers."""
+        return tuple([self.operands[number] for number in uses])
 
 
 class RowStep(NamedTuple):

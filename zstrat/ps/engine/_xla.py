@@ -21,6 +21,7 @@ Many small variables that are moved element by element are one array (`FlatUpdat
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from zstrat.optimizers import LeafRule, TreeRule
 
     from ._row_updates import RowCalls
-    from ._slots import RowStep, SideBySide
+    from ._slots import Gradients, RowStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,16 @@ class UpdateProgram:
     after: int
     tree: TreeRule
 
-    def start(self, optimizer: int, step: SlotStep) -> Any:
+    def start(
+        self, optimizer: int, step: SlotStep, gradients: Gradients, place: int
+    ) -> Any:
         """Hands the work to XLA, which may do it later; returns the new value."""
-        cell, slots = step.cell, step.slots[optimizer]
+        gradient, cell, slots = gradients[place], step.cell, step.slots[optimizer]
         with self.tree.arithmetic():
             given = tuple([leaf.give() for leaf in slots.cells])
-            value, leaves = self.call(cell.give(), given, step.gradient, step.operands)
+            value, leaves = self.call(
+                cell.give(), given, gradient, gradients.operands_for(step.uses)
+            )
         cell.take_back(value)
         if slots.layout == self.after:
             for leaf, new in zip(slots.cells, leaves, strict=True):
@@ -75,20 +80,43 @@ class UpdateProgram:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which of the updates of a push share programs, as their slots are now: all one
+    """Which of the updates of a push share programs, as their slots are: all one
     (``is_joint``), or ``groups`` and those at the places ``alone``."""
 
     kinds: Kinds
     is_joint: bool
     groups: Sequence[FlatGroup]
     alone: Sequence[int]
-    is_prepared: bool
-    """Whether all of these programs are there."""
 
     @property
     def is_flat(self) -> bool:
         """Whether it takes as long as numpy would."""
         return not self.is_joint and not self.alone
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all values are in arrays of XLA's, so that none was lost."""
+        return self.is_flat and all(group.flats[0] is not None for group in self.groups)
+
+    def look(self) -> Division:
+        """Returns it as it is now: without groups of which the scalars differ."""
+        apart = {
+            place for each in self.groups if not each.look() for place in each.places
+        }
+        if not apart:
+            return self
+        groups = [each for each in self.groups if each.places[0] not in apart]
+        return replace(self, groups=groups, alone=sorted([*self.alone, *apart]))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDivision:
+    """How steps were divided while their slots were these, of these layouts."""
+
+    steps: Sequence[SlotStep] = ()
+    slots: Sequence[tuple[Cell, ...]] = ()
+    layouts: Sequence[int] = ()
+    division: Division = field(default_factory=lambda: Division((), False, (), ()))
 
 
 class UpdatePrograms:
@@ -103,6 +131,7 @@ class UpdatePrograms:
         self._joint = JointPrograms(optimizer, self._layouts)
         self._flat = FlatUpdates(optimizer, self._layouts)
         self.rows = RowUpdates(optimizer, self._layouts)
+        self._known = KnownDivision()
 
     @property
     def count(self) -> int:
@@ -117,18 +146,42 @@ class UpdatePrograms:
 
     def division(self, steps: Sequence[SlotStep]) -> Division | None:
         """Returns which of these updates share programs, as long as nobody else uses
-        their variables; None if slots have to be made, or may change before."""
-        number = self._optimizer
-        if not all([number in step.slots and not step.late for step in steps]):  # noqa: C419 (a generator is slower)
+        their variables; None if slots have to be made, or may change before. Of steps
+        that come again (`AlikePushes`), nothing is done in Python for each."""
+        number, known = self._optimizer, self._known
+        try:
+            slots = [step.slots[number] for step in steps]
+        except KeyError:
             return None
-        kinds = self._kinds(steps)
-        if self._are_joint(steps, kinds):
-            return Division(kinds, True, (), (), kinds in self._joint.programs)
-        groups, alone = self._divided(steps, kinds)
-        is_prepared = all(each.key in self._flat.programs for each in groups) and all(
-            kinds[place] in self._programs for place in alone
+        cells, layouts = [x.cells for x in slots], [x.layout for x in slots]
+        if (
+            known.steps is not steps
+            or known.layouts != layouts
+            or not all(map(is_, known.slots, cells))
+        ):
+            if any([step.late for step in steps]):  # noqa: C419 (a generator is slower)
+                return None
+            kinds = self._kinds(steps)
+            if not all(self._after.get(kind) == kind[0] for kind in {*kinds}):
+                # Slots change their layout in their first update alone: a program for
+                # several would be compiled for one use.
+                return Division(kinds, False, (), range(len(steps)))
+            division = self._divide(steps, kinds)
+            known = self._known = KnownDivision(steps, cells, layouts, division)
+        return known.division.look()
+
+    def is_prepared(self, division: Division) -> bool:
+        """Returns whether all programs of a division are there."""
+        kinds = division.kinds
+        if division.is_joint:
+            return kinds in self._joint.programs
+        return all(each.key in self._flat.programs for each in division.groups) and all(
+            kinds[place] in self._programs for place in division.alone
         )
-        return Division(kinds, False, groups, alone, is_prepared)
+
+    def forget_steps(self) -> None:
+        """Drops what `division` remembers, which holds the memory of variables."""
+        self._known = KnownDivision()
 
     def prepare(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
@@ -168,19 +221,19 @@ class UpdatePrograms:
     def apply(
         self,
         steps: Sequence[SlotStep],
+        gradients: Gradients,
         rows: Sequence[RowStep] = (),
         ready: Sequence[RowCalls] | None = None,
         division: Division | None = None,
-        given: Sequence[SideBySide] = (),
     ) -> None:
         """Applies one gradient to each variable, which occurs once, and waits.
 
         Args:
+            gradients: Of ``steps``, by their places.
             ready: What ``rows.ready`` has found for ``rows``.
             division: What `division` has found for ``steps``.
-            given: Gradients of ``steps`` that came side by side.
         """
-        self._apply(steps, division, given)
+        self._apply(steps, gradients, division)
         if rows:
             try:
                 self.rows.apply(rows, ready)
@@ -241,58 +294,39 @@ class UpdatePrograms:
 
     def _compile_all(self, steps: Sequence[SlotStep], numbers: Sequence[int]) -> None:
         """Compiles the programs of updates whose slots will have these layouts."""
-        if not any(step.late for step in steps):
-            kinds = self._kinds(steps)
-            if self._are_joint(steps, kinds):
+        division = self.division(steps)
+        if division is not None:
+            if division.is_joint:
                 with self._layouts.words(steps[0].cell):
-                    self._joint.prepare(steps, kinds)
+                    self._joint.prepare(steps, division.kinds)
                 return
-            groups, alone = self._divided(steps, kinds)
-            for group in groups:
-                with self._layouts.words(group.steps[0].cell), self._layouts.here():
+            for group in division.groups:
+                with self._layouts.words(group.step.cell), self._layouts.here():
                     self._flat.prepare(group)
-            steps = [steps[place] for place in alone]
-            numbers = [numbers[place] for place in alone]
+            steps = [steps[place] for place in division.alone]
+            numbers = [numbers[place] for place in division.alone]
         for step, number in zip(steps, numbers, strict=True):
             self._program(step, number)
 
     def _kinds(self, steps: Sequence[SlotStep]) -> Kinds:
         """Returns what distinguishes programs of these updates; their slots exist."""
         number = self._optimizer
-        return tuple(
-            [(step.slots[number].layout, step.gradient.dtype) for step in steps]
-        )
+        return tuple([(step.slots[number].layout, step.dtype) for step in steps])
 
-    def _divided(
-        self, steps: Sequence[SlotStep], kinds: Kinds
-    ) -> tuple[list[FlatGroup], Sequence[int]]:
-        """Returns the updates that are made as one array, and the places of the others.
-        None is where slots change their layout, or are made as late as the update."""
-        everything = range(len(steps))
-        if not self._are_steady(kinds) or any(step.late for step in steps):
-            return [], everything
+    def _divide(self, steps: Sequence[SlotStep], kinds: Kinds) -> Division:
+        """Divides updates whose slots exist, and keep their layouts."""
+        if self._joint.takes(steps, kinds):
+            return Division(kinds, True, (), ())
         groups = self._flat.groups(steps, kinds)
         taken = {place for group in groups for place in group.places}
-        if not taken:
-            return [], everything
-        return groups, [place for place in everything if place not in taken]
-
-    def _are_steady(self, kinds: Kinds) -> bool:
-        return all(self._after.get(kind) == kind[0] for kind in {*kinds})
-
-    def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Returns whether one program makes all these updates. It does not where slots
-        change their layout: that happens in their first update alone, so the program
-        would be compiled for one use."""
-        if len(steps) > MAX_JOINT_VARIABLES or any(step.late for step in steps):
-            return False
-        return self._are_steady(kinds) and self._joint.takes(steps, kinds)
+        alone = [place for place in range(len(steps)) if place not in taken]
+        return Division(kinds, False, groups, alone)
 
     def _apply(
         self,
         steps: Sequence[SlotStep],
+        gradients: Gradients,
         division: Division | None,
-        given: Sequence[SideBySide],
     ) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
@@ -301,20 +335,21 @@ class UpdatePrograms:
             found = division or self.division(steps)
             if found is None:  # they come late
                 kinds, everything = self._kinds(steps), range(len(steps))
-                found = Division(kinds, False, (), everything, is_prepared=True)
+                found = Division(kinds, False, (), everything)
             kinds = found.kinds
             if found.is_joint:
                 started = [(step, None) for step in steps]
-                values = self._joint.start(steps, kinds)
+                values = self._joint.start(steps, gradients, kinds)
                 started = list(zip(steps, values, strict=True))
             else:
                 together.extend(
-                    [self._flat.start(group, given) for group in found.groups]
+                    [self._flat.start(group, gradients) for group in found.groups]
                 )
                 for place in found.alone:
                     step, number = steps[place], kinds[place][0]
                     started.append((step, None))
-                    value = self._program(step, number).start(self._optimizer, step)
+                    program = self._program(step, number)
+                    value = program.start(self._optimizer, step, gradients, place)
                     started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
@@ -355,7 +390,7 @@ class UpdatePrograms:
 
     def _program(self, step: SlotStep, number: int) -> UpdateProgram:
         """Returns the program for variables whose slots have this layout."""
-        key = (number, step.gradient.dtype)
+        key = (number, step.dtype)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._compile(step, number)
@@ -375,7 +410,7 @@ class UpdatePrograms:
     def _left(self, step: SlotStep, number: int) -> int:
         """Returns the number of the layout that an update leaves of slots of this
         one."""
-        key = (number, step.gradient.dtype)
+        key = (number, step.dtype)
         after = self._after.get(key)
         if after is None:
             layout = self._layouts[number]
@@ -393,7 +428,7 @@ class UpdatePrograms:
 def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
     """Describes the arguments of a program for slots of this layout."""
     operands = operands_of(layout.rule)
-    return layout.value, layout.leaves, spec(step.gradient), operands
+    return layout.value, layout.leaves, shape(step.cell.shape, step.dtype), operands
 
 
 def _is_whole(step: SlotStep, optimizer: int) -> bool:
@@ -443,10 +478,7 @@ class JointPrograms:
         given = (
             [layout.value for layout in layouts],
             [layout.leaves for layout in layouts],
-            [
-                jax.ShapeDtypeStruct(step.gradient.shape, dtype)  # type: ignore[no-untyped-call]
-                for step, (_, dtype) in zip(steps, kinds, strict=True)
-            ],
+            [shape(step.cell.shape, step.dtype) for step in steps],
             [operands_of(rule) for rule in rules],
         )
 
@@ -458,15 +490,17 @@ class JointPrograms:
             jitted = jax.jit(update, donate_argnums=(0, 1))
             self.programs[kinds] = jitted.lower(*given).compile()
 
-    def start(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[Any]:
+    def start(
+        self, steps: Sequence[SlotStep], gradients: Gradients, kinds: Kinds
+    ) -> list[Any]:
         """Hands the work to XLA, which may do it later; returns the new values."""
         slots = [step.slots[self.optimizer] for step in steps]
         with steps[0].rule.tree.arithmetic():
             made = self.programs[kinds](
                 [step.cell.give() for step in steps],
                 [tuple([leaf.give() for leaf in each.cells]) for each in slots],
-                [step.gradient for step in steps],
-                [step.operands for step in steps],
+                [gradients[place] for place in range(len(steps))],
+                [gradients.operands_for(step.uses) for step in steps],
             )
         for step, each, (value, leaves) in zip(steps, slots, made, strict=True):
             step.cell.take_back(value)

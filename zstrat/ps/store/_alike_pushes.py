@@ -1,9 +1,9 @@
 """Pushes that are like the one before.
 
 A worker sends whole gradients of the same variables at each step, each by itself or
-those of small ones side by side. That they fit was
-checked when the first of these pushes came, and is so until variables, bindings, or the
-shapes and dtypes of the gradients change.
+those of small ones side by side. That they fit was checked when the first of these
+pushes came, and is so until variables, bindings, or the shapes and dtypes of the
+gradients change. So nothing is done in Python for each variable of a set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from zstrat.ps.engine._slots import SideBySide, SlotStep
+from zstrat.ps.engine._slots import Gradients, SlotStep
 from zstrat.wire import UpdateOp
 
 from ._plans import PushPlan, ServerUpdate, UpdateRun, push_plan
@@ -19,9 +19,6 @@ from ._plans import PushPlan, ServerUpdate, UpdateRun, push_plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
-    from zstrat.optimizers import LeafRule
     from zstrat.ps.engine._engine import OptimizerEngine, Registered
     from zstrat.wire import Push, Update
 
@@ -33,6 +30,8 @@ MANY: Final = 16
 
 _WHOLE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_SET)
 
+_OPERANDS: Final = int(UpdateOp.OPERANDS)
+
 
 @dataclass(slots=True)
 class AlikePushes:
@@ -43,7 +42,7 @@ class AlikePushes:
     _state: tuple[object, ...] = ()
     _optimizer: Registered | None = None
     _planned: Sequence[ServerUpdate] = ()
-    _rules: Sequence[LeafRule] = ()
+    _steps: list[SlotStep] = field(default_factory=list)
     _sets: Sequence[HeldSet | None] = ()
     """Which set each update is of, if it is of one."""
     _work: int = 0
@@ -74,22 +73,18 @@ class AlikePushes:
         sets = _sets_of(push, variables)
         if sets != self._sets:
             return None
-        arrays = iter(push.arrays)
-        gradients: list[np.ndarray] = []
-        given: list[SideBySide] = []
+        first, at = push.updates[0], 0
+        if first.op == _OPERANDS:
+            at, sets = first.operands, sets[1:]
+        gradients = Gradients(push.arrays[:at])
+        arrays = iter(push.arrays[at:])
         for one in sets:
             if one is not None:
                 next(arrays)  # its keys
-                given.append(SideBySide(len(gradients), one.starts, next(arrays)))
-                gradients += one.parts_in(given[-1].array)
+                gradients.add(next(arrays), one.parts)
             else:
-                gradients.append(next(arrays))
-        each = zip(self._planned, self._rules, gradients, strict=True)
-        steps = [
-            SlotStep(update.held.cell, update.held.slots, rule, gradient)
-            for update, rule, gradient in each
-        ]
-        runs = [UpdateRun(known, steps, given=given)]
+                gradients.add(next(arrays))
+        runs = [UpdateRun(known, self._steps, gradients)]
         generation = variables.generation
         return PushPlan(generation, push, self._planned, self._work, runs, engine)
 
@@ -101,20 +96,29 @@ class AlikePushes:
         runs = [run for run in plan.runs if run.optimizer or run.plain]
         if len(plan.updates) < MANY or len(runs) != 1 or runs[0].optimizer is None:
             return
-        known, steps = runs[0].optimizer, runs[0].steps
+        known, steps, (first, *others) = (
+            runs[0].optimizer,
+            runs[0].steps,
+            plan.push.updates,
+        )
         pairs = zip(steps, plan.updates, strict=False)
         if len(steps) != len(plan.updates) or any(
-            step.operands or step.late or step.gradient is not update.operands[0]
+            step.late or step.dtype != update.operands[0].dtype
             for step, update in pairs
         ):
             return
-        if any(update.op not in _WHOLE for update in plan.push.updates):
+        if first.op != _OPERANDS or first.optimizer != known.optimizer:
+            others.append(first)
+        if any(update.op not in _WHOLE for update in others):
             return
         self._updates, self._kinds = list(plan.push.updates), _kinds_of(plan.push)
         self._state = _state_of(variables, engine, known)
-        self._optimizer, self._rules = known, [step.rule for step in steps]
+        self._optimizer, self._steps = known, steps
         # Without the gradients, whose memory is another's.
-        self._planned = [replace(update, operands=()) for update in plan.updates]
+        self._planned = [
+            replace(update, operands=(), checked=None, beside=None)
+            for update in plan.updates
+        ]
         self._sets, self._work = _sets_of(plan.push, variables), plan.work
 
 

@@ -11,6 +11,7 @@ of the flat then only holds the memory of values that are gone; `Flat.shrink` fr
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -112,8 +113,10 @@ class Flat:
         self.array: np.ndarray = np.asarray(value)
 
     def shrink(self) -> None:
-        """Gives the memory of values that went elsewhere back, if it is half of it."""
+        """Gives the memory of values that went elsewhere back, if it is half of it and
+        there is memory for the others: the update that calls this is made already."""
         left = [part for find in self._parts if (part := find()) is not None]
         if 2 * sum([part.stop - part.start for part in left]) < self.array.size:
-            for part in left:
-                part.leave()
+            with contextlib.suppress(MemoryError):
+                for part in left:
+                    part.leave()

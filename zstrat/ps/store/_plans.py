@@ -21,7 +21,7 @@ from zstrat.ps.engine._arithmetic import (
     compute,
 )
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
-from zstrat.ps.engine._slots import Ahead, RowStep, SideBySide, SlotStep, lose
+from zstrat.ps.engine._slots import Ahead, Gradients, RowStep, SlotStep, lose
 from zstrat.ps.tables._eviction import Eviction
 from zstrat.ps.tables._row_changes import RowChanges
 from zstrat.wire import EvictionRule, UpdateOp
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.ps.engine._xla import Division
     from zstrat.ps.tables._id_table import IdTable
-    from zstrat.wire import Push
+    from zstrat.wire import Push, SetPart
 
     from ._cell import Cell
     from ._sets import HeldSet
@@ -67,6 +67,8 @@ class ServerUpdate:
     operands: Sequence[np.ndarray]
     checked: Checked | None = None
     """What the optimizer needs, if one makes the update."""
+    beside: tuple[np.ndarray, SetPart] | None = None
+    """The gradients of its set, and its own part of them."""
 
     def compute(self) -> None:
         """Makes a plain update. Updates of an optimizer go through its programs."""
@@ -104,20 +106,16 @@ class UpdateRun:
 
     optimizer: Registered | None
     steps: list[SlotStep] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=Gradients)
+    """Of ``steps``."""
     rows: list[RowStep] = field(default_factory=list)
     plain: list[ServerUpdate] = field(default_factory=list)
     ready: list[RowCalls] | None = None
     """The rows, if they need nothing but to be updated where they are (`look`)."""
-    given: Sequence[SideBySide] = ()
-    """Gradients of ``steps`` that came side by side."""
+    is_late: bool = False
+    """Whether slots may have to be made, or changed, when its turn comes."""
     division: Division | None = None
     """Which whole variables share programs, if their slots are there (`look`)."""
-
-    @property
-    def is_late(self) -> bool:
-        """Whether slots may have to be made, or changed, when its turn comes."""
-        steps: list[SlotStep | RowStep] = [*self.steps, *self.rows]
-        return any(step.late for step in steps)
 
     def find_rows(
         self, changes: dict[int, RowChanges], engine: OptimizerEngine
@@ -165,12 +163,15 @@ class UpdateRun:
     def is_prepared(self) -> bool:
         """Whether `prepare` would have next to nothing to do."""
         self.look()
-        whole = self.division
         return self.optimizer is None or (
             (self.ready is not None or not self.rows)
             and not self.is_late
-            and (not self.steps or (whole is not None and whole.is_prepared))
+            and (not self.steps or self._has_programs(self.optimizer))
         )
+
+    def _has_programs(self, optimizer: Registered) -> bool:
+        division = self.division
+        return division is not None and optimizer.programs.is_prepared(division)
 
     def prepare(self, ahead: Ahead) -> None:
         """Does what can fail: compiling, slots, memory."""
@@ -178,8 +179,7 @@ class UpdateRun:
             unready = self.rows if self.ready is None else []
             unready[:] = [step.distinct() for step in unready]
             self.optimizer.programs.prepare(self.steps, unready, ahead)
-            if self.division is None or not self.division.is_prepared:
-                self.division = None  # slots were made, or programs
+            self.division = None  # slots were made, or programs
 
     def compute(self, ahead: Ahead) -> None:
         """If it fails, what it had written is lost."""
@@ -187,7 +187,8 @@ class UpdateRun:
             programs = self.optimizer.programs
             if self.is_late:
                 programs.complete(self.steps, self.rows, ahead)
-            programs.apply(self.steps, self.rows, self.ready, self.division, self.given)
+            steps, gradients, rows = self.steps, self.gradients, self.rows
+            programs.apply(steps, gradients, rows, self.ready, self.division)
         for at, update in enumerate(self.plain):
             try:
                 update.compute()
@@ -214,6 +215,8 @@ class PushPlan:
     work: int
     runs: Sequence[UpdateRun]
     engine: OptimizerEngine
+    tables: Sequence[HeldVariable] = ()
+    """Those of ``updates`` that are tables of any id."""
     evicted: list[np.ndarray] = field(default_factory=list)
     """The ids that each eviction has dropped, in order."""
 
@@ -260,8 +263,8 @@ class PushPlan:
         """Returns those of each table, by the `id` of its cell."""
         return {
             id(held.cell): RowChanges(held, held.table)
-            for update in self.updates
-            if (held := update.held).table is not None
+            for held in self.tables
+            if held.table is not None
         }
 
     def _apply(self) -> None:
@@ -282,22 +285,21 @@ class PushPlan:
     def is_short(self, limit: int) -> bool:
         """Returns whether it moves no more than ``limit`` bytes in all, and has nothing
         to compile."""
-        # Of small variables as one array, a quarter of what `work_of` counts for each.
-        if self.work > 4 * limit or not self.is_compiled:
+        # Of small variables as one array, an eighth of what `work_of` counts for each.
+        if self.work > 8 * limit or not self.is_compiled:
             return False
         runs = [run for run in self.runs if run.optimizer is not None]
         are_flat = all(
             run.division is not None and run.division.is_flat and not run.rows
             for run in runs
         )
-        return self.work <= (4 * limit if runs and are_flat else limit)
+        return self.work <= (8 * limit if runs and are_flat else limit)
 
     @property
     def is_compiled(self) -> bool:
         """Whether every program that it needs is there already."""
         return all(run.is_prepared for run in self.runs) and all(
-            update.held.table is None or self.engine.can_extend_slots(update.held)
-            for update in self.updates
+            map(self.engine.can_extend_slots, self.tables)
         )
 
     def _reserve(self) -> None:
@@ -306,9 +308,10 @@ class PushPlan:
         found: dict[int, tuple[Cell, list[Write]]] = {}
         (only, *others) = self.runs
         if not others and not only.rows and not only.plain:  # XLA has memory of its own
-            for step in only.steps:
-                step.cell.require()
-                step.cell.unreserve()
+            if only.division is None or not only.division.is_in_place:
+                for step in only.steps:
+                    step.cell.require()
+                    step.cell.unreserve()
             return
         for update in self.updates:
             held = update.held
@@ -363,8 +366,9 @@ def push_plan(
         raise InvalidArgumentError(
             f"{task}: a push has {len(arrays)} arrays, its updates take {at}"
         )
-    runs = runs_of(planned)
-    return PushPlan(variables.generation, push, planned, work, runs, engine)
+    tables = [update.held for update in planned if update.held.table is not None]
+    generation, runs = variables.generation, runs_of(planned)
+    return PushPlan(generation, push, planned, work, runs, engine, tables)
 
 
 def _of_set(
@@ -380,10 +384,12 @@ def _of_set(
             f"{one.cells[0].who}: expected keys and gradients of its set, got "
             f"{1 + len(gradients)} arrays"
         )
-    op = UpdateOp.OPTIMIZE
-    for held, gradient in zip(one.held, one.parts_in(gradients[0]), strict=True):
-        known = engine.check(optimizer, op, held, (gradient,), operands)
-        yield ServerUpdate(held, op, (gradient,), known)
+    op, (array,) = UpdateOp.OPTIMIZE, gradients
+    one.require_fit(array)
+    for held, part in zip(one.held, one.parts, strict=True):
+        gradient = (part.of(array),)
+        known = engine.check(optimizer, op, held, gradient, operands)
+        yield ServerUpdate(held, op, gradient, known, (array, part))
 
 
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
@@ -395,8 +401,13 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
         held, key, run = update.held, update.held.entry.key, found[-1]
         checked = update.checked
         optimizer = None if checked is None else checked.optimizer
-        if optimizer is not run.optimizer or key in seen:
-            run = UpdateRun(optimizer)
+        operands = () if checked is None else checked.operands
+        if (
+            optimizer is not run.optimizer
+            or operands is not run.gradients.operands
+            or key in seen
+        ):
+            run = UpdateRun(optimizer, gradients=Gradients(operands))
             found.append(run)
             before |= seen
             seen.clear()
@@ -405,15 +416,23 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
             before.add(key)
             continue
         seen.add(key)
-        late = key in before
-        gradient = fitting(update.operands[-1], checked.bound)
-        rule, operands = checked.bound.alike, checked.operands
+        late, rule = key in before, checked.bound.alike
+        uses = checked.bound.leaf.rule.uses
+        run.is_late = run.is_late or late
+        gradient = fitting(given := update.operands[-1], checked.bound)
         if update.op is UpdateOp.OPTIMIZE:
-            step = SlotStep(held.cell, held.slots, rule, gradient, operands, late)
+            dtype = gradient.dtype
+            step = SlotStep(held.cell, held.slots, rule, dtype, uses, late)
             run.steps.append(step)
+            if update.beside is not None and gradient is given:
+                array, part = update.beside
+                run.gradients.add(array, [part])
+            else:
+                run.gradients.add(gradient)
         else:
             indices = update.operands[0].astype(np.intp, copy=False)
-            rows = RowStep(held.cell, held.slots, rule, indices, gradient, operands)
+            own = run.gradients.operands_for(uses)
+            rows = RowStep(held.cell, held.slots, rule, indices, gradient, own)
             run.rows.append(rows._replace(mixed=checked.mixed, late=late))
     return found
 

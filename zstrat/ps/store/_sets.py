@@ -8,6 +8,7 @@ that is put together.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -38,16 +39,17 @@ class Variables(Protocol):
     def find(self, keys: Iterable[int]) -> list[HeldVariable]: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HeldSet:
-    """The variables of a set. ``starts``: the place of each one's first element, and
-    the number of all elements."""
+    """The variables of a set."""
 
     keys: list[int]
     held: list[HeldVariable]
     cells: list[Cell]
     parts: tuple[SetPart, ...]
-    starts: list[int]
+    _copied: tuple[int, weakref.ref[np.ndarray]] | None = None
+    """The value that was put together last, as long as a reader has it, and its
+    version."""
 
     @property
     def version(self) -> int:
@@ -64,24 +66,23 @@ class HeldSet:
         flat = Flat.of(self.cells)
         if flat is not None and flat.array.ndim:
             return flat.array
-        together = np.concatenate([cell.look().reshape(-1) for cell in self.cells])
-        together.setflags(write=False)
+        version, copied = self.version, self._copied
+        together = copied[1]() if copied and copied[0] == version else None
+        if together is None:
+            together = np.concatenate([cell.look().reshape(-1) for cell in self.cells])
+            together.setflags(write=False)
+            self._copied = version, weakref.ref(together)
         return together
 
-    def parts_in(self, array: np.ndarray) -> list[np.ndarray]:
-        """Returns the gradient of each variable, of all side by side.
-
-        Raises:
-            InvalidArgumentError: They are not ``[elements]``.
-        """
-        elements = self.starts[-1]
+    def require_fit(self, array: np.ndarray) -> None:
+        """Refuses gradients that are not ``[elements]``, side by side."""
+        elements = self.parts[-1].stop
         if array.shape != (elements,):
             raise InvalidArgumentError(
                 f"{self.cells[0].who}: the gradients of its set, of {len(self.keys)} "
                 f"variables, are {elements} elements side by side, got an array of "
                 f"shape {array.shape}"
             )
-        return [array[at:to].reshape(shape) for at, to, shape in self.parts]
 
 
 @dataclass(slots=True)
@@ -141,5 +142,4 @@ def _held_set(keys: list[int], variables: Variables) -> HeldSet:
             f"the limit is {SET_BYTES}: name fewer, or each by itself"
         )
     parts = parts_of([cell.shape for cell in cells])
-    starts = [0, *(part.stop for part in parts)]
-    return HeldSet(keys, held, cells, parts, starts)
+    return HeldSet(keys, held, cells, parts)
