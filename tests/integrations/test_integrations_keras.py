@@ -20,7 +20,8 @@ from keras_fits import fitted, require_equal  # noqa: E402  # imports keras
 
 layers, callbacks = keras.layers, keras.callbacks
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning",
+    "ignore:Explicitly requested dtype:UserWarning",  # of Keras, from jax 0.12 on
 )
 
 X = np.random.default_rng(0).normal(size=(60, 5)).astype("float32")

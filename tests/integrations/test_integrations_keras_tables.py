@@ -12,7 +12,8 @@ from keras_fits import fitted, require_equal  # noqa: E402  # imports keras
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning",
+    "ignore:Explicitly requested dtype:UserWarning",  # of Keras, from jax 0.12 on
 )
 
 RNG = np.random.default_rng(0)

