@@ -80,7 +80,7 @@ def require_alike(one: Store, other: Store) -> None:
     if jax.__version_info__ < (0, 11):
         assert bits_of(one) == bits_of(other)
     for left, right in zip(arrays_of(one), arrays_of(other), strict=True):
-        np.testing.assert_array_almost_equal_nulp(left, right, 16)
+        np.testing.assert_allclose(left, right, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
