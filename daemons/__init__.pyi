@@ -9,4 +9,4 @@ from ._arguments import settings_of as settings_of
 from ._main import leave as leave
 from ._main import run as run
 from ._main import run_program as run_program
-from ._parent_watch import ParentWatch as ParentWatch
+from ._supervision import ParentWatch as ParentWatch

@@ -52,8 +52,15 @@ from zstrat.transport import run as run_loop
 from zstrat.transport.health import register, serve_from_settings
 from zstrat.wire import Job
 
-from ._appearance import Notifier, name_children, start_logging
-from ._parent_watch import ParentWatch, die_with, is_running, watch_process
+from ._supervision import (
+    Notifier,
+    ParentWatch,
+    die_with,
+    is_running,
+    name_children,
+    start_logging,
+    watch_process,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

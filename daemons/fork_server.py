@@ -30,7 +30,7 @@ from zstrat.launch import (
 from zstrat.signals import handle
 
 from . import ps, worker
-from ._appearance import show_as
+from ._supervision import show_as
 
 MAINS: Final = {"ps": ps.main, "worker": worker.main}
 

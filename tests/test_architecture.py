@@ -84,11 +84,11 @@ DOORS = {
     "googleapiclient": "zstrat.cluster._google",
     "http": "zstrat.cluster._google",
     "opentelemetry": "zstrat.telemetry.timeline._otlp",
-    "prometheus_client": "zstrat.transport.health._exposition",
+    "prometheus_client": "zstrat.transport.health._register",
     "tomllib": "zstrat.config",
     "click": "zstrat.cli",
     "keras": "zstrat.integrations.keras",
-    "rich": ("zstrat.cli", "zstrat.coordinator.leases._progress"),
+    "rich": ("zstrat.cli", "zstrat.coordinator.leases._session_leases"),
 }
 
 JAX_AT_IMPORT = {

@@ -19,8 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from zstrat.cli import main
-from zstrat.cli._options import endings
-from zstrat.cli._tables import lines, span, table
+from zstrat.cli._options import endings, lines, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator.connecting import _arrival, _session_request
+from zstrat.coordinator.connecting import _arrival, _task_links
 from zstrat.errors import BusyError, DeadlineExceededError, HeldError
 from zstrat.testing import FakeClock
 from zstrat.wire import OpenSession
@@ -203,7 +203,7 @@ def test_the_session_tells_tasks_who_they_are(make_world):
 def test_a_task_that_is_still_held_is_an_alarm_only_if_that_lasts(
     world, caplog, monkeypatch, longest, warnings
 ):
-    monkeypatch.setattr(_session_request, "LONGEST_PAUSE_SECONDS", longest)
+    monkeypatch.setattr(_task_links, "LONGEST_PAUSE_SECONDS", longest)
     caplog.set_level("WARNING")
     (ps,) = world.ps
     handle, refused = ps.handle, []

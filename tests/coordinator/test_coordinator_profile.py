@@ -327,7 +327,7 @@ def test_ctrl_c_anywhere_leaves_a_file_or_why_there_is_none_and_the_next_one_beg
     make_world, place
 ):
     files = "profiling/_profile.py", "profiling/_timeline_run.py", "transport/_loop.py"
-    more = "timeline/_file.py", "zstrat/threads.py", "zstrat/paths.py"
+    more = "timeline/_assembly.py", "zstrat/threads.py", "zstrat/paths.py"
     coordinator = make_world(ps=1, workers=1).coordinator()
     profiles, kept = [], []
 

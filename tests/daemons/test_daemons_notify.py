@@ -7,7 +7,7 @@ import logging
 import socket
 
 import pytest
-from zstrat.daemons._appearance import JsonFormatter, LineFormatter, Notifier
+from zstrat.daemons._supervision import JsonFormatter, LineFormatter, Notifier
 
 
 @pytest.fixture

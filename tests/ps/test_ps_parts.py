@@ -41,7 +41,7 @@ def test_a_run_that_was_overtaken_has_no_effect():
 
 
 def test_it_forgets_what_is_over_and_remembers_so_much(monkeypatch):
-    monkeypatch.setattr("zstrat.ps.store._parts.MAX_PARTS", 3)
+    monkeypatch.setattr("zstrat.ps.store._ledger.MAX_PARTS", 3)
     parts, ledger = Parts("ps"), Ledger()
     for step in (1, 2, 3):
         apply(parts, ledger, 0, "a", step=step)
@@ -56,7 +56,7 @@ def test_it_forgets_what_is_over_and_remembers_so_much(monkeypatch):
 
 
 def test_steps_that_only_ask_are_bounded_too(monkeypatch):
-    monkeypatch.setattr("zstrat.ps.store._parts.MAX_PARTS", 2)
+    monkeypatch.setattr("zstrat.ps.store._ledger.MAX_PARTS", 2)
     parts, ledger = Parts("ps"), Ledger()
     for step in (1, 2, 2):
         parts.claim(step, 2, ledger)

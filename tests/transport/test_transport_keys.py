@@ -15,7 +15,7 @@ from strikes import strikes
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError, ZstratError
-from zstrat.transport import Secrecy, Security, _dial, _opening, generate_keys
+from zstrat.transport import Secrecy, Security, _opening, generate_keys
 from zstrat.wire import Done, Inspect, Job, Pull, Read, Statistics
 
 PS = ("ps", 0)
@@ -142,7 +142,7 @@ async def test_a_server_with_another_key_is_not_trusted(net, served, tmp_path):
 @pytest.fixture
 def brief(monkeypatch):
     """Pauses that are short enough for a test."""
-    monkeypatch.setattr(_dial, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(_opening, "_LONGEST_PAUSE", 0.05)
     monkeypatch.setattr(_opening, "DOUBTFUL_REFUSALS", 10**6)
 
 
@@ -185,13 +185,13 @@ async def test_a_refusal_that_nobody_waits_for_is_told_to_the_log(
 async def test_a_proxy_whose_daemon_is_about_to_start_is_no_refusal(
     net, brief, monkeypatch
 ):
-    asked, ask = asyncio.Queue(), _dial.Dial.ask
+    asked, ask = asyncio.Queue(), _opening.Dial.ask
 
     def counted(dial):
         asked.put_nowait(dial)
         ask(dial)
 
-    monkeypatch.setattr(_dial.Dial, "ask", counted)
+    monkeypatch.setattr(_opening.Dial, "ask", counted)
     _, address, _ = await net.serve()
     relay = net.relay(address)
     with relay.refusing():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.config import Settings, Timeouts
-from zstrat.transport._listener import Newcomers
+from zstrat.transport._remote import Newcomers
 
 
 def newcomers(**options):

@@ -1,5 +1,11 @@
-"""``zstrat cluster``, which runs local daemons in the foreground, and ``zstrat run``,
+"""The commands that run programs: ``cluster`` and ``run`` here, ``slurm`` as a job.
+
+``zstrat cluster``, which runs local daemons in the foreground, and ``zstrat run``,
 which runs copies of a program on this machine.
+
+``zstrat slurm``: submits a program with its parameter servers and workers as one
+Slurm job. The batch script runs this command again, with ``--here``, on the first node
+of the job.
 """
 
 from __future__ import annotations
@@ -8,32 +14,47 @@ import asyncio
 import contextlib
 import json
 import shlex
+import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 from rich.console import Console
 from rich.live import Live
 
-from zstrat.config import TRANSPORTS
+from zstrat.config import TRANSPORTS, TRY_AGAIN, environment
 from zstrat.errors import ZstratError
-from zstrat.launch import Copies, LocalCluster, Observer, run_copies
+from zstrat.launch import (
+    GPUS_BY_NODE,
+    Copies,
+    LocalCluster,
+    Observer,
+    requeue,
+    run_copies,
+    run_with_cluster,
+    slurm,
+    slurm_program,
+)
 from zstrat.transport import run as run_loop
 
 from ._options import (
     as_interrupts,
     count_option,
+    exit_code_of,
     fail,
     failures,
     folder,
     handled_by,
     interruptible,
+    lines,
     settings,
+    table,
 )
-from ._tables import lines, table
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -189,3 +210,138 @@ def run(
         copies = Copies(command, workers, transport, restarts, times.drain, notice)
         code = run_loop(interruptible(run_copies(copies, click.echo)))
     sys.exit(code)
+
+
+_OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
+
+
+@click.command(
+    "slurm",
+    short_help="Run a program with its cluster as one Slurm job.",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+@count_option("--ps", help="parameter servers")
+@count_option("--workers", least=0, help="workers")
+@click.option(
+    "--print", "only_print", is_flag=True, help="print the batch script; do not submit"
+)
+@click.option("--here", is_flag=True, help="run in this allocation; do not submit")
+@click.option("--dir", "directory", type=folder, help="folder to keep logs in")
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
+def slurm_command(
+    ps: int,
+    workers: int,
+    only_print: bool,
+    here: bool,
+    directory: Path | None,
+    words: tuple[str, ...],
+) -> None:
+    """Run a Python program with parameter servers and workers as one Slurm job.
+
+    WORDS: options for sbatch, each with its value in the same word, such as
+    --time=04:00:00 or -pgpu, then the program and its arguments.
+
+    The program finds the cluster in TF_CONFIG and ZSTRAT_KEYS. It receives SIGUSR1
+    before its time limit and before it is preempted; if it then exits with code 75, as
+    zs.PreemptionHandler does, the job is requeued.
+    """
+    count = next((n for n, word in enumerate(words) if word[:1] != "-"), len(words))
+    options, command = words[:count], words[count:]
+    if not command:
+        raise click.UsageError(
+            f"expected a program after the options, got only {' '.join(words)!r}"
+        )
+    script = Path(command[0])
+    if not script.is_file():
+        what = "is not a file" if script.exists() else "does not exist"
+        advice = "" if not options else _advice(options[-1], command[0])
+        raise click.UsageError(f"program {command[0]!r} {what}{advice}")
+    program = [str(script.absolute()), *command[1:]]
+    with failures():
+        if here:
+            if options:
+                raise ValueError(
+                    f"{options[0]}: an option of sbatch has no effect with --here; "
+                    "omit one of them"
+                )
+            sys.exit(_run_here(ps, workers, directory, program))
+        folder_option = [] if directory is None else [f"--dir={directory.absolute()}"]
+        own = [f"--ps={ps}", f"--workers={workers}", *folder_option]
+        text = batch_script(ps + workers, options, own, program)
+        if only_print:
+            click.echo(text, nl=False)
+            return
+        sbatch = slurm_program("sbatch")
+        sys.exit(
+            subprocess.run([sbatch], input=text, text=True, check=False).returncode
+        )
+
+
+def _advice(option: str, word: str) -> str:
+    """Suggests how to write the option if ``word`` is probably its value."""
+    is_long = option.startswith("--")
+    if "=" in option if is_long else len(option) > 2:
+        return ""
+    both = f"{option}={word}" if is_long else f"{option}{word}"
+    return f"; if it is the value of {option}, write both as one word: {both}"
+
+
+def batch_script(
+    tasks: int, options: Sequence[str], own: Sequence[str], program: Sequence[str]
+) -> str:
+    """Makes the batch script. The user's options come last, so that they take
+    precedence; ``own`` are options of this command.
+
+    Raises:
+        ValueError: An option or the name of the program has a line break or the like,
+            or an option assigns GPUs per task.
+    """
+    by_task = ("--gpus-per-task", "--ntasks-per-gpu")
+    for option in options:
+        if option.startswith(by_task):
+            raise ValueError(f"{option}: {GPUS_BY_NODE}")
+    name = f"--job-name={Path(program[0]).name}"
+    all_options = [f"--ntasks={tasks}", name, *_OURS, *options]
+    for option in all_options:
+        if not option.isprintable():  # a line break would start a command of the script
+            raise ValueError(
+                f"{option!r:.80} has a character that is not printable: expected one "
+                "line of text for sbatch"
+            )
+    lines = [f"#SBATCH {shlex.quote(option)}" for option in all_options]
+    # -P: modules in the working folder of the job are not imported.
+    this = [sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]
+    command = shlex.join([*this, *own, *program])
+    return "\n".join(["#!/bin/bash", *lines, f"exec {command}", ""])
+
+
+def _run_here(
+    ps: int, workers: int, directory: Path | None, program: Sequence[str]
+) -> int:
+    try:
+        with as_interrupts(signal.SIGUSR1):
+            fleet = slurm(
+                ps,
+                workers,
+                # The folder of the program, from which its modules are imported.
+                env={"PYTHONPATH": _python_path(program[0])},
+                directory=directory,
+                settings=settings(None),
+            )
+        with fleet:
+            code = run_with_cluster(fleet.spec, fleet.keys, [sys.executable, *program])
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args != (signal.SIGUSR1,):
+            return exit_code_of(interrupt)
+        code = TRY_AGAIN  # Slurm will end the job before the program has started
+    if code == TRY_AGAIN:
+        job = environment().get("SLURM_JOB_ID", "")
+        problem = requeue(job)
+        if problem:
+            click.echo(f"zstrat: cannot requeue job {job}: {problem}", err=True)
+    return code
+
+
+def _python_path(script: str) -> str:
+    before = environment().get("PYTHONPATH")
+    return ":".join([str(Path(script).parent), *([before] if before else [])])

@@ -24,7 +24,7 @@ _COMMANDS: Final = {
     "keygen": "_files.keygen",
     "manifests": "_files.write_manifests",
     "run": "_cluster.run",
-    "slurm": "_slurm.slurm_command",
+    "slurm": "_cluster.slurm_command",
     "status": "_look.status",
     "top": "_top.top",
     "units": "_files.units",

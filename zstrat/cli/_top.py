@@ -34,8 +34,15 @@ from zstrat.telemetry import (
 )
 from zstrat.transport import run as run_loop
 
-from ._options import Seconds, cluster_options, failures, interruptible, settings, spec
-from ._tables import seconds
+from ._options import (
+    Seconds,
+    cluster_options,
+    failures,
+    interruptible,
+    seconds,
+    settings,
+    spec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

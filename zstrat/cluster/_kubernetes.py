@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat import config
 
-from ._hostlist import natural_order
 from ._resolver import SourceResolver
+from ._slurm import natural_order
 from ._spec import ClusterSpec, host_and_port
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 `Wire` is what a user asks for; `encode_gradient` and `decode_gradient` are the formats.
 """
 
-from ._encoding import encode_gradient as encode_gradient
 from ._formats import BFLOAT16 as BFLOAT16
 from ._formats import GRADIENT_BLOCK as GRADIENT_BLOCK
 from ._formats import ROW_BLOCK as ROW_BLOCK
+from ._formats import Wire as Wire
 from ._formats import arrays_of as arrays_of
 from ._formats import decode_gradient as decode_gradient
-from ._wire_format import Wire as Wire
-from ._wire_format import wire_format as wire_format
+from ._formats import encode_gradient as encode_gradient
+from ._formats import wire_format as wire_format

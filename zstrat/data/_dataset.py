@@ -16,17 +16,15 @@ import numpy as np
 
 from . import _passes as passes
 from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
-from ._cached import Cached
-from ._folded import folded, looked_at
 from ._leased import LeasedSource
 from ._lineage import Hinted, Opted, options_of
 from ._parallel import threads_of
 from ._position import DatasetIterator
 from ._replica_rows import SHARD_HINT, Options
 from ._several import Concatenated, Interleaved
-from ._shuffle import Shuffled
 from ._sources import Sources
 from ._spec import common_spec, unknown
+from ._whole_passes import Cached, Shuffled, folded, looked_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

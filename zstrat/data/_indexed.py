@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 import numpy as np
 
 from ._batches import IndexedPass, Rebatched, Unbatched
-from ._cached import Cached
-from ._elements import ClosingIterator
 from ._foreign import is_huggingface
-from ._leaves import Array
+from ._leaves import Array, ClosingIterator
 from ._lineage import Opted
 from ._parallel import in_order, numbered
 from ._passes import (
@@ -35,9 +33,9 @@ from ._passes import (
     Rows,
     SlicedPass,
 )
-from ._shuffle import Shuffled
 from ._sources import Sources
 from ._tree import as_element, gathered, leaves, mapped, stacked
+from ._whole_passes import Cached, Shuffled
 from .files import ParquetRows, Records, TableRows
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
-from ._cached import Cached
 from ._foreign import Foreign
 from ._passes import (
     INFINITE,
@@ -36,9 +35,9 @@ from ._passes import (
 )
 from ._replica_rows import AutoShardPolicy, Options
 from ._several import Concatenated, Interleaved, Several
-from ._shuffle import Shuffled
 from ._spec import common_first_axis, first_axis, unknown
 from ._tree import leaves
+from ._whole_passes import Cached, Shuffled
 from .files import Files
 
 if TYPE_CHECKING:

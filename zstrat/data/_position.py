@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat.errors import ClosedError, InvalidArgumentError
 
 from ._batches import IndexedPass, Rebatched, Unbatched
-from ._cached import Cached
-from ._elements import Elements
+from ._leaves import Elements
 from ._lineage import walk
 from ._passes import Batching, Filtered
 from ._several import Interleaved
-from ._shuffle import Shuffled
+from ._whole_passes import Cached, Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

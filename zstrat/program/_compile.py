@@ -1,34 +1,295 @@
-"""`CompiledProgram`: a plan as one compiled program.
+"""A plan as one compiled program, with the sets and results of its steps.
 
-Law of the file: the outputs of a program never share memory with its inputs.
+`CompiledProgram`: a plan as one compiled program.
+
+Law: the outputs of a program never share memory with its inputs.
 
 Programs over several parts of one CPU run one at a time (`settled`). XLA gives each
 device of a CPU program a thread of one pool, and a device that waits for others in a
 collective keeps its thread. If two programs run at once, each may hold threads that the
 other needs, and neither ends: XLA then aborts the process. Waiting costs nothing: both
 would compute on the same cores.
+
+Which small variables of a plan travel side by side (`zstrat.wire`).
+
+The gradients of a set leave the program of a step as one array, and so does its push;
+its values come as one array, of which the program gets views. (Cut in the program they
+would cost a kernel each, which XLA compiles for 20 ms.)
+
+The results of a step: arrays for the caller, and updates of variables.
+
+Updates of rows are split over the components of a table (`outgoing`). Gradients and
+sums of equal indices are added up here: each row is sent once, and the optimizer takes
+one step per row. Other updates keep their duplicates, in order; of rows that replace
+others only the last one is sent.
+
+A step of an optimizer counts for all components, also for those without a row in it:
+their count of steps grows, so that training does not depend on the partitioning.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._sets import side_by_side
+from zstrat.rows import sums
+from zstrat.variables import RESIDENT, present
+from zstrat.wire import UpdateOp, in_sets
+
 from .trace import _refusals
-from .trace._context import worker_context
+from .trace._plan import Sent, UpdateSet
+from .trace._signature import worker_context
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from jax.sharding import Sharding
 
-    from ._results import StepResult
-    from .trace._context import WorkerContext
-    from .trace._plan import Plan, TracedBody
+    from zstrat.variables import GradientCall, VariableSpec
+
+    from .lookup._lookups import Part
+    from .trace._plan import Plan, PlannedUpdate, TracedBody
+    from .trace._signature import WorkerContext
+    from .trace._structure import ResultLayout
+
+
+FEWEST: Final = 16
+"""Variables that are worth an array of their own."""
+
+
+def sent_by(plan: Plan) -> list[Sent]:
+    """Returns what a step of this plan sends, in order; a set is in the place of its
+    first update."""
+    sets = {each.numbers[0]: each for each in _update_sets(plan)}
+    taken = {number for each in sets.values() for number in each.numbers}
+    return [
+        sets.get(number) or Sent(update, (number,))
+        for number, update in enumerate(plan.updates)
+        if number in sets or number not in taken
+    ]
+
+
+def _update_sets(plan: Plan) -> list[Sent]:
+    """Returns the sets of neighbouring gradients for one optimizer, which the server
+    applies as they come."""
+    changes = [
+        spec.key
+        for update in plan.updates
+        if update.op is not UpdateOp.OPERANDS
+        for spec in update.specs
+    ]
+    if len(changes) < FEWEST or len({*changes}) < len(changes):
+        return []  # several updates of a variable keep their order
+    if any(spec.ps == RESIDENT for spec in plan.reads):
+        return []  # a window is compiled in two parts
+    found: list[Sent] = []
+    numbers = range(len(plan.updates))
+    # A step may train several trees with one optimizer: each has its own operands.
+    trees = list(accumulate([x.op is UpdateOp.OPERANDS for x in plan.updates]))
+    runs = groupby(numbers, lambda n: (plan.updates[n].optimizer, trees[n]))
+    for (optimizer, _), run in runs:
+        if not optimizer:
+            continue
+        kinds: dict[Hashable, list[int]] = {}
+        for number in run:
+            update, rule = plan.updates[number], plan.targets[number][1]
+            spec = update.spec
+            if (
+                update.op is UpdateOp.OPTIMIZE
+                and update.table is None
+                and update.call is None
+                and spec.ps >= 0
+                and rule is not None
+                and rule.rounds is None
+                and rule.wire is None
+            ):
+                gradient = update.operands[0]
+                kind = spec.ps, spec.dtype, gradient.dtype.name
+                kinds.setdefault(kind, []).append(number)
+        for alike in kinds.values():
+            sizes = [plan.updates[number].spec.nbytes for number in alike]
+            for places in in_sets(sizes, FEWEST):
+                some = tuple([alike[place] for place in places])
+                specs = [plan.updates[number].spec for number in some]
+                keys = np.array([spec.key for spec in specs], np.int64)
+                found.append(Sent(UpdateSet(specs[0], optimizer, keys), some))
+    return found
+
+
+def read_sets(plan: Plan) -> list[list[int]]:
+    """Returns the sets that a step of this plan reads, as places in ``plan.reads``:
+    those that it updates, whose values servers keep side by side, and others."""
+    at = {spec.key: place for place, spec in enumerate(plan.reads)}
+    sets = [
+        [at.get(key, -1) for key in update.keys.tolist()]
+        for update, _ in plan.sent
+        if isinstance(update, UpdateSet)
+    ]
+    found = [places for places in sets if -1 not in places]
+    taken = {place for places in found for place in places}
+    kinds: dict[Hashable, list[int]] = {}
+    for place, spec in enumerate(plan.reads):
+        if place not in taken and spec.ps >= 0 and spec.buckets is None:
+            kinds.setdefault((spec.ps, spec.dtype), []).append(place)
+    for alike in kinds.values():
+        sizes = [plan.reads[place].nbytes for place in alike]
+        found += [[alike[at] for at in some] for some in in_sets(sizes, FEWEST)]
+    return found
+
+
+def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the elements of arrays as one array ``[elements]``, inside of a
+    program."""
+    return jnp.concatenate([array.reshape(-1) for array in arrays])
+
+
+class StepUpdate(NamedTuple):
+    """One update that a step makes. ``optimizer`` is 0 for none; ``arrays`` are the
+    operands of the `UpdateOp`, in the dtype and shapes of the plan."""
+
+    spec: VariableSpec
+    op: UpdateOp
+    optimizer: int
+    arrays: tuple[np.ndarray, ...]
+    call: GradientCall | None = None
+    """The call, for gradients of a tree of variables of this process."""
+
+
+class StepResult(NamedTuple):
+    """The result of a step; ``leaves`` are its arrays, ready and read-only."""
+
+    leaves: list[np.ndarray]
+    layout: ResultLayout
+    updates: list[StepUpdate]
+
+
+class Computed(NamedTuple):
+    """A step whose program runs: results and operands, which may not be ready;
+    ``updates`` waits for the operands and makes the updates."""
+
+    results: list[jax.Array]
+    operands: Sequence[Sequence[jax.Array]]
+    updates: Callable[[], list[StepUpdate]]
+
+    def to_host(self) -> None:
+        """Starts all transfers from an accelerator."""
+        all_arrays = [
+            array for arrays in (self.results, *self.operands) for array in arrays
+        ]
+        # Not on a CPU, where a read is faster than the call. All outputs of one program
+        # are on devices of one kind.
+        if len(all_arrays) < 2 or next(iter(all_arrays[0].devices())).platform == "cpu":
+            return
+        for array in all_arrays:
+            array.copy_to_host_async()
+
+
+SUMMED: Final = frozenset(
+    {UpdateOp.OPTIMIZE_ROWS, UpdateOp.SCATTER_ADD, UpdateOp.SCATTER_SUB}
+)
+"""Updates that add up the rows of equal indices."""
+
+
+def outgoing(
+    update: PlannedUpdate | UpdateSet, operands: Iterable[jax.Array]
+) -> list[StepUpdate]:
+    """Makes the updates for one that the step sends; waits for its operands.
+
+    Raises:
+        IndexError: An index is outside of the table; names it and the user's line.
+    """
+    arrays = tuple([np.asarray(array) for array in operands])
+    if isinstance(update, UpdateSet):
+        op, pair = UpdateOp.OPTIMIZE_SET, (update.keys, *arrays)
+        return [StepUpdate(update.spec, op, update.optimizer, pair)]
+    if update.op is UpdateOp.OPERANDS:
+        return shared(update, arrays)
+    if update.call is not None:
+        made = update.spec, update.op, update.optimizer, arrays, update.call
+        return [StepUpdate(*made)]
+    if update.table is None:
+        return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
+    indices, rows = arrays
+    return split(update, indices, rows)
+
+
+def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUpdate]:
+    """Makes the update with operands that the updates of an optimizer share, once for
+    each parameter server."""
+    firsts = {spec.ps: spec for spec in reversed(update.specs)}
+    return [
+        StepUpdate(spec, update.op, update.optimizer, arrays)
+        for spec in firsts.values()
+    ]
+
+
+def parted(
+    update: PlannedUpdate, rows: np.ndarray, parts: Iterable[Part]
+) -> list[StepUpdate]:
+    """Makes the updates of components from rows that are summed and split already."""
+    updates = [
+        StepUpdate(spec, update.op, update.optimizer, (indices, rows[where]))
+        for spec, where, indices in parts
+    ]
+    return _counted(update, updates, rows)
+
+
+def split(
+    update: PlannedUpdate, indices: np.ndarray, rows: np.ndarray
+) -> list[StepUpdate]:
+    """Splits indices ``[n]`` of a table, and rows, over the components.
+
+    Raises:
+        IndexError: An index is outside of the table; names it and the user's line.
+    """
+    table = update.table
+    assert table is not None
+    try:
+        table.require_inside(indices)
+    except IndexError as error:
+        raise IndexError(f"{update.where}: {error}") from None
+    indices, rows = present(indices, rows)
+    index_runs = table.runs(indices)
+    if update.op in SUMMED:
+        ordered, rows = index_runs.unique, sums(index_runs, rows)
+    elif update.op is UpdateOp.SCATTER_UPDATE:
+        last = index_runs.order[index_runs.starts + index_runs.counts - 1]
+        ordered, rows = index_runs.unique, rows[last]
+    else:
+        ordered, rows = (
+            indices[index_runs.order].astype(np.int64),
+            rows[index_runs.order],
+        )
+    parts = [
+        StepUpdate(
+            update.specs[piece.component],
+            update.op,
+            update.optimizer,
+            (piece.local, rows[piece.positions]),
+        )
+        for piece in table.pieces(ordered)
+    ]
+    return _counted(update, parts, rows)
+
+
+def _counted(
+    update: PlannedUpdate, updates: list[StepUpdate], rows: np.ndarray
+) -> list[StepUpdate]:
+    """Adds updates without rows for the other components of an optimizer's step."""
+    specs = update.specs
+    if update.op is not UpdateOp.OPTIMIZE_ROWS or len(updates) == len(specs):
+        return updates
+    there = {each.spec.key: each for each in updates}
+    nothing = np.empty(0, np.int64), rows[:0]
+    return [
+        there.get(spec.key) or StepUpdate(spec, update.op, update.optimizer, nothing)
+        for spec in specs
+    ]
 
 
 class CompiledProgram:

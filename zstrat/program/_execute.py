@@ -28,21 +28,19 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp, parts_of
 
-from ._compile import CompiledProgram
+from ._compile import CompiledProgram, Computed, StepResult, StepUpdate, outgoing
 from ._device_state import Outdated
 from ._programs import HereProgram
-from ._results import Computed, StepResult, StepUpdate, outgoing
 from .lookup._lookups import Wanted
 from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
-from .trace._eager import Immediate
+from .trace._eager import Immediate, watch_keras_models
 from .trace._int32_checks import require_fitting, warn_of_arguments
 from .trace._iterator import StepIterator
-from .trace._keras_models import watch_keras_models
 from .trace._refusals import not_shared, translated_variable_errors
 from .trace._signature import cut
 from .trace._structure import ResultLayout, is_described, split
-from .windows._overlapped import OverlappedProgram
+from .windows._fragments import OverlappedProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

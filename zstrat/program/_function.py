@@ -23,9 +23,8 @@ from ._programs import CompiledPrograms
 from .ship import _code
 from .ship._carried import ScopedBody, jax_settings
 from .trace import _refusals
-from .trace._context import building
-from .trace._signature import cut
-from .trace._where import hide_frames
+from .trace._refusals import hide_frames
+from .trace._signature import building, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable

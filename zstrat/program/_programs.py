@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import RESIDENT
 
-from ._compile import CompiledProgram
+from ._compile import CompiledProgram, sent_by
 from ._device_state import Outdated
-from ._sets import sent_by
 from .lookup._rows_program import RowsProgram
 from .stages._staged import StagedProgram
 from .stages._whole import WholeProgram
@@ -33,14 +32,18 @@ from .trace._alike import (
     is_plain,
     with_others,
 )
-from .trace._context import current_fingerprint, worker_context
 from .trace._discover import Staged, Traced, discover
+from .trace._eager import watch_keras_models
 from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
-from .trace._keras_models import watch_keras_models
-from .trace._signature import describe, plain_numbers, require_traceable
-from .windows._fragments import SEGMENT
-from .windows._overlapped import program_of_window
+from .trace._signature import (
+    current_fingerprint,
+    describe,
+    plain_numbers,
+    require_traceable,
+    worker_context,
+)
+from .windows._fragments import SEGMENT, program_of_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -15,7 +15,7 @@ from .handover._handover import Handover as Handover
 from .handover._handover import Inherited as Inherited
 from .handover._handover import StoreRole as StoreRole
 from .replication._replay import CHANGES as CHANGES
-from .store._parts import EagerRun as EagerRun
-from .store._parts import ordinal as ordinal
-from .store._parts import require_same as require_same
+from .store._ledger import EagerRun as EagerRun
+from .store._ledger import ordinal as ordinal
+from .store._ledger import require_same as require_same
 from .store._store import Store as Store

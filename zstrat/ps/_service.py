@@ -5,9 +5,9 @@ Runs on the loop. `PsService` passes each message to the part that answers it:
 - `_roles`: who may ask for what;
 - `_serving`: requests for variables; `_step_requests`: for steps; `snapshots`: for
   snapshots;
-- `_server_session`: sessions; `_joining`, `_waiting_workers`: workers that wait;
+- `_server_session`: sessions; `_joining`, `_joining`: workers that wait;
 - `replication._replica_role`: whether this process serves its store at all;
-- `_service_telemetry`: its numbers.
+- `_server_session`: its numbers.
 """
 
 from __future__ import annotations
@@ -53,18 +53,21 @@ from zstrat.wire import (
     Statistics,
 )
 
-from ._joining import Joining
+from ._joining import Joining, WaitingWorkers
 from ._requests import Stored
 from ._roles import Caller, check_role, is_forged
-from ._round_requests import RoundRequest, RoundRequests
-from ._server_session import ServerParts, ServerSession, tell_coordinator
-from ._service_telemetry import Capturing, ServiceTelemetry
+from ._server_session import (
+    Capturing,
+    ServerParts,
+    ServerSession,
+    ServiceTelemetry,
+    tell_coordinator,
+)
 from ._serving import Serving
-from ._step_requests import StepRequests
+from ._step_requests import RoundRequest, RoundRequests, StepRequests
 from ._thread import ComputeThread, MakeThread
-from ._waiting_workers import WaitingWorkers
 from .engine._engine import OptimizerEngine
-from .replication._copying import hand_over
+from .replication._replay import hand_over
 from .replication._replica_role import ReplicaRole, ReplicationRequest
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._fold import Folded

@@ -1,12 +1,22 @@
-"""Requests about steps as a whole: which of them have ended, and what they applied.
+"""Requests about steps and about rounds.
 
-Law of the file: what such a request forbids holds from the moment at which it arrives;
+Requests about steps as a whole: which of them have ended, and what they applied.
+
+Law: what such a request forbids holds from the moment at which it arrives;
 its answer waits for the pushes that are under way at that moment. In between another
 process may have taken over, which is why the place is checked again.
+
+Requests about rounds: contributions, the orders that close rounds, and pulls that
+wait for them. They take turns with all other requests of the store (`Serving`).
+
+Law: a pull that waits for a round holds no name, so no other request waits
+for it; it is checked again when the round is closed, as another process may serve the
+store by then.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -16,13 +26,16 @@ from zstrat.wire import (
     AppliedParts,
     AskLeases,
     AskParts,
+    AskRounds,
     Done,
     Fence,
     Fenced,
     Message,
+    PullRound,
     RaiseMark,
 )
 
+from ._round_serving import RoundStored
 from .store._changes import acknowledged
 
 if TYPE_CHECKING:
@@ -30,6 +43,7 @@ if TYPE_CHECKING:
 
     from ._serving import Serving
     from .store._store import Store
+
 
 StepRequest = AskLeases | AskParts | Fence | RaiseMark
 
@@ -89,3 +103,59 @@ class StepRequests:
         self._require_place(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
+
+
+RoundRequest = RoundStored | AskRounds
+
+
+@final
+class RoundRequests:
+    """Answers requests about rounds. Lives on the loop.
+
+    Args:
+        require_place: Raises if the session is over, or another process serves the
+            store.
+    """
+
+    def __init__(
+        self, store: Store, serving: Serving, require_place: Callable[[int], None]
+    ) -> None:
+        self._store, self._serving = store, serving
+        self._require_place = require_place
+        serving.round_closed = self.wake
+        self._waiting: list[asyncio.Future[None]] = []
+        """Of the pulls that wait for a round."""
+
+    def handle(self, message: RoundRequest) -> Message | Awaitable[Message]:
+        """Answers a request of the open session.
+
+        Raises:
+            ZstratError: It is refused; nothing has changed.
+        """
+        match message:
+            case AskRounds():
+                return self._store.rounds.held(message.after)
+            case PullRound() if self._has_to_wait(message):
+                return self._pull_later(message)
+            case _:
+                return self._serving.take(message)
+
+    def wake(self) -> None:
+        """Has all waiting pulls checked again."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not each.done():
+                each.set_result(None)
+
+    def _has_to_wait(self, message: PullRound) -> bool:
+        rounds = self._store.rounds
+        return any(rounds.number(o) < number for o, number in message.after)
+
+    async def _pull_later(self, message: PullRound) -> Message:
+        while self._has_to_wait(message):
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(woken)
+            await woken
+            self._require_place(message.session)
+        answer = self._serving.take(message)
+        return answer if isinstance(answer, Message) else await answer

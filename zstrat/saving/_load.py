@@ -30,9 +30,9 @@ from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._match import Matching
 from ._operation import FileThread, ProgressBar, at_rest, cluster_of
+from ._snapshot_sources import restore_windows
 from ._tables import TableLoad, load_table, table_tensors
 from ._tensors import stored_graph
-from ._windows import restore_windows
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence

@@ -19,8 +19,8 @@ from zstrat.program import LocalOptimizer
 from zstrat.variables import AbstractVariable, HashTable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
+from ._snapshot_sources import RestoredWindows
 from ._tensors import IDS, matched_slots
-from ._windows import RestoredWindows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

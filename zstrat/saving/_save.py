@@ -21,10 +21,9 @@ from zstrat.variables import HashTable
 
 from ._load import remember_saved
 from ._operation import FileThread, ProgressBar, clusters_of, steadily
-from ._snapshot_sources import PinnedSnapshot, stream
+from ._snapshot_sources import PinnedSnapshot, PinnedWindows, WorkerLostError, stream
 from ._tables import taken_from, with_base
 from ._tensors import logical_tensors, plain_graph
-from ._windows import PinnedWindows, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -28,7 +28,7 @@ from zstrat.errors import DataLossError
 from zstrat.program import LocalOptimizer
 from zstrat.variables import HashTable
 
-from ._windows import number_in_checkpoints
+from ._snapshot_sources import number_in_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -28,7 +28,7 @@ from .reduce._across import gather_across, reduce_across
 from .reduce._values import ValueContext, gather_values, reduce_values, reduction
 from .replica._collective import Team
 from .replica._fibers import NeedsSequential
-from .replica._mapped import mesh_of
+from .replica._mapped import as_sole_replica, mesh_of
 from .replica._one_program import (
     ReplicaCall,
     UnevenParts,
@@ -36,7 +36,6 @@ from .replica._one_program import (
     require_known,
 )
 from .replica._per_replica import PerReplica, local_results, regroup, select_replica
-from .replica._replica_recorder import as_sole_replica
 from .replica._sequential import run_sequentially, uneven
 
 if TYPE_CHECKING:

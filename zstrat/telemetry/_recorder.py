@@ -21,14 +21,13 @@ import numpy as np
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed
-from ._phases import WORKER_PHASES, Phase
-from ._throughput import Rate, TimeShares
+from ._throughput import WORKER_PHASES, Phase, Rate, TimeShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ._histogram import Plain
-    from ._phases import SpanCapture, StepUnderWay
+    from ._throughput import SpanCapture, StepUnderWay
 
 EVERY: Final = 0.25
 """Seconds between two digests."""

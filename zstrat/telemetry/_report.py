@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from ._histogram import HistogramTable, Unit
 from ._limits import slowest
 from ._metrics import task_numbers
-from ._phases import PS_PHASES, WORKER_PHASES, Phase
+from ._throughput import PS_PHASES, WORKER_PHASES, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

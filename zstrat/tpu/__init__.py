@@ -1,5 +1,7 @@
 """The cores of a TPU system, and which replica gets which of them; numbers alone."""
 
 from . import experimental as experimental
-from ._system import devices_by_task as devices_by_task
-from ._system import experimental_connect_to_cluster as experimental_connect_to_cluster
+from ._topology import devices_by_task as devices_by_task
+from ._topology import (
+    experimental_connect_to_cluster as experimental_connect_to_cluster,
+)

@@ -38,11 +38,19 @@ from ._address import bindable, parse
 from ._admission import Admission, check_exposure
 from ._curve import Authenticator
 from ._descriptors import Accepted, allowed
-from ._listener import IN_ALL, BoundSocket, Newcomers
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._rate_limited_log import RateLimitedLog
-from ._remote import Connection, Goodbyes, Handler, Remote, RequestDispatcher
+from ._remote import (
+    IN_ALL,
+    BoundSocket,
+    Connection,
+    Goodbyes,
+    Handler,
+    Newcomers,
+    Remote,
+    RequestDispatcher,
+)
 from ._shared_memory import channel_of
 from ._socket import LINGER, ZEROMQ, Event, EventKind, Sockets
 

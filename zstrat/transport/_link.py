@@ -1,9 +1,9 @@
 """The link from this process to one task: connects, greets, and reconnects until
 closed.
 
-One socket is one connection (`_dial`), so that messages of an old connection cannot mix
-with those of a new one. `Peer` decides about a connection and `Continuity` about its
-task; this file carries out what they decide.
+One socket is one connection (`_opening`), so that messages of an old connection cannot
+mix with those of a new one. `Peer` decides about a connection and `Continuity` about
+its task; this file carries out what they decide.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from zstrat.wire.connection import (
 )
 
 from ._address import parse
-from ._dial import Dial
-from ._opening import Continuity, Opening, copied_error
+from ._opening import Continuity, Dial, Opening, copied_error
 from ._pool import POOL
 from ._pump import Outlet, parts_of
 from ._shared_memory import channel_of

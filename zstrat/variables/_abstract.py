@@ -21,22 +21,27 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from . import _convert
-from ._operators import ArrayOperators
-from ._rows import read_rows, read_rows_async, row_updates
-from ._storage import update_all, update_all_async
-from ._table import Table
-from ._tracing import (
+from ._operators import (
+    ArrayOperators,
     VariableUse,
     note_use,
     recorder,
     refuse_read,
     refuse_update,
 )
+from ._rows import read_rows, read_rows_async, row_updates
+from ._storage import update_all, update_all_async
+from ._table import Table
 from .gradients._gradient_call import TraceRecorder, VariableUpdate
 
 if TYPE_CHECKING:
-    from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
-    from ._storage import StorageUpdate, VariableHandle
+    from ._storage import (
+        StorageUpdate,
+        VariableAggregation,
+        VariableHandle,
+        VariableSpec,
+        VariableSynchronization,
+    )
     from ._table import IndexedSlices
     from .gradients._slots import OptimizerHandle
 

@@ -33,7 +33,7 @@ from ._rows import integers
 from ._table import ABSENT
 
 if TYPE_CHECKING:
-    from ._spec import VariableSpec
+    from ._storage import VariableSpec
     from ._table import Table
 
 

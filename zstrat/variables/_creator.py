@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_check
 from zstrat.initializers import Initializer, Sliced
 
 from . import _convert
-from ._operators import ArrayOperators
-from ._spec import VariableAggregation, VariableSynchronization
-from ._tracing import recorder
+from ._operators import ArrayOperators, recorder
+from ._storage import VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,11 +25,10 @@ from zstrat.wire import TABLE_ROW_BYTES, EvictionRule, UpdateOp
 from . import _convert
 from ._abstract import AbstractVariable
 from ._creator import TableRequest, create_table
+from ._operators import recorder, refuse_read, refuse_update
 from ._rows import integers
-from ._spec import VariableSpec
-from ._storage import KeepsTables, update_all, update_all_async
+from ._storage import KeepsTables, VariableSpec, update_all, update_all_async
 from ._table import ABSENT, IndexedSlices, Table, TableLayout
-from ._tracing import recorder, refuse_read, refuse_update
 from .admission import Admission
 from .eviction import Eviction
 

@@ -20,10 +20,9 @@ import numpy as np
 
 from . import _convert
 from ._abstract import AbstractVariable
-from ._spec import ComponentRows, VariableSpec
-from ._storage import read_all, read_all_async, read_parts
+from ._operators import recorder, refuse_read
+from ._storage import ComponentRows, VariableSpec, read_all, read_all_async, read_parts
 from ._table import Table, select
-from ._tracing import recorder, refuse_read
 from ._variable import Variable, create, like
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ._abstract import AbstractVariable
 from ._creator import VariableRequest, is_trainable
 from ._hash_table import HashTable
 from ._sharded import ShardedVariable
-from ._spec import VariableAggregation, VariableSynchronization
+from ._storage import VariableAggregation, VariableSynchronization
 from ._variable import Variable, create
 
 if TYPE_CHECKING:

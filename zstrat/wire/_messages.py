@@ -14,13 +14,12 @@ protocol: never reuse one (the codec refuses to start with two that are equal).
 
 from __future__ import annotations
 
-from ._group_messages import GroupMessage
 from ._link_messages import LinkMessage
 from ._replication_messages import BackupMessage, ReplicationMessage
 from ._round_messages import RoundMessage
 from ._snapshot_messages import SnapshotMessage
 from ._step_messages import StepMessage
-from ._task_messages import TaskMessage
+from ._task_messages import GroupMessage, TaskMessage
 from ._variable_messages import VariableMessage
 
 Message = (

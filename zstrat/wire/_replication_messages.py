@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from ._requests import COORDINATOR, SERVER, Repeat, request
 from ._schema import Arrays, message
+from ._session import COORDINATOR, SERVER, Repeat, request
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)

@@ -9,8 +9,8 @@ the same on every parameter server.
 import enum
 from typing import ClassVar, NamedTuple
 
-from ._requests import COORDINATOR, TRAINING, Repeat, request
 from ._schema import Arrays, message
+from ._session import COORDINATOR, TRAINING, Repeat, request
 from ._step_messages import StepContribution
 from ._variable_messages import Read, Update
 

@@ -1,4 +1,6 @@
-"""Decides which coordinator owns a task: at most one at a time. Without I/O.
+"""The owner of a task, and the senders of requests.
+
+Decides which coordinator owns a task: at most one at a time. Without I/O.
 
 The incarnation of a coordinator names its session. The session begins with
 `OpenSession` and ends when its coordinator closes it, or when another coordinator takes
@@ -7,20 +9,113 @@ task until then, as the owner may come back. A coordinator may have several conn
 and a frozen task may read the last one first: openings and closes have the time when
 they were sent, so that an old close has no effect. Only this file changes the owner; ps
 and worker check it before they act.
+
+Who may send a request, and whether a client may send it twice.
+
+The class of a request states both (`request`), and the tasks derive their checks from
+it: a task answers no request whose class says nothing (`check_sender`).
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, final
+from dataclasses import dataclass, field, replace
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    dataclass_transform,
+    final,
+)
 
-from zstrat.errors import BusyError, HeldError, PeerLostError, StaleSessionError
+from zstrat.errors import (
+    BusyError,
+    HeldError,
+    PeerLostError,
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+)
+
+from ._link_messages import Job
+from ._schema import message
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zstrat.wire._link_messages import Hello
+
+
+T = TypeVar("T")
+
+COORDINATOR: Final = frozenset({Job.CHIEF})
+WORKER: Final = frozenset({Job.WORKER})
+SERVER: Final = frozenset({Job.PS})
+TRAINING: Final = COORDINATOR | WORKER
+READING: Final = TRAINING | {Job.EVALUATOR}
+ANY_TASK: Final = frozenset(Job)
+
+
+class Repeat(enum.Enum):
+    """Whether a client may repeat a request that a parameter server may have carried
+    out before its connection broke."""
+
+    NEVER = "never"
+    SAFE = "safe"
+    """Carrying it out twice has the effect of once."""
+    BY_STEP = "by step"
+    """The server recognizes it by its ``step``; without a step it is not repeated."""
+
+
+class RequestRule(NamedTuple):
+    """The jobs whose tasks may send a request, and whether it may be repeated."""
+
+    senders: frozenset[Job]
+    repeat: Repeat
+
+
+REQUESTS: Final[dict[type, RequestRule]] = {}
+"""The rule of every request, by its class."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def request(*, by: frozenset[Job], repeat: Repeat) -> Callable[[type[T]], type[T]]:
+    """Makes a class of messages that a task asks another one with (`message`)."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = message(cls)
+        REQUESTS[made] = RequestRule(by, repeat)
+        return made
+
+    return decorate
+
+
+def check_sender(task: str, sender: str, role: Job, message: object) -> None:
+    """Refuses a message that a task with this role may not send.
+
+    Args:
+        task: The receiver, for errors.
+
+    Raises:
+        PermissionDeniedError: Tasks of other roles may send it.
+        ProtocolError: It is not a request.
+    """
+    kind = type(message)
+    rule = REQUESTS.get(kind)
+    if rule is None:
+        raise ProtocolError(
+            f"{task} got {kind.__name__} from {sender}, which is not a request"
+        )
+    if role not in rule.senders:
+        raise PermissionDeniedError(
+            f"{task} takes {kind.__name__} from {' or '.join(sorted(rule.senders))}, "
+            f"and {sender} is {role}"
+        )
 
 
 class OwnerPeer(Protocol):

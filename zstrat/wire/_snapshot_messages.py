@@ -8,8 +8,8 @@ or read, and released. Loading reads values and slots from files or from message
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
-from ._requests import COORDINATOR, Repeat, request
 from ._schema import Arrays, message
+from ._session import COORDINATOR, Repeat, request
 
 
 class TensorEntry(NamedTuple):

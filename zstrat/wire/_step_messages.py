@@ -9,8 +9,8 @@ import struct
 from dataclasses import field
 from typing import ClassVar, Final, NamedTuple
 
-from ._requests import COORDINATOR, Repeat, request
 from ._schema import Arrays, PlainTree, message
+from ._session import COORDINATOR, Repeat, request
 
 
 class Outcome(enum.IntEnum):

@@ -7,8 +7,8 @@ import enum
 from dataclasses import field
 from typing import ClassVar, Final, NamedTuple
 
-from ._requests import COORDINATOR, READING, TRAINING, Repeat, request
 from ._schema import Arrays, PlainTree, message
+from ._session import COORDINATOR, READING, TRAINING, Repeat, request
 
 
 class UpdateOp(enum.IntEnum):

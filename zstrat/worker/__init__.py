@@ -12,13 +12,13 @@ from ._closure import SharedPull as SharedPull
 from ._executor import Executor as Executor
 from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline
-from ._push_encoding import PushEncoding as PushEncoding
+from ._reports import Hear as Hear
+from ._reports import Listen as Listen
+from ._reports import StepOutput as StepOutput
 from ._resident import Residents as Residents
+from ._server_links import PushEncoding as PushEncoding
 from ._server_links import ServerLinks as ServerLinks
 from ._server_links import ServerPresence as ServerPresence
 from ._service import Compilations as Compilations
 from ._service import WorkerService as WorkerService
-from ._step_output import Hear as Hear
-from ._step_output import Listen as Listen
-from ._step_output import StepOutput as StepOutput
 from ._step_runner import StepRunner as StepRunner

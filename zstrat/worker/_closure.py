@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from zstrat.variables import VariableSpec
     from zstrat.wire import PlainTree
 
-    from ._push_encoding import Lent
+    from ._server_links import Lent
 
 
 class Do(enum.Enum):

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from ._closure import ClosureStep, Needs, Post
     from ._direct import Direct
     from ._leased_iterator import LeasedIterator
-    from ._push_encoding import Lent, PushEncoding
     from ._resources import Arguments, Leases, Resources
+    from ._server_links import Lent, PushEncoding
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
     """`zstrat.program.prepare`."""

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
     from ._closure import Ending, Post, SharedPull
     from ._executor import WorkerThread
+    from ._reports import Listen, StepOutput
     from ._server_links import ServerLinks
-    from ._step_output import Listen, StepOutput
     from ._step_runner import StepRunner
 
 MAX_OPEN: Final = 16384

@@ -56,6 +56,6 @@ LEASE_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_BOOK}.state": around(f"{_BOOK}.state", _whole)
     },
     "a program that goes on leases what was done": {
-        "zstrat.ps.store._done_leases.DoneLeases.note": lambda self, packed: None
+        "zstrat.ps.store._ledger.DoneLeases.note": lambda self, packed: None
     },
 }

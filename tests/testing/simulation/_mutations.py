@@ -218,7 +218,7 @@ def _undeleted(original: Callable[..., Any], store: Any, change: Any) -> Any:
 _COPIES: Final = "zstrat.ps.replication"
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
-_RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
+_RENEWAL: Final = "zstrat.coordinator.recovery._inventory.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
@@ -265,7 +265,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_COPIES}._backup.replay": partial(
             _unledgered, function(f"{_COPIES}._replay.replay")
         ),
-        f"{_COPIES}._copying._ledgers": _no_ledgers,
+        f"{_COPIES}._replay._ledgers": _no_ledgers,
     },
     "a view that is over is not heeded": {
         f"{_COPIES}._replica_role.ReplicaRole._step_aside": _serves_on,
@@ -281,7 +281,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         )
     },
     "two copies part when a program goes on": {
-        "zstrat.coordinator.replication._successors._pair": _no_pair
+        "zstrat.coordinator.replication._orders._pair": _no_pair
     },
     "a server that comes later is of another session": {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (
@@ -297,7 +297,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
             _treeless, function("zstrat.ps.store._changes.log_plan")
         )
     },
-    "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
+    "slots are not copied": {f"{_COPIES}._replay._slots": _no_ledgers},
     "a copy does not know the first version": {
         f"{_COPIES}._backup.replay": partial(
             _unversioned, function(f"{_COPIES}._replay.replay")

@@ -107,7 +107,7 @@ def _closed_apart(count: Callable[..., Any], self: Any, *args: Any) -> None:
     count(self, replace(message, kept=[], over=2**40), *more)
 
 
-_CLIENT: Final = "zstrat.ps.client._round_client.RoundCalls.close_round"
+_CLIENT: Final = "zstrat.ps.client._pushing.RoundCalls.close_round"
 _ROUNDS: Final = "zstrat.coordinator.rounds._optimizer_rounds.OptimizerRounds"
 _SESSION: Final = "zstrat.coordinator.rounds._optimizer_rounds.SessionRounds"
 _STATISTICS: Final = "zstrat.coordinator.rounds._optimizer_rounds.RoundStatistics"
@@ -130,7 +130,7 @@ ROUND_MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         _CONTRIBUTE: around(_CONTRIBUTE, _early)
     },
     "a pull does not wait for its round": {
-        "zstrat.ps._round_requests.RoundRequests._has_to_wait": (
+        "zstrat.ps._step_requests.RoundRequests._has_to_wait": (
             lambda self, message: False
         )
     },

@@ -6,12 +6,12 @@ from zstrat.collectives._engine import ConnectionEnded as ConnectionEnded
 from zstrat.collectives._engine import Differs as Differs
 from zstrat.collectives._engine import Overdue as Overdue
 
-from ._attribution import FORGOTTEN as FORGOTTEN
-from ._attribution import FailureInquiry as FailureInquiry
-from ._attribution import verdict as verdict
 from ._executors import CallTurns as CallTurns
 from ._generation import Generation as Generation
+from ._mesh import FORGOTTEN as FORGOTTEN
+from ._mesh import FailureInquiry as FailureInquiry
 from ._mesh import Mesh as Mesh
+from ._mesh import verdict as verdict
 from ._rendezvous import Formed as Formed
 from ._rendezvous import GroupSeat as GroupSeat
 from ._rendezvous import MembershipState as MembershipState

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from zstrat.collectives._engine import CollectiveCall, CollectiveEngine
 
+    from ._arguments import Pending
     from ._generation import Generation
     from ._operations import Steps
-    from ._pending import Pending
     from ._runtime import GroupRuntime
 
 

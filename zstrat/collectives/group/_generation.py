@@ -35,8 +35,7 @@ from zstrat.threads import Latch
 from zstrat.transport import copied_error
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
-from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
-from ._mesh import Mesh, wait_received
+from ._mesh import FORGOTTEN, FailureInquiry, Mesh, inquire, verdict, wait_received
 from ._traffic import FORMING, PARTS, Traffic, about, number_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat.errors import ClosedError
 from zstrat.transport import on_own_thread
 
-from ._calls import GroupCalls, parameters_of
+from ._calls import GroupCalls, invitation_of, parameters_of
 from ._forming import form
-from ._invitation import invitation_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

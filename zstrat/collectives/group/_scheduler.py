@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.collectives._engine import margin_of
 from zstrat.errors import BusyError, ClosedError
 
+from ._arguments import Pending
 from ._executors import EngineExecutor, MessageExecutor, StartedOperation
 from ._operations import CallFactory
-from ._pending import Pending
 
 if TYPE_CHECKING:
     from zstrat.collectives._engine import CollectiveEngine

@@ -25,7 +25,7 @@ from zstrat.config import MiB
 from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.wire import CallState, Hop
 
-from ._attribution import FORGOTTEN
+from ._mesh import FORGOTTEN
 
 if TYPE_CHECKING:
     from collections import Counter

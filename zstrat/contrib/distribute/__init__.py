@@ -6,14 +6,14 @@ the engines underneath are strategies of zstrat.
 
 from zstrat.strategy import MultiStepContext as MultiStepContext
 
-from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
-from ._parameter_server import SessionConfig as SessionConfig
 from ._strategy import DistributionStrategy as DistributionStrategy
 from ._strategy import PerDeviceDataset as PerDeviceDataset
-from ._tower import TowerContext as TowerContext
-from ._tower import get_cross_tower_context as get_cross_tower_context
-from ._tower import get_distribution_strategy as get_distribution_strategy
-from ._tower import get_tower_context as get_tower_context
-from ._tower import has_distribution_strategy as has_distribution_strategy
-from ._tower import in_cross_tower_context as in_cross_tower_context
-from ._tower import require_tower_context as require_tower_context
+from ._towers import ParameterServerStrategy as ParameterServerStrategy
+from ._towers import SessionConfig as SessionConfig
+from ._towers import TowerContext as TowerContext
+from ._towers import get_cross_tower_context as get_cross_tower_context
+from ._towers import get_distribution_strategy as get_distribution_strategy
+from ._towers import get_tower_context as get_tower_context
+from ._towers import has_distribution_strategy as has_distribution_strategy
+from ._towers import in_cross_tower_context as in_cross_tower_context
+from ._towers import require_tower_context as require_tower_context

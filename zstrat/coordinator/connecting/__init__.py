@@ -13,6 +13,6 @@ from ._cluster_tasks import ClusterTasks as ClusterTasks
 from ._cluster_tasks import SessionMaker as SessionMaker
 from ._cluster_tasks import SessionOptions as SessionOptions
 from ._cluster_tasks import StoreDirectory as StoreDirectory
-from ._session_request import log_failure as log_failure
+from ._task_links import log_failure as log_failure
 from ._task_session import TaskSession as TaskSession
 from ._task_session import TaskSessionEvents as TaskSessionEvents

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from zstrat.errors import BusyError
 from zstrat.wire import JoinSession, MoveServer, OpenSession
 
-from ._session_request import log_failure
+from ._task_links import log_failure
 from ._task_session import TaskSession, TaskSessionEvents
 
 if TYPE_CHECKING:

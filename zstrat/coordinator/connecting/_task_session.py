@@ -31,8 +31,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import SessionOpened
 
-from ._session_request import SessionRequest
-from ._task_links import MovableLink
+from ._task_links import MovableLink, SessionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 from ._book import LeaseBook as LeaseBook
 from ._book import OnError as OnError
-from ._progress import lease_bar as lease_bar
 from ._session_leases import REMEMBERED as REMEMBERED
 from ._session_leases import Draw as Draw
 from ._session_leases import SessionLeases as SessionLeases
+from ._session_leases import lease_bar as lease_bar

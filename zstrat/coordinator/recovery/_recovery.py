@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator.connecting import ClusterTasks, TaskSession
 
-    from ._inventory import RestorePoint
-    from ._session_renewal import SessionRenewal
+    from ._inventory import RestorePoint, SessionRenewal
 
 log = logging.getLogger("zstrat.coordinator")
 

@@ -15,8 +15,7 @@ from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableErr
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesReport
 
-from ._orders import CopyPhase
-from ._successors import session_lost, successors
+from ._orders import CopyPhase, session_lost, successors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.wire import OrphanedCopy
 
+    from ._orders import Successor
     from ._store_orders import StoreOrders
-    from ._successors import Successor
 
 _ASKED_AGAIN: Final = 0.1
 """Seconds until all are asked again, while one of them may still notice that another is

@@ -31,8 +31,7 @@ from ._replicated_store import ReplicatedStore, StoreProcess
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ._orders import Asked, PlacementOrder
-    from ._successors import Successor
+    from ._orders import Asked, PlacementOrder, Successor
 
 
 MOVES: Final = "it moves"

@@ -38,8 +38,7 @@ from ._orders import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ._orders import PlacementOrder
-    from ._successors import FoundCopy, Successor
+    from ._orders import FoundCopy, PlacementOrder, Successor
 
 SUCCEEDED: Final = "another program took it over"
 RESTARTED: Final = "it was started again"

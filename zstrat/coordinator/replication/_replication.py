@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import ClusterTasks
     from zstrat.transport import MakeTaskLink
 
-    from ._successors import Successor
+    from ._orders import Successor
 
 log = logging.getLogger("zstrat.coordinator")
 

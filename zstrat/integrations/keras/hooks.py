@@ -24,8 +24,7 @@ from zstrat.strategy import (
 )
 
 from ._private import check, give_back, take_over, training_of, whole_batches
-from ._replicas import ReplicaTraining
-from ._servers import ServerTraining
+from ._strategies import ReplicaTraining, ServerTraining
 
 if TYPE_CHECKING:
     from collections.abc import Callable

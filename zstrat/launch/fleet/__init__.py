@@ -37,10 +37,6 @@ from zstrat.launch._runtime_dir import share as share
 from zstrat.launch._runtime_dir import write_keys as write_keys
 
 from ._dask import dask as dask
-from ._engine import Engine as Engine
-from ._engine import FleetTask as FleetTask
-from ._engine import TaskEnd as TaskEnd
-from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
 from ._piped import TaskHost as TaskHost
 from ._ray import ray as ray
@@ -49,5 +45,9 @@ from ._slurm import Allocation as Allocation
 from ._slurm import requeue as requeue
 from ._slurm import slurm as slurm
 from ._slurm import slurm_program as slurm_program
-from ._ssh import ssh as ssh
+from .hosts import ssh as ssh
+from .state import Engine as Engine
 from .state import FleetState as FleetState
+from .state import FleetTask as FleetTask
+from .state import TaskEnd as TaskEnd
+from .state import TaskLaunch as TaskLaunch

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import UnavailableError
 
-from ._engine import TaskEnd, assign
 from ._fleet import Fleet
 from ._piped import TaskHost
+from .state import TaskEnd, assign
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from zstrat.config import Settings
 
-    from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
+    from .state import FleetTask, RunningTask, TaskEvents, TaskLaunch
 
 ARRIVAL: Final = 60.0
 """Seconds to wait for a Dask worker; a nanny starts one within seconds."""

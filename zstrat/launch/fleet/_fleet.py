@@ -27,7 +27,6 @@ from zstrat.launch._runtime_dir import RunFolder, RunKeys, StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
-from ._engine import FleetTask, TaskEnd, TaskEvents, TaskLaunch
 from .state import (
     BeginFailed,
     DrainTask,
@@ -35,10 +34,14 @@ from .state import (
     FleetReady,
     FleetStage,
     FleetState,
+    FleetTask,
     FleetTimeouts,
     KillTask,
     LogTask,
     StartTask,
+    TaskEnd,
+    TaskEvents,
+    TaskLaunch,
     TaskPhase,
 )
 
@@ -49,8 +52,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
 
-    from ._engine import Engine, RunningTask
-    from .state import FleetOrder
+    from .state import Engine, FleetOrder, RunningTask
 
 log = logging.getLogger("zstrat.launch")
 

@@ -35,7 +35,7 @@ from zstrat.launch._child import end_words, inherited
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
-from ._engine import TaskEnd, TaskEvents
+from .state import TaskEnd, TaskEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
 
-    from ._engine import FleetTask, RunningTask, TaskLaunch
+    from .state import FleetTask, RunningTask, TaskLaunch
 
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from zstrat.cluster import GPUS_VARIABLE
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import share
 
-from ._engine import FleetTask, TaskEnd
 from ._fleet import Fleet
 from ._piped import TaskHost
+from .state import FleetTask, TaskEnd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
 
-    from ._engine import RunningTask, TaskEvents, TaskLaunch
+    from .state import RunningTask, TaskEvents, TaskLaunch
 
 log = logging.getLogger("zstrat.launch")
 

@@ -19,16 +19,16 @@ from zstrat.config import environment
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import own_folder
 
-from ._engine import FleetTask, assign
 from ._fleet import Fleet
 from ._piped import Piped
+from .state import FleetTask, assign
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zstrat.config import Settings
 
-    from ._engine import TaskLaunch
+    from .state import TaskLaunch
 
 GPUS_BY_NODE: Final = (
     "each task is a job step of its own, for which Slurm ignores this request; use "

@@ -1,4 +1,6 @@
-"""Gradients with respect to variables: ``zs.value_and_grad`` and ``zs.grad``.
+"""``zs.value_and_grad`` and ``zs.grad``, for variables and tables.
+
+Gradients with respect to variables: ``zs.value_and_grad`` and ``zs.grad``.
 
 A differentiated argument may contain variables in place of arrays. `Differentiated`
 splits it into the arrays that jax differentiates and the objects that the function gets
@@ -7,27 +9,357 @@ for each leaf: the array itself, or the value of a variable that is not sharded.
 reads return arrays of jax's trace.
 
 If the function looks up rows, `_lookup_discovery` finds them first, and the gradient of
-a table that is only looked up is the gradient of these rows (`_difference`).
+a table that is only looked up is the gradient of these rows.
 
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
 are captured) and outside of one (reads go to the storage, at each call).
+
+`Difference`: value and gradients of one call, also with respect to tables.
+
+Without lookups this is `jax.value_and_grad` under a `Substitution`. If the function has
+lookups, `_lookup_discovery` finds them first; jax then differentiates with respect to
+their rows, too, and the gradient of a table that is only looked up is that of these
+rows.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
 
-from zstrat.variables import AbstractVariable, recorder
+from zstrat.program.trace._eager import Immediate
+from zstrat.variables import (
+    AbstractVariable,
+    IndexedSlices,
+    Variable,
+    VariableHandle,
+    is_staging,
+    recorder,
+    rows_of_component,
+    user_stacklevel,
+)
 
-from ._difference import Difference, Differentiated
+from ._lookup_discovery import (
+    DiscoveredLookups,
+    LookupDiscovery,
+    NotKnownYet,
+    Substitution,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ._lookup_discovery import Substitution
+    from zstrat.variables import TraceRecorder
+
+    from ._lookup_discovery import SoughtLookup
+
+
+def _floating(leaf: Any, place: str) -> Any:
+    if isinstance(leaf, float | complex):
+        return leaf  # jax takes it, and it stays weak
+    in_parts = isinstance(leaf, AbstractVariable) and not isinstance(leaf, Variable)
+    array = leaf
+    if not in_parts:
+        array = jnp.asarray(leaf.value() if isinstance(leaf, Variable) else leaf)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        what = f"{array.dtype} array"
+        if isinstance(leaf, AbstractVariable):
+            what = str(leaf.table if in_parts else leaf.components[0].spec)
+        raise TypeError(
+            f"cannot differentiate with respect to {place}, {what}: gradients need a "
+            "floating dtype. Leave it out of argnums and variables"
+        )
+    return None if in_parts else array
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiated:
+    """A pytree of arrays and variables, cut for jax.
+
+    Per leaf ``arrays`` has what jax differentiates, None for a variable in parts, whose
+    value is read only if the function asks for it; ``variables`` the variable, if it is
+    one. ``treedef`` gives the gradients the same structure.
+    """
+
+    treedef: Any
+    arrays: list[Any]
+    variables: list[AbstractVariable | None]
+
+    @staticmethod
+    def of(tree: Any, name: str) -> Differentiated:
+        """Reads the variables in the tree, through the step or their storage."""
+        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        leaves = [leaf for _, leaf in paths]
+        arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]
+        variables = [
+            leaf if isinstance(leaf, AbstractVariable) else None for leaf in leaves
+        ]
+        return Differentiated(treedef, arrays, variables)
+
+    @property
+    def given(self) -> list[tuple[Any, Variable | None]]:
+        """The arrays, with the variables that they are values of."""
+        return [
+            (array, variable if isinstance(variable, Variable) else None)
+            for array, variable in zip(self.arrays, self.variables, strict=True)
+            if array is not None
+        ]
+
+    def rebuilt(self, arrays: Iterator[Any]) -> Any:
+        """Replaces the arrays of the tree; sharded variables stay."""
+        return self.treedef.unflatten(
+            [
+                variable if array is None else next(arrays)
+                for array, variable in zip(self.arrays, self.variables, strict=True)
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One call of ``zs.value_and_grad``.
+
+    ``call`` calls the function with other arrays in place of those of ``cuts``, in one
+    list; ``own`` are the variables that the function reads by itself.
+    """
+
+    call: Callable[[Sequence[Any], Substitution | None], Any]
+    outer: TraceRecorder | None
+    has_aux: bool
+    cuts: Sequence[Differentiated]
+    own: Differentiated
+
+    def computed(self) -> tuple[Any, list[list[Any]]]:
+        """Computes value (and aux), and gradients of each leaf of ``cuts`` and
+        ``own``."""
+        given = [array for cut in self.cuts for array, _ in cut.given]
+        # By key: a variable that occurs twice has one gradient, not two halves.
+        values = {v.spec.key: array for array, v in self.own.given if v is not None}
+        if not self._late():
+            recordings: list[Substitution] = []
+
+            def attempt(given: Any, values: Any) -> Any:
+                # Without a recorder reads are refused: jax would keep their values.
+                if self.outer is None and is_staging():
+                    return self.call(given, None)
+                recordings.append(Substitution(self.outer, values, self._handed(given)))
+                return self.call(given, recordings[-1])
+
+            # Optimistic: most functions have no lookups, and are traced once.
+            differentiate = jax.value_and_grad(attempt, (0, 1), has_aux=self.has_aux)
+            try:
+                value, (of_given, of_values) = differentiate(given, values)
+            except NotKnownYet as met:
+                # An outer differentiated function needs the rows.
+                if not recordings or met.by is not recordings[-1]:
+                    raise
+            else:
+                left = iter(of_given)
+                gradients = [[next(left) for _ in cut.given] for cut in self.cuts]
+                keys = [v.spec.key for _, v in self.own.given if v is not None]
+                return value, [*gradients, [of_values[key] for key in keys]]
+        return self._with_lookups(given, values)
+
+    def _with_lookups(
+        self, given: list[Any], values: dict[int, jax.Array]
+    ) -> tuple[Any, list[list[Any]]]:
+        outer = Immediate() if self.outer is None else self.outer
+        stand_for: list[VariableHandle | None]
+        stand_for = [variable for cut in self.cuts for _, variable in cut.given]
+        discovered = LookupDiscovery(
+            self._plain, outer, given, stand_for, values, self._late()
+        ).run()
+        floating = [
+            n
+            for n, rows in enumerate(discovered.rows)
+            if jnp.issubdtype(rows.dtype, jnp.inexact)
+        ]
+
+        def inner(given: Any, values: Any, late: Any, rows: Any) -> Any:
+            all_rows = list(discovered.rows)
+            for number, array in zip(floating, rows, strict=True):
+                all_rows[number] = array
+            recording = Substitution(
+                self.outer,
+                {**values, **late},
+                self._handed(given),
+                rows_of=discovered.rows_of(all_rows),
+            )
+            return self.call(given, recording)
+
+        differentiate = jax.value_and_grad(inner, (0, 1, 2, 3), has_aux=self.has_aux)
+        rows = [discovered.rows[number] for number in floating]
+        value, gradients = differentiate(given, values, discovered.late, rows)
+        of_given, of_values, of_late, of_rows = gradients
+        looked_up = [
+            _LookedUp(discovered.sought[n], discovered.ids[n], gradient)
+            for n, gradient in zip(floating, of_rows, strict=True)
+        ]
+        gathered = _Gathered(discovered, of_given, {**of_values, **of_late}, looked_up)
+        return value, gathered.arranged(self.cuts, self.own)
+
+    def _plain(self, given: Sequence[Any], recording: Substitution) -> Any:
+        result = self.call(given, recording)
+        return result[0] if self.has_aux else result
+
+    def _handed(self, given: Sequence[Any]) -> list[tuple[Any, VariableHandle | None]]:
+        stand_for = [variable for cut in self.cuts for _, variable in cut.given]
+        return list(zip(given, stand_for, strict=True))
+
+    def _late(self) -> dict[int, VariableHandle]:
+        """Returns the components of sharded variables, by key."""
+        return {
+            part.spec.key: part
+            for cut in (*self.cuts, self.own)
+            for array, variable in zip(cut.arrays, cut.variables, strict=True)
+            if array is None and variable is not None
+            for part in variable.components
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _LookedUp:
+    """A lookup and the gradient of its rows."""
+
+    sought: SoughtLookup
+    ids: jax.Array
+    gradient: jax.Array
+
+    @property
+    def flat_ids(self) -> jax.Array:
+        return self.ids.reshape(-1)
+
+    @property
+    def flat(self) -> jax.Array:
+        row = self.sought.table.shape[1:]
+        return self.gradient.reshape(self.ids.size, *row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Gradients of arrays by number, of values by key, and of rows."""
+
+    found: DiscoveredLookups
+    of_given: Sequence[jax.Array]
+    of_keys: dict[int, jax.Array]
+    looked_up: Sequence[_LookedUp]
+
+    def arranged(
+        self, cuts: Sequence[Differentiated], own: Differentiated
+    ) -> list[list[Any]]:
+        """Arranges the gradients by leaf of each cut, and of ``own``."""
+        numbers = iter(range(len(self.of_given)))
+        parts = [[self._of_leaf(v, numbers) for v in cut.variables] for cut in cuts]
+        parts.append([self._of_leaf(v, None) for v in own.variables])
+        return parts
+
+    def _of_leaf(
+        self, variable: AbstractVariable | None, numbers: Iterator[int] | None
+    ) -> Any:
+        if isinstance(variable, Variable) or variable is None:
+            number = None if numbers is None else next(numbers)
+            if variable is None:
+                assert number is not None
+                return self.of_given[number]
+            return self._of_variable(variable, number)
+        return self._in_parts(variable)
+
+    def _of_variable(self, variable: VariableHandle, number: int | None) -> Any:
+        """Returns the gradient of a variable that is an argument (by number), or that
+        the function reads by itself."""
+        key = variable.spec.key
+        lookups = [x for x in self.looked_up if _meets(x.sought, key, number)]
+        if number is None:
+            dense, used = self.of_keys[key], key in self.found.used_keys
+        else:
+            dense, used = self.of_given[number], number in self.found.used_given
+        # Only rows, if only lookups use it: a dense gradient would be as large as the
+        # table.
+        if lookups and not used and all(len(x.sought.via) == 1 for x in lookups):
+            return _slices(lookups, variable.shape, variable.dtype)
+        return self._dense(variable, dense, lookups, number)
+
+    def _in_parts(self, variable: AbstractVariable) -> Any:
+        table = variable.table
+        keys = set(table.keys)
+        lookups = [
+            x
+            for x in self.looked_up
+            if any(_meets(x.sought, key, None) for key in keys)
+        ]
+        # A variable that is read whole, without an effect on the result, has a zero
+        # gradient as any array: momentum updates it. With lookups a read may be only
+        # for its shape.
+        dense = self.found.used_keys if lookups else self.of_keys.keys()
+        if not keys & dense and all(x.sought.table == table for x in lookups):
+            if not lookups:
+                _warn_of_unused(variable)
+            return _slices(lookups, variable.shape, variable.dtype)
+        parts = [
+            self._dense(part, self.of_keys.get(part.spec.key), lookups, None)
+            for part in variable.components
+        ]
+        return jnp.concatenate(parts)
+
+    def _dense(
+        self,
+        variable: VariableHandle,
+        dense: jax.Array | None,
+        lookups: Sequence[_LookedUp],
+        number: int | None,
+    ) -> jax.Array:
+        if dense is None:
+            dense = jnp.zeros(variable.shape, variable.dtype)
+        for x in lookups:
+            for place, component in enumerate(x.sought.table.components):
+                same = component.spec.key == variable.spec.key
+                if same and x.sought.via[place] == number:
+                    local = rows_of_component(x.sought.table, place, x.flat_ids)
+                    dense = dense.at[local].add(x.flat)
+        return dense
+
+
+def _warn_of_unused(variable: AbstractVariable) -> None:
+    warnings.warn(
+        f"the result does not depend on ShardedVariable {variable.name!r}: its "
+        "gradient has no rows, and optimizers do not change it. (The gradient of a "
+        "variable that is not sharded is zeros, with which momentum and weight decay "
+        "change it; zeros would be as large as the table.) Leave it out of argnums and "
+        "variables",
+        stacklevel=user_stacklevel(),
+    )
+
+
+def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:
+    """Returns whether a lookup uses this variable, through that array or by itself."""
+    return any(
+        component.spec.key == key and via == number
+        for component, via in zip(sought.table.components, sought.via, strict=True)
+    )
+
+
+def _slices(
+    lookups: Sequence[_LookedUp], shape: tuple[int, ...], dtype: Any
+) -> IndexedSlices:
+    if not lookups:
+        values = jnp.zeros((0, *shape[1:]), dtype)
+        return IndexedSlices(values, jnp.zeros(0, jnp.int32), shape)
+    if len(lookups) == 1:
+        return IndexedSlices(lookups[0].flat, lookups[0].flat_ids, shape)
+    ids = [x.flat_ids for x in lookups]
+    # The wider dtype holds all ids; it depends on whether jax has 64 bits.
+    if len({x.dtype for x in ids}) > 1:
+        wide: Any = jax.dtypes.canonicalize_dtype(jnp.int64)
+        ids = [x.astype(wide) for x in ids]
+    return IndexedSlices(
+        jnp.concatenate([x.flat for x in lookups]), jnp.concatenate(ids), shape
+    )
+
 
 Argnums = int | tuple[int, ...] | list[int]
 

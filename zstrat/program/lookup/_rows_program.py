@@ -19,9 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program._compile import own
-from zstrat.program._results import SUMMED, Computed, outgoing, parted
-from zstrat.program._sets import side_by_side
+from zstrat.program._compile import (
+    SUMMED,
+    Computed,
+    outgoing,
+    own,
+    parted,
+    side_by_side,
+)
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import Flow
 from zstrat.program.trace._wide import evaluator, has_whole, with_64_bits
@@ -32,7 +37,7 @@ from ._lookups import Level, Wanted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from zstrat.program._results import StepResult, StepUpdate
+    from zstrat.program._compile import StepResult, StepUpdate
     from zstrat.program.trace._discover import Traced
     from zstrat.program.trace._plan import Plan
 

@@ -2,7 +2,7 @@
 
 A metaclass, or a base's ``__init_subclass__``, may do work that the class does not
 show: register it with jax, collect its fields. So the receiver does not fill a blank
-class. It runs the class statement (`_bodies`) with empty functions (`_functions`),
+class. It runs the class statement (`_functions`) with empty functions (`_functions`),
 because functions refer to the class. Then it fills the functions, and sets attributes
 that differ from the original, whatever the code did on its second run. At last it
 registers pytree classes with jax: objects that are loaded after the class may flatten
@@ -28,9 +28,16 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ._bodies import Body, body_of, is_bare, own_names, write_field
-from ._functions import fill, inner_functions
-from ._pytrees import HEAP_TYPE, Registration, register
+from ._functions import (
+    Body,
+    body_of,
+    fill,
+    inner_functions,
+    is_bare,
+    own_names,
+    write_field,
+)
+from ._references import HEAP_TYPE, Registration, register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -20,8 +20,8 @@ Threats. Anyone who can make a task load such bytes can run code there, so tasks
 them only from their coordinator; the caller has checked that. Bytecode of functions is
 valid only for one minor version of Python, so the bytes name it.
 
-Before an object is sent it is loaded here once (`_trial`), so that errors name the path
-to a part that would not arrive, or not whole.
+Before an object is sent it is loaded here once (`_carried`), so that errors name the
+path to a part that would not arrive, or not whole.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ import numpy as np
 
 from zstrat.errors import ProtocolError, VersionMismatchError
 
-from ._bodies import runs_code
-from ._carried import BESIDE
+from ._carried import BESIDE, find_value, tried, try_out, unpicklable
+from ._functions import runs_code
 from ._pickler import (
     CircularBody,
     NotLoaded,
@@ -53,7 +53,6 @@ from ._pickler import (
 )
 from ._pickler import Resource as Resource
 from ._references import attribute
-from ._trial import find_value, tried, try_out, unpicklable
 
 if TYPE_CHECKING:
     import pickle

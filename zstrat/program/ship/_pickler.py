@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import ProtocolError
-from zstrat.program.trace._where import is_installed
+from zstrat.program.trace._refusals import is_installed
 from zstrat.variables import is_machinery, is_weak
 
 from ._classes import (
@@ -47,8 +47,7 @@ from ._functions import (
     remaining,
     whole,
 )
-from ._pytrees import Registration
-from ._references import ModuleAttribute
+from ._references import ModuleAttribute, Registration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

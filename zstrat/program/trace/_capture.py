@@ -1,7 +1,7 @@
 """`Capture`: records what a body does with variables and iterators while jax traces it.
 
 In *discovery* the reads of the body are not known yet, so each read makes a placeholder
-(`Discovery`); that trace yields the plan, and usually the program (`_feeds`). If it
+(`Discovery`); that trace yields the plan, and usually the program (`_flow`). If it
 yields no program, the body is traced once more: in *replay* the values are inputs of
 the program that is being compiled, and the body must do the same both times.
 
@@ -48,8 +48,9 @@ from zstrat.variables import (
 from zstrat.wire import UpdateOp
 
 from . import _refusals, joined
-from ._context import asked, current_trace, fresh
 from ._flow import marked
+from ._refusals import claimed, here
+from ._signature import asked, current_trace, fresh
 from ._updates import (
     Moves,
     Write,
@@ -63,7 +64,6 @@ from ._updates import (
     spread,
 )
 from ._updates import Recorded as Recorded
-from ._where import claimed, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
         VariableUpdate,
     )
 
-    from ._feeds import TraceFeed
+    from ._flow import TraceFeed
     from ._iterator import StepIterator
 
 

@@ -1,7 +1,7 @@
 """Discovers the plan of a step: traces its body with placeholders.
 
 One trace finds out what the body reads, looks up, draws and updates. The placeholders
-then become inputs of the traced program (`_feeds`); if they cannot, the body is traced
+then become inputs of the traced program (`_flow`); if they cannot, the body is traced
 once more, with values, rows and slots as inputs. The data flow of the program shows
 which rows can be asked for with the first request, and which only after an answer.
 """
@@ -21,8 +21,7 @@ from zstrat.variables import DeviceStorage
 
 from . import _refusals
 from ._capture import Capture
-from ._feeds import Discovery, body_program
-from ._flow import Flow
+from ._flow import Discovery, Flow, body_program
 from ._int32_checks import checked_plan, downcast_leaves, warn_of_numbers, wide_leaves
 from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from zstrat.variables import GradientCall, VariableHandle
 
     from ._capture import Recorded
-    from ._feeds import Placeholder
+    from ._flow import Placeholder
     from ._iterator import Element, StepIterator
     from ._signature import CutCall
     from ._structure import Structure
@@ -218,7 +217,7 @@ def discover(
     call: CutCall,
     supply: Callable[[int, StepIterator], Element],
 ) -> tuple[Plan, TracedBody | Traced | Staged]:
-    """Traces the body and makes its plan; once, or twice if `_feeds` says so.
+    """Traces the body and makes its plan; once, or twice if `_flow` says so.
 
     ``supply`` draws the elements for the body, real ones or pytrees of
     ``ShapeDtypeStruct``.

@@ -32,8 +32,8 @@ from zstrat.variables import (
 )
 
 from . import joined
+from ._alike import captured_values
 from ._flow import _MARK, Flow
-from ._reach import captured_values
 from ._signature import places as places_of
 from ._wide import wide_leaves_of
 

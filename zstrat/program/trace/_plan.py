@@ -23,9 +23,9 @@ from zstrat.variables import LOCAL
 
 from . import _refusals
 from ._capture import Capture
-from ._context import printed_before
-from ._feeds import Replay
+from ._flow import Replay
 from ._iterator import StepIterator
+from ._signature import printed_before
 from ._structure import ResultLayout, Structure, split
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import UpdateOp
 
-    from ._feeds import BodyProgram, SlotsKey
+    from ._flow import BodyProgram, SlotsKey
     from .joined import TreeDef
 
 

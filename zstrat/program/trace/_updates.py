@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         VariableHandle,
     )
 
-    from ._feeds import SlotsKey
+    from ._flow import SlotsKey
 
 
 def updates_copies(variable: VariableHandle, count: int) -> bool:

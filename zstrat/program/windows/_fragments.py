@@ -1,20 +1,56 @@
-"""Fragments of a tree, and the segments of a window between two exchanges.
+"""Exchanges of windows: fragments, resident arrays, overlapping programs.
+
+Fragments of a tree, and the segments of a window between two exchanges.
 
 After Douillard et al., "Streaming DiLoCo" (2025): each fragment is exchanged once in
 ``every`` steps, and at another offset than the others, so that the link carries a part
 of the model at a time. Round r of the outer optimizer is the exchange of fragment
 ``r % fragments``.
+
+Resident arrays: what a window keeps on its worker from one closure to the next.
+
+To a trace they are variables that it reads and assigns; they have keys of their own and
+are at no parameter server. The worker gives the values and keeps the new ones (see
+`zstrat.worker`), also those of a checkpoint. A worker that has none yet gives zeros.
+
+`OverlappedProgram`: a window whose first steps do not need the values on servers.
+
+The program is cut in two. The *head* is all that depends on no pulled value: it runs
+while the request for these values is under way. The *tail* takes what the head has
+computed, and the values.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from zstrat.program._compile import CompiledProgram, settled
+from zstrat.program.trace._discover import retraced
+from zstrat.variables import (
+    RESIDENT,
+    UnboundStorage,
+    VariableSpec,
+    VariableUpdate,
+    handle,
+)
+from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.variables import Optimizer, Variable
+    from zstrat.program.trace._capture import Capture
+    from zstrat.program.trace._iterator import Element
+    from zstrat.program.trace._plan import Plan, TracedBody
+    from zstrat.program.trace._signature import CutCall
+    from zstrat.variables import Optimizer, Variable, VariableHandle
+
 
 COPY: Final = "/copy"
 """What resident arrays are that are copies of variables."""
@@ -119,3 +155,183 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[int]:
         # A leaf without elements counts, too, so that no fragment stays empty.
         filled[found[leaf]] += max(1, sizes[leaf])
     return found
+
+
+class ResidentName(NamedTuple):
+    """What a resident array is: ``what``, beside the variable of a key (0: none), of
+    the outer optimizer of an id."""
+
+    what: str
+    variable: int
+    optimizer: int
+
+
+@functools.lru_cache(1 << 14)
+def resident_name(name: str) -> ResidentName:
+    """Returns what the array is whose `VariableSpec` has this name."""
+    what, variable, optimizer, _ = name.split(" ", 3)
+    return ResidentName(what, int(variable), int(optimizer))
+
+
+class _KeptByWorkers(UnboundStorage):
+    """The storage in a window that is called here instead of scheduled."""
+
+    def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{variable.spec} is kept by each worker, but this window was called "
+            "outside of one: schedule it, coordinator.schedule(window, args=...)"
+        )
+
+
+_NOWHERE: Final = _KeptByWorkers()
+
+
+class ResidentArrays:
+    """The resident arrays of one optimizer in one trace.
+
+    Args:
+        optimizer: Id of the outer optimizer.
+        name: Of the optimizer, for messages.
+    """
+
+    def __init__(self, optimizer: int, name: str, outer: Capture) -> None:
+        self._optimizer, self._name, self._outer = optimizer, name, outer
+
+    def read(
+        self, variable: VariableHandle, what: str, shape: Sequence[int], dtype: Any
+    ) -> jax.Array:
+        """Returns the array that is kept beside a variable under the name ``what``."""
+        return self._outer.read(self._at(variable, what, shape, dtype))
+
+    def round(self) -> jax.Array:
+        """Returns the number of the round whose values the window has read, int32."""
+        return self._outer.read(self._at(None, ROUND, (), "int32"))
+
+    def speed(self) -> jax.Array:
+        """Returns the steps per second of this worker, float32; 0 if not known."""
+        return self._outer.read(self._at(None, SPEED, (), "float32"))
+
+    def keep(
+        self, variable: VariableHandle | None, what: str, array: jax.Array
+    ) -> None:
+        """Keeps an array for the next closure; None: it belongs to no variable."""
+        to = self._at(variable, what, array.shape, array.dtype)
+        self._outer.update(VariableUpdate(to, UpdateOp.ASSIGN, (array,), None))
+
+    def _at(
+        self,
+        variable: VariableHandle | None,
+        what: str,
+        shape: Sequence[int],
+        dtype: Any,
+    ) -> VariableHandle:
+        what = what.replace(" ", "_")
+        place = 0 if variable is None else variable.spec.key
+        # A digest: each trace has to find the same key, on whatever worker.
+        words = f"{what} {place} {self._optimizer}"
+        digest = hashlib.blake2b(words.encode(), digest_size=7).digest()
+        key = -(1 << 60) - int.from_bytes(digest, "big")
+        name = f"{words} {self._name}"
+        if variable is not None:
+            name = f"{name}/{variable.name}"
+        return handle(
+            VariableSpec(key, name, tuple(shape), str(dtype), RESIDENT), _NOWHERE
+        )
+
+
+_LOOPS: Final = frozenset({"scan", "while"})
+
+
+@final
+class OverlappedProgram(CompiledProgram):
+    """The program of a window with ``overlap``.
+
+    Args:
+        closed: From inputs, leaves of elements and values of reads to results and
+            operands.
+        late: The numbers of the inputs that are pulled.
+    """
+
+    __slots__ = ("_early", "_head", "_tail", "has_loop")
+
+    def __init__(
+        self, plan: Plan, body: TracedBody, closed: ClosedJaxpr, late: frozenset[int]
+    ) -> None:
+        super().__init__(plan, body)
+        jaxpr: Any = closed.jaxpr
+        after = {jaxpr.invars[number] for number in late}
+        first: list[Any] = []
+        rest: list[Any] = []
+        for eqn in jaxpr.eqns:
+            waits = any(not isinstance(x, Literal) and x in after for x in eqn.invars)
+            (rest if waits else first).append(eqn)
+            if waits:
+                after.update(eqn.outvars)
+        self.has_loop: Final = any(eqn.primitive.name in _LOOPS for eqn in first)
+        """Whether there are steps before those that need pulled values."""
+        made = {var for eqn in first for var in eqn.outvars}
+        used = [*[x for eqn in rest for x in eqn.invars], *jaxpr.outvars]
+        given = [x for x in dict.fromkeys(_vars(used)) if x in made]
+        self._early = [n for n in range(len(jaxpr.invars)) if n not in late]
+        early = [jaxpr.invars[number] for number in self._early]
+        head = jaxpr.replace(invars=early, outvars=given, eqns=first)
+        tail = jaxpr.replace(invars=[*given, *jaxpr.invars], eqns=rest)
+        inputs = set(jaxpr.invars)
+        is_input = [not isinstance(x, Literal) and x in inputs for x in jaxpr.outvars]
+        run = jaxpr_as_fun(ClosedJaxpr(tail, closed.consts))
+
+        def tailed(*values: Any) -> list[Any]:
+            # Outputs share no memory with inputs.
+            outputs = zip(run(*values), is_input, strict=True)
+            return [jnp.copy(x) if is_given else x for x, is_given in outputs]
+
+        self._head = jax.jit(jaxpr_as_fun(ClosedJaxpr(head, closed.consts)))
+        self._tail = jax.jit(tailed)
+
+    def begin(
+        self, inputs: Sequence[Any], elements: Sequence[Any], values: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Computes the head; of ``values`` it does not look at those that are
+        pulled."""
+        given = [*inputs, *elements, *values]
+        return list(self._head(*[given[number] for number in self._early]))
+
+    def finish(
+        self,
+        begun: Sequence[jax.Array],
+        inputs: Sequence[Any],
+        elements: Sequence[Any],
+        values: Sequence[Any],
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        """Computes the tail; returns the arrays of the result, and the operands of
+        each update."""
+        outputs = list(self._tail(*begun, *inputs, *elements, *values))
+        settled(outputs, outputs)
+        count = len(self.plan.out_specs)
+        left = iter(outputs[count:])
+        operands = [[next(left) for _ in x.operands] for x in self.plan.updates]
+        return outputs[:count], operands
+
+    def __call__(
+        self, inputs: list[Any], elements: list[Any], values: list[Any]
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        begun = self.begin(inputs, elements, values)
+        return self.finish(begun, inputs, elements, values)
+
+
+def program_of_window(
+    plan: Plan, body: TracedBody, call: CutCall, elements: Sequence[Element]
+) -> CompiledProgram:
+    """Returns the program of a window; in two parts if steps of it come before the
+    values that it pulls."""
+    closed = retraced(plan, body, call, elements)
+    first = len(closed.in_avals) - len(plan.reads)
+    late = {n for n, spec in enumerate(plan.reads, first) if spec.ps != RESIDENT}
+    if closed.effects:  # whose order would change
+        return CompiledProgram(plan, body)
+    program = OverlappedProgram(plan, body, closed, frozenset(late))
+    return program if program.has_loop else CompiledProgram(plan, body)
+
+
+def _vars(atoms: Sequence[Any]) -> list[Any]:
+    return [x for x in atoms if not isinstance(x, Literal)]

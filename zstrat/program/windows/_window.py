@@ -30,20 +30,18 @@ from zstrat.program._function import Function
 from zstrat.program.ship._carried import ScopedBody
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._capture import MAX_DRAWS, Capture
-from zstrat.program.trace._context import printed_before, worker_context
 from zstrat.program.trace._iterator import Element
-from zstrat.program.trace._where import claimed
+from zstrat.program.trace._refusals import claimed
+from zstrat.program.trace._signature import printed_before, worker_context
 from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
 
-from ._fragments import COPY, SEGMENT, STEPS, Segment, fragments_of
-from ._resident import ResidentArrays
-from ._table_rows import TableRows
-from ._window_recorder import NeedsElement, WindowRecorder, window_of_step
+from ._fragments import COPY, SEGMENT, STEPS, ResidentArrays, Segment, fragments_of
+from ._window_recorder import NeedsElement, TableRows, WindowRecorder, window_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.program.trace._feeds import SlotsKey
+    from zstrat.program.trace._flow import SlotsKey
     from zstrat.program.trace._iterator import StepIterator
     from zstrat.program.trace._structure import Structure
     from zstrat.variables import GradientCall, SlotRule, Variable, VariableHandle

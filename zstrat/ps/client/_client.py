@@ -14,8 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.ps.store._done_leases import PACKED, DoneLeases
-from zstrat.ps.store._parts import named
+from zstrat.ps.store._ledger import PACKED, DoneLeases, named
 from zstrat.wire import (
     LEASE,
     AppliedLeases,
@@ -29,9 +28,8 @@ from zstrat.wire import (
 
 from ._asking import CallPart, nothing
 from ._line import REQUEST_TIMEOUT
-from ._pushing import OwnUpdates, Pushing, exchange
+from ._pushing import OwnUpdates, Pushing, RoundCalls, exchange
 from ._reading import Known, Reading
-from ._round_client import RoundCalls
 from ._snapshot_client import SnapshotCalls
 from ._variable_client import VariableCalls
 
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.ps.store._parts import EagerRun
+    from zstrat.ps.store._ledger import EagerRun
     from zstrat.transport import TaskLink
 
     from ._pushing import PsUpdate

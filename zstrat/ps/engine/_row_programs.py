@@ -21,14 +21,7 @@ import numpy as np
 from zstrat.memory import aligned
 
 from ._arithmetic import CALL_BYTES, FEWEST, as_rows, bucket, sizes
-from ._slot_layouts import (
-    Shape,
-    SlotLayout,
-    SlotLayouts,
-    operands_of,
-    shape,
-    spec,
-)
+from ._flat_updates import Shape, SlotLayout, SlotLayouts, operands_of, shape, spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

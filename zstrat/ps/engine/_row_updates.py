@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from zstrat.optimizers import LeafRule
 
     from ._arithmetic import RowRun
+    from ._flat_updates import SlotLayouts
     from ._row_programs import RowProgram
-    from ._slot_layouts import SlotLayouts
     from ._slots import Ahead
 
 

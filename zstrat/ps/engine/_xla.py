@@ -28,16 +28,19 @@ import jax
 
 from zstrat.ps.store._cell import Cell, Write
 
-from ._flat_updates import FlatGroup, FlatUpdates, Kinds, StartedUpdate
-from ._row_updates import RowUpdates
-from ._slot_layouts import (
+from ._flat_updates import (
     Context,
+    FlatGroup,
+    FlatUpdates,
+    Kinds,
     SlotLayout,
     SlotLayouts,
+    StartedUpdate,
     operands_of,
     shape,
     spec,
 )
+from ._row_updates import RowUpdates
 from ._slots import Ahead, Slots, SlotStep, Unbound, lose
 
 if TYPE_CHECKING:

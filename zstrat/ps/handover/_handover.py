@@ -32,8 +32,7 @@ import numpy as np
 from zstrat.config import Limits
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
-from zstrat.ps.replication._copying import StoreCopy
-from zstrat.ps.replication._replay import index_tables, replay
+from zstrat.ps.replication._replay import StoreCopy, index_tables, replay
 from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
 from zstrat.ps.snapshots._snapshot_files import DiskThread, SnapshotWrite
 from zstrat.ps.store._pins import Pin

@@ -35,8 +35,8 @@ from zstrat.wire import (
     Push,
 )
 
-from ._copying import StoreCopy, optimizer_code
 from ._log_link import WINDOW, LogLink, nbytes_of
+from ._replay import StoreCopy, optimizer_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence

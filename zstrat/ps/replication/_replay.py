@@ -1,8 +1,17 @@
-"""Replays the changes of a primary on the store of its backup.
+"""Copies a store by messages, and replays changes on the copy.
+
+Replays the changes of a primary on the store of its backup.
 
 Nothing is decided here: the primary has decided, and this store has had all earlier
 changes. `CHANGES` has a row for each kind of change; long ones are computed on another
 thread, and then committed by the code that the primary has run, too.
+
+Copies a store as it is at one moment, as messages that fill an empty one: for a
+backup, and for a file (`zstrat.ps.handover`).
+
+Small things are messages at once; values and slots are pinned, and follow in parts
+while updates continue. Slots come without a layout: the backup treats them as restored
+from a checkpoint, and its optimizers bind them (`Unbound`).
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -21,16 +30,21 @@ from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
 from zstrat.ps._round_serving import close_round
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
+from zstrat.ps.snapshots._snapshot import SnapshotTensor
 from zstrat.ps.snapshots._table_loading import RowsToAdd, TableLoading, sent_rows
 from zstrat.ps.store._cell import Cell
+from zstrat.ps.store._ledger import UNNAMED
 from zstrat.ps.store._plans import BindPlan
 from zstrat.ps.tables._growing_cell import growing
+from zstrat.ps.tables._id_table import TALL
 from zstrat.wire import (
     AskParts,
     BindOptimizer,
     ChangeProgram,
     CloseRound,
     Contribute,
+    CopiedSlot,
+    CopiedVariable,
     CopyKept,
     CopyLedger,
     CopyParts,
@@ -44,6 +58,7 @@ from zstrat.wire import (
     DeleteVariables,
     Fence,
     HeldRounds,
+    KeptOptimizer,
     LoadTensors,
     Message,
     Push,
@@ -59,13 +74,192 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.ps._requests import Running
+    from zstrat.ps.engine._slots import Slots
+    from zstrat.ps.store._ledger import Ledger
     from zstrat.ps.store._plans import Plan
     from zstrat.ps.store._store import Store
     from zstrat.ps.tables._id_table import IdTable
-    from zstrat.wire import CopiedPart, CopiedSlot, CopiedVariable
+    from zstrat.wire import CopiedPart
+
+
+_ENTRIES: Final = 256
+"""Variables or slots that one message describes: with long names they fit into a
+header."""
+
+
+@final
+class StoreCopy:
+    """A store as it is now. Its maker has the turn of all names, and calls `release`
+    in the end.
+
+    Raises:
+        Exception: Whatever pinning raises; nothing stays pinned.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.tensors: list[SnapshotTensor] = []
+        """Values and slots, which follow in parts."""
+        try:
+            for held in store.variables.values():
+                self.tensors += _pinned(held)
+        except BaseException:  # to the caller
+            self.release()
+            raise
+        self.messages: Sequence[Message] = [
+            *_ledgers(store),
+            *[Push(0, UNNAMED, 0, 0, [], (), leases=x) for x in store.leases.packed()],
+            *_parts(store),
+            *_tables(store),
+            *_variables(store),
+            *_optimizers(store),
+            *_slots(store),
+            *_kept(store),
+            *store.rounds.messages(),
+        ]
+        """Messages that make the rest, in order."""
+
+    def release(self) -> None:
+        for tensor in self.tensors:
+            tensor.pin.release()
+        self.tensors = []
+
+
+_CONTENT: Final = (
+    "engine",
+    "variables",
+    "ledger",
+    "writers",
+    "leases",
+    "parts",
+    "rounds",
+    "counts",
+    "kept",
+    "kept_optimizers",
+)
+"""The attributes that are the content of a `Store`."""
+
+
+def hand_over(source: Store, target: Store) -> None:
+    """Moves the content of a store to an empty one. Neither may have a log, nor a
+    request that is computed."""
+    for name in _CONTENT:
+        content = getattr(source, name)
+        setattr(source, name, getattr(target, name))
+        setattr(target, name, content)
+    # A plan that was made for the one cannot be committed to the other.
+    source.variables.generation = target.variables.generation + 1
+
+
+def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
+    key, cell = held.entry.key, held.cell
+    if not cell.lost:
+        yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
+    if held.table is not None:
+        for name, leaf_cell in held.table.leaves().items():
+            yield SnapshotTensor.of(key, 0, name, leaf_cell, name in TALL)
+    for number, slots in held.slots.items():
+        for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+            yield SnapshotTensor.of(key, number, leaf.name, cell, leaf.rows)
+
+
+def _ledgers(store: Store) -> Iterator[Message]:
+    yield _ledger(0, store.ledger)
+    for writer, ledger in store.writers.ledgers:
+        yield _ledger(writer, ledger)
+
+
+def _ledger(writer: int, ledger: Ledger) -> CopyLedger:
+    pairs = [
+        np.array(each, np.int64).reshape(-1, 2)
+        for each in (ledger.applied, ledger.over)
+    ]
+    return CopyLedger(writer, ledger.low_water, tuple(pairs))
+
+
+def _parts(store: Store) -> Iterator[Message]:
+    for step, attempt, part, names in store.parts.noted():
+        if part < 0:
+            yield AskParts(0, step, attempt, 0)
+        else:
+            yield PushPart(0, step, part, 0, attempt, list(names), [], ())
+
+
+def _tables(store: Store) -> Iterator[Message]:
+    for held in store.variables.values():
+        if held.table is not None:
+            yield CreateTables(0, [held.table.entry], held.table.code)
+
+
+def _variables(store: Store) -> Iterator[Message]:
+    variables = store.variables
+    entries = [
+        CopiedVariable(
+            *held.entry,
+            held.version,
+            held.cell.dtype.name,
+            list(held.cell.shape),
+            held.cell.lost,
+        )
+        for held in variables.values()
+    ]
+    # One at least: it has the first version, too.
+    for at in range(0, max(1, len(entries)), _ENTRIES):
+        yield CopyVariables(variables.first_version, entries[at : at + _ENTRIES])
+
+
+def optimizer_code(store: Store) -> list[Message]:
+    """Returns the messages that make the optimizers, bound to nothing. A store that has
+    them already may get them again."""
+    return [
+        CreateOptimizer(0, known.optimizer, known.name, known.code)
+        for known in store.engine
+    ]
+
+
+def _optimizers(store: Store) -> Iterator[Message]:
+    yield from optimizer_code(store)
+    for known in store.engine:
+        for data, keys in known.bindings.encoded:
+            tree = np.frombuffer(data, np.uint8)
+            yield CopyTree(known.optimizer, (tree, np.array(keys, np.int64)))
+
+
+def _slots(store: Store) -> Iterator[Message]:
+    entries = [
+        entry
+        for held in store.variables.values()
+        for optimizer, slots in held.slots.items()
+        for entry in _leaves(held.entry.key, optimizer, slots)
+    ]
+    entries += [
+        CopiedSlot(held.entry.key, 0, name, True, cell.dtype.name, list(cell.shape), [])
+        for held in store.variables.values()
+        if held.table is not None
+        for name, cell in held.table.leaves().items()
+        if cell.grows
+    ]
+    for at in range(0, len(entries), _ENTRIES):
+        yield CopySlots(entries[at : at + _ENTRIES])
+
+
+def _kept(store: Store) -> Iterator[Message]:
+    if store.kept or store.kept_optimizers:
+        names = [KeptOptimizer(*each) for each in store.kept_optimizers.items()]
+        keys = np.array(sorted(store.kept), np.int64)
+        yield CopyKept(names, store.engine.is_former, (keys,))
+
+
+def _leaves(key: int, optimizer: int, slots: Slots) -> Iterator[CopiedSlot]:
+    for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+        filled = [(0, cell.shape[0] if leaf.rows else 1)]
+        if isinstance(slots, Unbound):
+            filled = slots.filled[leaf.name]
+        ends = [end for run in filled for end in run]
+        shape, name = list(cell.shape), cell.dtype.name
+        yield CopiedSlot(key, optimizer, leaf.name, leaf.rows, name, shape, ends)
 
 
 def replay(store: Store, change: Message) -> Running[None]:

@@ -28,9 +28,8 @@ from zstrat.wire import (
     PromoteBackup,
 )
 
-from ._attached_backups import AttachedBackups
+from ._attached_backups import AttachedBackups, Completeness
 from ._backup import Backup
-from ._completeness import Completeness
 
 if TYPE_CHECKING:
     from collections.abc import Callable

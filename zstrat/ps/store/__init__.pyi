@@ -4,6 +4,6 @@ from ._changes import TwoLogs as TwoLogs
 from ._ledger import CAPACITY as CAPACITY
 from ._ledger import UNNAMED as UNNAMED
 from ._ledger import Ledger as Ledger
-from ._parts import Parts as Parts
+from ._ledger import Parts as Parts
 from ._pins import Pin as Pin
 from ._plans import PushPlan as PushPlan

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._engine import OptimizerEngine, Registered
     from zstrat.wire import Push, Update
 
-    from ._sets import HeldSet
-    from ._variables import HeldVariables
+    from ._variables import HeldSet, HeldVariables
 
 MANY: Final = 16
 """Updates that are worth remembering."""

@@ -21,8 +21,7 @@ from zstrat.wire import (
     VariableEntry,
 )
 
-from ._creating import CreatePlan, InitializePlan
-from ._creating_tables import TablesPlan
+from ._creating import CreatePlan, InitializePlan, TablesPlan
 from ._plans import BindPlan, OptimizerPlan
 
 T = TypeVar("T", bound=Message)

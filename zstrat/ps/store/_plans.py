@@ -22,13 +22,11 @@ from zstrat.ps.engine._arithmetic import (
 )
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
 from zstrat.ps.engine._slots import Ahead, Gradients, RowStep, SlotStep, lose
-from zstrat.ps.tables._eviction import Eviction
-from zstrat.ps.tables._row_changes import RowChanges
+from zstrat.ps.tables._row_changes import Eviction, RowChanges
 from zstrat.wire import EvictionRule, UpdateOp
 
 from ._cell import Write
-from ._creating import CreatePlan, InitializePlan
-from ._creating_tables import TablesPlan
+from ._creating import CreatePlan, InitializePlan, TablesPlan
 from ._lookups import SEARCH, RowsPlan, TableItems
 
 if TYPE_CHECKING:
@@ -42,8 +40,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Push, SetPart
 
     from ._cell import Cell
-    from ._sets import HeldSet
-    from ._variables import HeldVariables
+    from ._variables import HeldSet, HeldVariables
 
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}

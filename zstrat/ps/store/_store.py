@@ -50,11 +50,16 @@ from zstrat.wire import (
 
 from ._alike_pushes import AlikePushes
 from ._changes import ChangeLog, log_plan
-from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
-from ._creating_tables import TablesPlan, tables_plan
-from ._done_leases import DoneLeases
+from ._creating import (
+    CreatePlan,
+    InitializePlan,
+    TablesPlan,
+    create_plan,
+    initialize_plan,
+    tables_plan,
+)
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
-from ._ledger import Ledger, Writers
+from ._ledger import DoneLeases, Ledger, Parts, Writers, plain_push
 from ._lookups import (
     RowsPlan,
     TableItems,
@@ -63,7 +68,6 @@ from ._lookups import (
     table_items,
     too_many,
 )
-from ._parts import Parts, plain_push
 from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan
 from ._rounds import OpenRounds, merged_part
 from ._variables import HeldVariables

@@ -14,9 +14,8 @@ from zstrat.ps.engine._arithmetic import gather
 from zstrat.ps.store._cell import Cell
 
 from ._growing_cell import GrowingCell
-from ._id_numbers import IdNumbers, IndexedIds
 from ._index import NO_ROW
-from ._waiting import COUNTS, WAITING, Sketch, WaitingIds
+from ._waiting import COUNTS, WAITING, IdNumbers, IndexedIds, Sketch, WaitingIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

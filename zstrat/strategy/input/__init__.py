@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from ._epoch_sync import PassLength as PassLength
-from ._epoch_sync import SynchronizedPass as SynchronizedPass
+from ._replica_batches import PassLength as PassLength
+from ._replica_batches import SynchronizedPass as SynchronizedPass

@@ -21,8 +21,7 @@ from zstrat.program.trace import downcast_message
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import DowncastWarning, downcast_loss, is_downcast
 
-from ._epoch_sync import PassLength, SynchronizedPass
-from ._replica_batches import Share, leaf_by_leaf
+from ._replica_batches import PassLength, Share, SynchronizedPass, leaf_by_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from zstrat.data import Allotment, Recipe
     from zstrat.strategy._options import InputOptions
 
-    from ._epoch_sync import AllMax
+    from ._replica_batches import AllMax
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]

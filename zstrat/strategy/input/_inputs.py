@@ -34,9 +34,13 @@ from zstrat.strategy._options import InputOptions
 from zstrat.variables import user_line
 
 from ._distributed_dataset import DistributedDataset, refuse_attribute
-from ._epoch_sync import PassLength
 from ._feed import BegunPass, DatasetFeed, FeedSources
-from ._replica_batches import per_replica, shares_of_batches, shares_of_elements
+from ._replica_batches import (
+    PassLength,
+    per_replica,
+    shares_of_batches,
+    shares_of_elements,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,9 +48,8 @@ if TYPE_CHECKING:
     from zstrat.data import Allotment, Dataset, Recipe
     from zstrat.strategy._frames import AbstractStrategy
 
-    from ._epoch_sync import AllMax
     from ._feed import FeedPosition, Place
-    from ._replica_batches import Share
+    from ._replica_batches import AllMax, Share
 
 _DATASET: Final = "a distributed dataset"
 _FUNCTION: Final = "a dataset of distribute_datasets_from_function"

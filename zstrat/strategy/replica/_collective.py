@@ -1,7 +1,7 @@
 """Collectives of replicas: those of this process, and those of other processes.
 
 The replicas of one process either are one program over a named axis (`_regions`),
-or they run sequentially (`_barriers`). Either way their values are combined in this
+or they run sequentially (`_fibers`). Either way their values are combined in this
 process first, and then once with those of the other processes, which may run their
 replicas the other way (`zstrat.program.stages._cross`).
 

@@ -47,8 +47,7 @@ from zstrat.variables import (
     refuse_update,
 )
 
-from ._mapped import Spread, in_stages, mapped_over
-from ._replica_recorder import ReplicaRecorder, recording_by
+from ._mapped import ReplicaRecorder, Spread, in_stages, mapped_over, recording_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

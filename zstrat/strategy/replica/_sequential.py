@@ -56,9 +56,8 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._barriers import optimizing, to_device, updating
-from ._fibers import run_fibers
-from ._mapped import in_stages
+from ._fibers import optimizing, run_fibers, to_device, updating
+from ._mapped import ReplicaRecorder, in_stages
 from ._one_program import (
     UnevenParts,
     distribute_rows,
@@ -68,7 +67,6 @@ from ._one_program import (
 )
 from ._per_replica import regroup, select_replica
 from ._regions import TracedRegion
-from ._replica_recorder import ReplicaRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

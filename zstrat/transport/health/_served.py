@@ -20,17 +20,14 @@ from typing import TYPE_CHECKING, Final, cast, final
 from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
-from ._exposition import exposition
-from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream
-from ._page import PageToken, document
-from ._register import REGISTER
+from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream, PageToken, document
+from ._register import REGISTER, exposition
 from ._watch import VIEWERS, RunWatch
 
 if TYPE_CHECKING:
     from zstrat.config import Settings
 
-    from ._exposition import TaskStatistics
-    from ._register import RegisterEntry
+    from ._register import RegisterEntry, TaskStatistics
 
 _BINDING: Final = 10.0
 """Seconds to bind, including the lookup of a name."""

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
         TreeRule,
         TreeStructure,
     )
-    from zstrat.variables._spec import VariableSpec
-    from zstrat.variables._storage import StorageUpdate, VariableHandle
+    from zstrat.variables._storage import StorageUpdate, VariableHandle, VariableSpec
     from zstrat.wire import UpdateOp
 
     from ._rounds import Rounds

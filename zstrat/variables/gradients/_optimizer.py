@@ -16,8 +16,8 @@ import jax
 
 from zstrat.codecs import wire_format
 from zstrat.variables._creator import creator
-from zstrat.variables._spec import LOCAL, VariableAggregation
-from zstrat.variables._tracing import recorder
+from zstrat.variables._operators import recorder
+from zstrat.variables._storage import LOCAL, VariableAggregation
 from zstrat.variables._variable import Variable
 
 from ._gradient_call import (
@@ -27,11 +27,10 @@ from ._gradient_call import (
     require_servers,
     seen,
 )
-from ._gradients_given import given_pairs, given_tree
+from ._gradients_given import given_pairs, given_tree, traced
 from ._optimizer_state import Hyperparameters, assign_state, state_of
 from ._rounds import Rounds
 from ._slots import SlotInfo
-from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from zstrat.variables._convert import same_kind
+from zstrat.variables._operators import is_staging, recorder
 from zstrat.variables._storage import KeepsSlots, read_all
-from zstrat.variables._tracing import is_staging, recorder
 
 from ._gradient_call import Binds
 from ._gradients_given import extras_of

@@ -1,0 +1,443 @@
+"""Training of a Keras model by replicas, or on parameter servers.
+
+Training of a Keras model by replicas that compute together.
+
+Each replica gets its rows of a batch, and a gradient counts as much as its replica has
+rows, so a step is that of the whole batch, also where a batch cannot be divided evenly.
+The state of a BatchNormalization becomes the mean over the replicas, as each sees its
+own rows; integers (the counters of seeds) advance as in the first replica.
+
+Several processes run the same program, and see the same metrics. Each has to give the
+same batches, of which its replicas take their rows; arrays are shuffled as in the first
+process.
+
+Training of a Keras model on parameter servers.
+
+The variables of the model are variables of the strategy. Each step reads them, computes
+gradients, and pushes these to the optimizer beside the variables; what the batch adds
+to the metrics comes back as the result of the step.
+
+What is not trained follows a rule. Floating-point state (the averages of a
+BatchNormalization) is assigned: of steps that run at the same time, the one that ends
+last counts. Integers (the counters of seeds) advance: each step adds what it has added.
+With one worker both are what Keras does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import keras
+import numpy as np
+
+from zstrat.coordinator import ClusterCoordinator, LeasedDataset
+from zstrat.errors import PSUnavailableError
+from zstrat.program import KerasWarning, function
+from zstrat.strategy import MultiWorkerMirroredStrategy
+from zstrat.variables import (
+    ShardedVariable,
+    Variable,
+    VariableAggregation,
+    create_variables,
+    values,
+)
+
+from ._private import layers_of, noted_losses
+from ._sources import Draw, LeaseSource
+from ._steps import Batch, trace_step
+from ._training import Training
+from .embeddings import Embedding, embeddings_of, is_large, layer_table
+from .optimizers import OptimizerState
+from .shipped import step_function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ._steps import TracedStep
+    from ._training import Source, StepResult
+    from .shipped import StepProgram
+
+
+_MEANS: Final = ("sum_over_batch_size", "mean")
+
+_TOLERANCE: Final = 0.05
+"""How far a loss may be from the mean of those of its rows, as some draw numbers. A sum
+is twice as large with two replicas."""
+
+
+class Ended:
+    """The results of a step that has ended."""
+
+    is_ready = True
+
+    def __init__(self, results: Any) -> None:
+        self._results: Final = results
+
+    def fetch(self) -> Any:
+        return self._results
+
+
+class ReplicaTraining(Training):
+    """Training of a model under a strategy whose replicas compute in step.
+
+    Raises:
+        NotImplementedError: A loss is not a mean over rows, by which replicas count. It
+            is found by its reduction at once, and by its values at the first step.
+    """
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        super().__init__(model, strategy)
+        self._is_mean = False
+        for loss in keras.tree.flatten(model.loss):
+            kind = getattr(loss, "reduction", _MEANS[0])
+            if kind not in _MEANS and strategy.num_replicas_in_sync > 1:
+                raise NotImplementedError(
+                    f"a loss of model {model.name!r} has reduction={kind!r}, but "
+                    "replicas count by their rows: use "
+                    'reduction="sum_over_batch_size" (the default of Keras), or a '
+                    "strategy with one replica"
+                )
+
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if isinstance(self.strategy, MultiWorkerMirroredStrategy):
+            # Keras shuffles arrays by numpy's generator.
+            kind, keys, place, *rest = np.random.get_state(legacy=True)
+            mine = np.append(keys, np.uint32(place))
+            first = np.asarray(self.strategy.gather(mine, axis=0))[: mine.size]
+            np.random.set_state((kind, first[:-1], int(first[-1]), *rest))
+        return super().call(name, method, args, kwargs)
+
+    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
+        steps, parts = {batch.key: step}, self._parts(batch)
+        with noted_losses(self.model):
+            for part in parts:
+                if part.key not in steps:
+                    steps[part.key] = trace_step(self.model, mode, part)
+        if mode != "predict" and len(parts) > 1 and not self._is_mean:
+            self._require_means(batch, parts)
+            self._is_mean = True
+        return self._step_function(steps, mode, batch)
+
+    def start(self, prepared: Any, batch: Batch) -> StepResult:
+        parts = self._parts(batch)
+        arrays = batch.arrays
+        if len(parts) > 1:
+            arrays = self.strategy.experimental_distribute_values_from_function(
+                lambda context: parts[context.replica_id_in_sync_group].arrays
+            )
+        return Ended(prepared(self.learning_rate(), arrays))
+
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Creates variables of the strategy.
+
+        Raises:
+            NotImplementedError: The model has a `zs.HashTable`.
+        """
+        for layer in layers_of(self.model):
+            if layer_table(layer) is not None:
+                raise NotImplementedError(
+                    f"layer {layer.name!r} has a zs.HashTable, and the model is "
+                    f"compiled under {self.strategy!r:.100}: compile it in the scope "
+                    "of a zs.ParameterServerStrategy"
+                )
+        name = self.model.name
+        with self.strategy.scope():
+            made = [*create_variables(list(trained), name=name)]
+            for number, array in enumerate(others):
+                is_real = array.dtype.kind == "f"
+                made += create_variables(
+                    [array],
+                    name=f"{name}/state_{number}",
+                    trainable=False,
+                    aggregation=VariableAggregation.MEAN
+                    if is_real
+                    else VariableAggregation.ONLY_FIRST_REPLICA,
+                )
+        return made
+
+    def wait(self) -> None:
+        """Does nothing: `start` has waited."""
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """Divides a batch among the replicas of all processes."""
+        replicas = self.strategy.num_replicas_in_sync
+        if replicas == 1:
+            return [batch]
+        if batch.rows < replicas:
+            raise NotImplementedError(
+                f"a batch of {batch.rows} rows for {replicas} replicas: each needs a "
+                "row. Choose a batch_size that leaves no such rest, or leave the rest "
+                "out (drop_remainder)"
+            )
+        return [
+            Batch(batch.treedef, arrays)
+            for arrays in zip(
+                *[
+                    np.array_split(array, replicas)
+                    if array.ndim
+                    else [array] * replicas
+                    for array in batch.arrays
+                ],
+                strict=True,
+            )
+        ]
+
+    def _require_means(self, batch: Batch, parts: Sequence[Batch]) -> None:
+        """Checks that each loss of a batch is the mean of those of its parts. Values of
+        the model are changed a little: of zeros, a sum is a mean."""
+        model, rng = self.model, np.random.default_rng(0)
+        if type(model).train_step is not keras.Model.train_step:
+            return  # it may compute its loss otherwise
+        shaken = [
+            np.asarray(v.value) + 0.1 * rng.normal(size=v.shape).astype(v.dtype)
+            for v in model.trainable_variables
+        ]
+        others = [[v.value for v in model.non_trainable_variables]]
+        others.append([v.value for v in model.metrics_variables])
+
+        @jax.jit
+        def losses(arrays: Any) -> list[Any]:
+            data = jax.tree.unflatten(batch.treedef, arrays)
+            with noted_losses(model) as found:
+                given = keras.utils.unpack_x_y_sample_weight(data)
+                model.compute_loss_and_updates(shaken, *others, *given)
+            return [keras.ops.sum(loss) for loss in found]
+
+        shares = [part.rows / batch.rows for part in parts]
+        apart = np.array([losses(part.arrays) for part in parts]).T
+        *added, _ = whole = np.array(losses(batch.arrays))
+        for number, (one, mean) in enumerate(zip(whole, apart @ shares, strict=True)):
+            if abs(one - mean) > _TOLERANCE * abs(apart[number]).max():
+                what = "what is added (add_loss) to " if number < len(added) else ""
+                raise NotImplementedError(
+                    f"{what}the loss of model {model.name!r} is {one:.4g} for a "
+                    f"batch of {batch.rows} rows, but the mean over the rows of "
+                    f"{len(parts)} replicas is {mean:.4g}, and replicas count by their "
+                    "rows: write a mean over rows (keras.ops.mean in place of sum, "
+                    "reduction='sum_over_batch_size'), or use a strategy with one "
+                    "replica or with parameter servers, if rows are compared with "
+                    "each other"
+                )
+
+    def _step_function(
+        self, steps: dict[Any, TracedStep], mode: str, batch: Batch
+    ) -> Any:
+        strategy, optimizer = self.strategy, self.optimizer
+        count = len(self.model.trainable_variables)
+        params, state = self.variables[:count], self.variables[count:]
+        total = batch.rows
+
+        def replica_fn(rate: Any, arrays: Any) -> Any:
+            part = Batch(batch.treedef, tuple(arrays))
+            step = steps[part.key]
+            results = step.function(*values(params), *values(state), *arrays)
+            if step.gradients and optimizer is not None:
+                share = part.rows / total
+                grads = [grad * share for grad in results[: step.gradients]]
+                optimizer.apply_gradients(grads, params, learning_rate=rate)
+            after = results[step.gradients :]
+            for at, value in zip(step.changed, after, strict=False):
+                state[at].assign(value)
+            rest = after[len(step.changed) :]
+            return rest[: step.metrics], rest[step.metrics :]
+
+        def keras_step(rate: Any, arrays: Any) -> Any:
+            sums, rest = strategy.run(replica_fn, args=(rate, arrays))
+            sums = [strategy.reduce("sum", each, axis=None) for each in sums]
+            if mode != "predict":
+                rest = [strategy.reduce("mean", each, axis=None) for each in rest]
+            return sums, rest
+
+        run = function(keras_step)
+
+        def ran(rate: Any, arrays: Any) -> list[Any]:
+            sums, rest = run(rate, arrays)
+            if mode == "predict":
+                rest = [strategy.gather(each, axis=0) for each in rest]
+            return list(map(np.asarray, [*sums, *rest]))
+
+        return ran
+
+
+class ServerTraining(Training):
+    """Training of a model under a `ParameterServerStrategy`."""
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        super().__init__(model, strategy)
+        self._coordinator = ClusterCoordinator(strategy)
+        spec = strategy.cluster_resolver.cluster_spec()
+        self.workers = max(1, spec.num_tasks("worker"))
+
+    def call(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        try:
+            return super().call(name, method, args, kwargs)
+        except PSUnavailableError as error:
+            note = (
+                f"Model {self.model.name!r} has the values of its last whole epoch: "
+                "compile it in the scope of a new strategy, and give fit an "
+                "initial_epoch. With ParameterServerStrategy(..., "
+                "on_ps_loss='restore') and the callback zs.keras.ServerCheckpoint fit "
+                "continues by itself (docs/moving_keras.md)."
+            )
+            if note not in getattr(error, "__notes__", ()):  # fit raises it once more
+                error.add_note(note)
+            raise
+
+    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
+        programs = {batch.key[1]: step.program()}
+        return self._step_function(step, programs, draws=False)
+
+    def start(self, prepared: Any, batch: Batch) -> StepResult:
+        args = self.learning_rate(), *batch.arrays
+        return self._coordinator.schedule(prepared, args=args)
+
+    def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
+        if isinstance(data, LeasedDataset):
+            return LeaseSource(data, repeats=mode != "train")
+        return super().source_of(mode, data, endless=endless)
+
+    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        if mode == "predict":
+            raise NotImplementedError(
+                "predict of a leased dataset: its batches have no order. Give arrays "
+                "or a zs.data.Dataset"
+            )
+        key = mode, tuple([Batch.of(spec).key for spec in draw.specs])
+        if key not in self._steps:
+            made = [self.traced(mode, spec) for spec in draw.specs]
+            programs = {batch.key[1]: step.program() for step, batch in made}
+            step, _ = made[0]
+            self._steps[key] = step, self._step_function(step, programs, draws=True)
+        step, run = self._steps[key]
+        args = self.learning_rate(), draw.iterator
+        return step, self._coordinator.schedule(run, args=args)
+
+    def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Creates variables of the strategy, and tables of large embeddings."""
+        found = embeddings_of(layers_of(self.model), self.keras_variables)
+        self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
+        given = {n: each for n, each in found.items() if layer_table(each) is not None}
+        self.unread = frozenset(given)
+        _require_one_layer_each(given.values())
+        self._require_rows_move_at_once()
+        arrays, made = [*trained, *others], {n: layer_table(given[n]) for n in given}
+        with self.strategy.scope():
+            for number in self.tables.keys() - given:
+                made[number] = self._parted(
+                    self.keras_variables[number], arrays[number]
+                )
+            left = [n for n in range(len(arrays)) if n not in made]
+            rest: list[Any] = create_variables(
+                [arrays[n] for n in left], name=self.model.name
+            )
+        made |= dict(zip(left, rest, strict=True))
+        return [made[n] for n in range(len(arrays))]
+
+    def _parted(self, variable: Any, array: Any) -> Any:
+        """Creates a table of the rows of an array, in a part on each server or as the
+        partitioner of the strategy says."""
+        name = f"{self.model.name}/{variable.path}"
+        if self.strategy.variable_partitioner is not None:
+            return Variable(array, name=name)
+        spec = self.strategy.cluster_resolver.cluster_spec()
+        parts = np.array_split(array, min(len(array), spec.num_tasks("ps")))
+        made = create_variables(parts, name=name)
+        return made[0] if len(made) == 1 else ShardedVariable(made, name)
+
+    def _is_table(self, number: int, layer: Any) -> bool:
+        """Returns whether the rows of an embedding are looked up."""
+        if isinstance(layer, Embedding):
+            return True
+        variable = self.keras_variables[number]
+        if not is_large(variable):
+            return False
+        if number >= len(self.model.trainable_variables):
+            return True
+        trained, optimizer = self.model.trainable_variables, self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(trained)
+        if optimizer is None or OptimizerState(optimizer).rests(trained, number):
+            return True
+        warnings.warn(
+            f"{variable.path!r} is large ({list(variable.shape)}): each step reads all "
+            f"of it and sends a gradient of the same size, as {optimizer.name!r} moves "
+            "rows without a gradient, too. With zs.keras.Embedding in place of "
+            "keras.layers.Embedding such rows rest, and a step costs the rows of its "
+            "ids (docs/moving_keras.md)",
+            KerasWarning,
+            stacklevel=2,
+        )
+        return False
+
+    def _require_rows_move_at_once(self) -> None:
+        if (optimizer := self.model.optimizer) is None:
+            return
+        named = [x.name for x in self.tables.values() if isinstance(x, Embedding)]
+        several = {
+            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+            "use_ema": optimizer.use_ema,
+        }
+        for option in [name for name, value in several.items() if value and named]:
+            raise NotImplementedError(
+                f"optimizer {optimizer.name!r} has {option}, which makes one move of "
+                f"several steps, but rows of {named[0]!r} (zs.keras.Embedding) move "
+                "only in the steps that look them up: leave it out, or use "
+                "keras.layers.Embedding"
+            )
+
+    def enter_state(self, *, counts: bool) -> None:
+        super().enter_state(counts=counts)
+        callbacks = self._call.callbacks
+        if not self.unread or callbacks is None:
+            return
+        if any(getattr(x, "restore_best_weights", False) for x in callbacks.callbacks):
+            named = [self.tables[number].name for number in sorted(self.unread)]
+            raise NotImplementedError(
+                "restore_best_weights would give the model weights of one epoch and "
+                f"rows of another: those of {named[0]!r} are on servers alone. Leave "
+                "it out, and restore what zs.keras.ServerCheckpoint has saved"
+            )
+
+    def on_servers(self) -> dict[str, Any]:
+        """Returns the variables, which it creates, and the optimizer. The order of
+        variables is the model's, whatever is trainable."""
+        self.enter_state(counts=False)
+        self._make_optimizer()
+        places = {id(each): n for n, each in enumerate(self.model.variables)}
+        known = list(zip(self.keras_variables, self.variables, strict=True))
+        known.sort(key=lambda pair: places.get(id(pair[0]), len(places)))
+        return {"variables": [own for _, own in known], "optimizer": self.optimizer}
+
+    def wait(self) -> None:
+        self._coordinator.join()
+
+    def _step_function(
+        self, step: TracedStep, programs: Mapping[Any, StepProgram], *, draws: bool
+    ) -> Any:
+        count = len(self.model.trainable_variables)
+        return step_function(
+            programs,
+            self.variables[:count],
+            self.variables[count:],
+            self.optimizer if step.gradients else None,
+            step.changed,
+            draws=draws,
+        )
+
+
+def _require_one_layer_each(layers: Iterable[Any]) -> None:
+    """Checks that no table of any id has two layers: an optimizer moves it once."""
+    found: dict[int, Any] = {}
+    for layer in layers:
+        other = found.setdefault(id(layer.table), layer)
+        if other is not layer:
+            raise NotImplementedError(
+                f"layers {other.name!r} and {layer.name!r} look up the same "
+                f"{layer.table}: call one zs.keras.Embedding on both inputs"
+            )
