@@ -189,8 +189,10 @@ def hasty() -> HastyLoop:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def programs_are_lowered_in_few_contexts():
-    importlib.import_module("lowering").share_contexts()
+def programs_are_made_in_less_time():
+    lowering = importlib.import_module("lowering")
+    lowering.share_contexts()
+    lowering.share_programs()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -206,6 +208,7 @@ def only_what_is_new_is_searched_for_garbage():
     if is_full:
         gc.unfreeze()
         jax.clear_caches()
+        importlib.import_module("lowering").compiled.clear()
     gc.collect()
     gc.freeze()
     if is_full:
