@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from system_worlds import when
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -19,25 +19,6 @@ pytestmark = pytest.mark.processes
 
 SLOTS = 600
 PATIENCE = 120.0
-
-
-@contextlib.contextmanager
-def said(words):
-    """Something that logging says; waits at the end of the block until it did."""
-    heard = threading.Event()
-
-    class Listener(logging.Handler):
-        def emit(self, record):
-            if words in record.getMessage():
-                heard.set()
-
-    listener, log = Listener(), logging.getLogger("zstrat.coordinator")
-    log.addHandler(listener)
-    try:
-        yield
-        assert heard.wait(PATIENCE), words
-    finally:
-        log.removeHandler(listener)
 
 
 def write(path, cluster, **workers):
@@ -87,7 +68,7 @@ def test_workers_change_under_a_program_that_counts_its_steps(tmp_path, caplog):
 
         values += bumps(200, 300)
         relay = stack.enter_context(Relay(at[0]))
-        with said(f"/job:worker/task:0 moves from {at[0]} to {relay.address}"):
+        with when(f"/job:worker/task:0 moves from {at[0]} to {relay.address}"):
             cluster.kill("worker:0")
             write(file, cluster, **{"0": relay.address})
         cluster.restart("worker:0")
