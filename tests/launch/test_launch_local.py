@@ -128,7 +128,7 @@ def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
         path = f"{os.path.abspath(sys.path[0])}:given"
         assert environment["PYTHONPATH"] == path
         cluster.stop_task("worker:0")
-        frozen = look(cluster, timeout=3)
+        frozen = look(cluster, timeout=5)
         assert [bool(sight.problem) for sight in frozen] == [False, True]
         assert "worker:0" in frozen[1].problem
         cluster.continue_task("worker:0")
