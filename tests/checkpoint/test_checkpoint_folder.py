@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -176,6 +177,32 @@ def test_a_checkpoint_is_replaced_when_the_next_is_complete(tmp_path):
     new = save(path, b"new")
     assert Manifest.of(str(path)) == new
     assert len(list(path.iterdir())) == 2
+
+
+def test_the_name_of_a_folder_lasts_whoever_made_it(tmp_path, monkeypatch):
+    # As a writer leaves it that was killed.
+    (tmp_path / "c").mkdir()
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        before = (tmp_path / "c" / MANIFEST).exists()
+        synced.append((os.fstat(descriptor).st_ino, before))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save(tmp_path / "c", b"abc")
+    # Before there is a manifest: a checkpoint is never without its name.
+    assert (tmp_path.stat().st_ino, False) in synced
+
+
+def test_the_folder_above_may_be_closed(tmp_path):
+    (tmp_path / "c").mkdir()
+    tmp_path.chmod(0o111)
+    try:
+        manifest = save(tmp_path / "c", b"abc")
+        assert Manifest.of(str(tmp_path / "c")) == manifest
+    finally:
+        tmp_path.chmod(0o755)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):

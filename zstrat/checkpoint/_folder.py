@@ -193,14 +193,10 @@ class CheckpointFolder:
             )
         self.path = path
         self.mark = secrets.token_hex(4)
-        self._is_new = False
-        with blamed(path, "creating"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path)
-                self._is_new = True
+        with blamed(path, "creating"), contextlib.suppress(FileExistsError):
+            os.mkdir(path)
         self._lock = FolderLock(os.path.join(path, LOCK))
-        if not self._is_new:
-            self._sweep()
+        self._sweep()
 
     def part(self, name: str) -> str:
         """Returns the file name of a part that no other writer uses or will use."""
@@ -223,10 +219,13 @@ class CheckpointFolder:
 
         Raises: As `Manifest.commit`.
         """
-        if self._is_new:
-            # Here it costs little: with the files the disk got most names.
+        # The process that made the folder may have been killed before it did this. Here
+        # it costs little: with the files the disk got most names. Where no folder can
+        # be made, as above a mount point, it was there for long.
+        above = os.path.dirname(self.path) or os.curdir
+        if os.access(above, os.W_OK):
             with blamed(self.path, "writing"):
-                sync_folder(os.path.dirname(self.path))
+                sync_folder(above)
         manifest.commit(self.path, self.mark)
 
     def close(self) -> None:
