@@ -575,3 +575,26 @@ async def test_steps_whose_tree_is_refused_give_their_elements_back(make_world):
     await service.handle(world.remote, CreateOptimizer(world.session, 9, "sgd", b""))
     assert await world.run(digest, [3, 4], arguments) == [1, 2]
     np.testing.assert_array_equal(world.value(weight), [-3, -3])
+
+
+async def test_each_step_whose_tree_was_refused_sends_it_again(make_world):
+    world = await make_world(load_code=lambda code: optax.sgd(1.0))
+    weight = world.variable(np.zeros(2, "f4"))
+    token = creator.set(_Registering())
+    sgd = Optimizer(optax.sgd(1.0))
+    creator.reset(token)
+
+    @function
+    def step():
+        gradients = value_and_grad(lambda w: jnp.sum(w[0]))([weight])[1]
+        sgd.apply_gradients(gradients, [weight])
+
+    digest, arguments = await world.ship(step), world.arguments()
+    (service,) = world.services
+    # They share what was prepared, but not that the tree was refused.
+    for error in await world.run(digest, [1, 2, 3], arguments):
+        assert isinstance(error, NotFoundError)
+    assert not world.doubtful  # no gradient was sent ahead of its tree
+    await service.handle(world.remote, CreateOptimizer(world.session, 9, "sgd", b""))
+    assert await world.run(digest, [4, 5], arguments) == [None, None]
+    np.testing.assert_array_equal(world.value(weight), [-2, -2])

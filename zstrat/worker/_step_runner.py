@@ -304,16 +304,18 @@ class StepRunner:
             prepared.unread()
             raise
 
-    def _require_bound(self, plan: Plan) -> None:
+    def _require_bound(self, prepared: Prepared) -> None:
         """Waits until the servers have the trees of a plan. If one refuses, the next
-        step sends them again.
+        step sends them again, also if it was prepared before.
 
         Raises:
             _NotBoundError: One has refused; the cause is its error.
         """
-        left = self._bound.get(plan)
-        if not left:
+        plan = prepared.plan
+        if not plan.calls:
             return
+        self._begin_binding(prepared)
+        left = self._bound[plan]
         for each in left:
             if (error := each.exception()) is not None:
                 del self._bound[plan]
@@ -375,7 +377,7 @@ class StepRunner:
                     result = self._eager(step, task, notes)
                 else:
                     result, kept = self._computed(step)
-                    self._require_bound(step.work.plan)
+                    self._require_bound(step.work)
                     push, lent = self._push(step, result)
                 ending = self._layouts.ok(step.number, result)
                 ending.lent = lent
