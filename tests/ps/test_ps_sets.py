@@ -11,7 +11,7 @@ from ps_callers import SESSION, Gated, caller
 from ps_stores import create_in, push_to
 from ps_trees import bind, message, of_values
 
-from zstrat.errors import InvalidArgumentError, NotFoundError
+from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from zstrat.ps import OptimizerEngine, PsClient, Ref, SetRef, Store
 from zstrat.testing import FakeLink
 from zstrat.wire import (
@@ -185,6 +185,17 @@ def test_a_set_is_sent_again_when_one_of_it_has_changed():
         read(store)
     create_in(store, [VariableEntry(7, "v7", True, False)], [VALUES[7]])
     assert read(store)[0] > later
+
+
+def test_a_set_with_a_lost_value_is_not_read_also_where_it_was_before():
+    store = store_of(optax.sgd(0.1))
+    _, reader = read(store)  # has what was put together
+    store.variables[7].cell.lose("XLA was out of memory")
+    with pytest.raises(UnavailableError, match="'v7'"):
+        read(store)
+    del reader
+    with pytest.raises(UnavailableError, match="'v7'"):
+        read(store)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["deleted", "session ends"])

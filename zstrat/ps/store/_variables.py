@@ -79,7 +79,8 @@ class HeldSet:
             return flat.array
         version, copied = self.version, self._copied
         together = copied[1]() if copied and copied[0] == version else None
-        if together is None:
+        # A value that is lost has the version that it had.
+        if together is None or any([cell.lost for cell in self.cells]):  # noqa: C419 (a generator is slower)
             together = np.concatenate([cell.look().reshape(-1) for cell in self.cells])
             together.setflags(write=False)
             self._copied = version, weakref.ref(together)
