@@ -1,20 +1,15 @@
-"""Supervision of a daemon by operators, service managers, and its launcher.
-
-The view of a daemon that its operator gets: log lines, states for the service
-manager, and the name of its process.
+"""Shows a daemon to operators and service managers, and ends it with its launcher.
 
 A log line has the time, the task and the incarnation of the task. A state is a datagram
 of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names (systemd's notify
 protocol); without that variable `Notifier` does nothing. The name of a process is what
 `ps`, `top` and `pgrep` show.
 
-Ends a daemon together with the program that started it, or with another process,
-such as the shell of an ssh client.
-
-The end of the launching program is noticed in two ways, because each alone can fail:
-the kernel kills the daemon when the parent's thread ends (even while the daemon is
-stopped), and the pipe at standard input closes. The pipe covers a parent that ended
-before the kernel was asked, and systems other than Linux.
+A daemon ends together with the program that started it, or with another process, such
+as the shell of an ssh client. The end of the launching program is noticed in two ways,
+because each alone can fail: the kernel kills the daemon when the parent's thread ends
+(even while the daemon is stopped), and the pipe at standard input closes. The pipe
+covers a parent that ended before the kernel was asked, and systems other than Linux.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The commands that run programs: ``cluster`` and ``run`` here, ``slurm`` as a job.
+"""The commands that start clusters: ``cluster`` and ``run`` here, ``slurm`` as a job.
 
-``zstrat cluster``, which runs local daemons in the foreground, and ``zstrat run``,
-which runs copies of a program on this machine.
-
-``zstrat slurm``: submits a program with its parameter servers and workers as one
-Slurm job. The batch script runs this command again, with ``--here``, on the first node
-of the job.
+``zstrat cluster`` runs local daemons in the foreground, and ``zstrat run`` runs copies
+of a program on this machine. ``zstrat slurm`` submits a program with its parameter
+servers and workers as one Slurm job. The batch script runs this command again, with
+``--here``, on the first node of the job.
 """
 
 from __future__ import annotations

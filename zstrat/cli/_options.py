@@ -1,10 +1,4 @@
-"""Shared by commands: options, the way a command ends, and tables for people.
-
-Options that several commands share, the signals that end a command in the
-foreground, and its exit with an error.
-
-Formats tasks and durations for people.
-"""
+"""What commands share: options, signals that end them, exits, and tables for people."""
 
 from __future__ import annotations
 

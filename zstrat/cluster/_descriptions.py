@@ -1,15 +1,13 @@
 """Resolvers of clusters that somebody described: TF_CONFIG, a TOML file, SageMaker.
 
-The environment variable TF_CONFIG, with the rules of TensorFlow.
+The environment variable TF_CONFIG has the rules of TensorFlow. It is read and parsed at
+every query, so a program may set it late. Arguments of the constructor and values of
+setters take precedence, and 0 is a value.
 
-It is read and parsed at every query, so a program may set it late. Arguments of the
-constructor and values of setters take precedence, and 0 is a value.
+A TOML file is for machines without a scheduler. Only zstrat reads it, so unknown keys
+are errors: they are misspelled.
 
-A cluster in a TOML file, for machines without a scheduler.
-
-Only zstrat reads the file, so unknown keys are errors: they are misspelled.
-
-The hosts of an Amazon SageMaker training job, from variables of its containers.
+Amazon SageMaker names the hosts of a training job in variables of its containers.
 """
 
 from __future__ import annotations

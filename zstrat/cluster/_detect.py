@@ -1,6 +1,4 @@
-"""Finds the launcher of this process, and ports for tasks that are to be launched.
-
-Detects the launcher that started this process, and makes the resolver for it.
+"""Detects the launcher of this process, and finds ports for tasks to be launched.
 
 Each launcher sets its own variables. They are converted to a `Launch`: the number of
 processes that were started together, the rank of this one, and the addresses of all, if
@@ -12,10 +10,9 @@ of the allocation: a single program in an allocation of many tasks is alone.
 Law: detection only reads its arguments, the environment and the name of this host, so
 that every launcher can be tested without being installed.
 
-Ports for tasks whose addresses are chosen before they bind them.
-
-The kernel may give a port that it chose for us to an outgoing connection a moment
-later. So these ports are below the range from which it chooses.
+Tasks get ports before they bind them (`free_ports`). The kernel may give a port that it
+chose for us to an outgoing connection a moment later. So these ports are below the
+range from which it chooses.
 
 Law: nothing holds a returned port; the caller has to bind it soon.
 """

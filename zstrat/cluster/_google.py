@@ -1,17 +1,13 @@
-"""Google Cloud: its instance groups, and the hosts of a TPU.
+"""Google Cloud: its metadata server, its instance groups, and the hosts of a TPU.
 
-Google Cloud: its client library, metadata server, and instance groups.
+`build_service` alone imports the client library; the metadata server answers queries of
+a machine about itself.
 
-Only this module imports the client library; the metadata server answers queries of a
-machine about itself.
+`find_tpu` determines the TPU to use, its hosts, and their numbers of devices. Devices
+are counted as in jax: a device is one core of a v2, v3 or 7x chip, and one chip of the
+other generations, whose two cores work as one.
 
-Determines the TPU to use, its hosts, and the number of devices of each host.
-
-Devices are counted as in jax: a device is one core of a v2, v3 or 7x chip, and one chip
-of the other generations, whose two cores work as one.
-
-Law: it does no I/O; the environment and the answers of services are
-arguments.
+Law of TPUs: no I/O; the environment and the answers of services are arguments.
 """
 
 from __future__ import annotations

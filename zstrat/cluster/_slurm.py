@@ -1,20 +1,17 @@
 """Slurm: the tasks of a step, its lists of nodes, and each task's share of GPUs.
 
-A cluster of the tasks of one Slurm step. Each task knows its rank and derives the
+The tasks of one Slurm step are a cluster. Each task knows its rank and derives the
 addresses of all tasks from the list of nodes.
 
-Expands Slurm's short forms of the nodes of a job and of the tasks on each.
-
-Law: text in, lists out.
-
-The GPUs of this node, and a task's share of them.
+`expand_hostlist` and `expand_tasks_per_node` read Slurm's short forms of the nodes of a
+job and of the tasks on each. Law: text in, lists out.
 
 If several tasks run on a node, each gets a *share*, a part of the GPUs that
 CUDA_VISIBLE_DEVICES lists; the variable is then set to the share. Code that reads the
-variable again must not take the share for all GPUs, so this module remembers the share
+variable again must not take the share for all GPUs, so `take_part` remembers the share
 and the previous value.
 
-Law: only this module changes CUDA_VISIBLE_DEVICES.
+Law: nothing else changes CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations

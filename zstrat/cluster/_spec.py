@@ -1,6 +1,4 @@
-"""The tasks of a cluster and their roles.
-
-The tasks of a cluster: jobs, task indices and addresses, with their validation.
+"""The tasks of a cluster: jobs, indices and addresses, validated, and roles.
 
 A spec is a value, compared by contents. A job is dense (tasks 0..n-1) or sparse (some
 indices are missing: tasks that another task need not know). It resolves no addresses.
@@ -9,9 +7,7 @@ The validation of a spec follows TensorFlow, with TensorFlow's messages, for whi
 people search. Plain data from TF_CONFIG or a file is checked more strictly here: the
 error names the key, what was expected and what was found.
 
-The role of a task in its cluster.
-
-In TensorFlow some of these functions are about the calling task; here each takes the
+In TensorFlow some functions of roles are about the calling task; here each takes the
 task as an argument.
 """
 

@@ -1,6 +1,4 @@
-"""Gradients in fewer bytes: formats, encoding and decoding.
-
-How gradients travel in fewer bytes, and `decode_gradient`.
+"""Encodes and decodes gradients in fewer bytes.
 
 A *block* is `GRADIENT_BLOCK` numbers in C order (of rows: `ROW_BLOCK`), the last one
 maybe fewer, with one scale, float32: the largest magnitude in the block.
@@ -24,15 +22,13 @@ al., 2025), chunks those of SparseLoCo (2508.15706).
 A number that is not finite makes its whole block NaN; in BFLOAT16 and TOP_K it travels
 as it is.
 
-`encode_gradient`: a gradient in the format of a codec.
-
 INT8, INT4 and E3M0 round at random, up or down, so that the mean is the number that was
 rounded; or to the nearest, where the error is sent later (`Residuals`). The random bits
 are a function of a seed and of the number's place, so that the same step sends the same
 bytes again. They are the finalizer of MurmurHash3 (Appleby, 2011), applied twice: good
 enough to round with, and much faster than jax's own.
 
-`Wire`: the format in which an optimizer's gradients travel.
+`Wire` is the format that the gradients of an optimizer have.
 """
 
 from __future__ import annotations

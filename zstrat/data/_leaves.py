@@ -1,6 +1,6 @@
-"""The elements of a pass, and the leaves of an element.
+"""Draws the elements of a pass, and checks their leaves.
 
-Leaves of an element: numbers, booleans, text, records, and arrays of them.
+The leaves of an element are numbers, booleans, text, records, and arrays of them.
 
 numpy wraps whatever else a source gives into an array of one object, and a step would
 take that for one of its constants. So it is refused where it enters, with its place,
@@ -9,16 +9,15 @@ its type and what to give instead.
 Classes that jax knows as pytrees are structure. jax is asked about them if somebody has
 imported it; else no class can be registered with it.
 
-Law: nothing is converted or copied, and arrays of other libraries are not
+Law of leaves: nothing is converted or copied, and arrays of other libraries are not
 read: they may be on a device.
 
-One pass over a dataset that can look ahead and take back.
+A pass can look ahead and take back (`Elements`). A worker must know the shape of the
+first element before the first step runs, and must return what a cancelled step has
+drawn; a plain Python iterator can do neither. The elements themselves are opaque here:
+any pytree of arrays.
 
-A worker must know the shape of the first element before the first step runs, and must
-return what a cancelled step has drawn; a plain Python iterator can do neither. The
-elements themselves are opaque here: any pytree of arrays.
-
-The law: an element that was drawn and put back is drawn again before any other, in the
+Law: an element that was drawn and put back is drawn again before any other, in the
 order of the first drawing. One thread uses an `Elements` at a time.
 """
 

@@ -1,25 +1,21 @@
 """Operations on whole passes: random orders, kept elements, values of all elements.
 
-Orders drawn at random, which a seed makes the same in every process.
-
-Law: the order of a repeat is made of the seed, the number of its pass and
+Law of shuffles: the order of a repeat is made of the seed, the number of its pass and
 its own number alone. Workers that deal one dataset out among themselves rely on that:
 they prefetch at their own pace, and still have to see the same rows in the same places.
 
-The elements of a pass, kept for the passes after it: in memory or in a file.
-
-Law: only a whole pass is kept. One that was given up leaves nothing, and
-of several at once the first that comes to its end is kept. What stands before the cache
-is always passed over as in its first pass, so all passes, of all processes, see the
-shuffles there in one order, whichever of them filled the cache.
+A cache keeps the elements of a pass for later ones, in memory or in a file. Law: only a
+whole pass is kept. One that was given up leaves nothing, and of several at once the
+first that comes to its end is kept. What stands before the cache is always passed over
+as in its first pass, so all passes, of all processes, see the shuffles there in one
+order, whichever of them filled the cache.
 
 A file has arrays as they are in memory, each element after a line that says what
 follows. No pickles: reading a file runs no code. What has no place in it is refused
 when it is written: named tuples, dtypes of several fields or of other libraries.
 
-Findings of a pass: one value of all elements, or what the first looks like.
-
-Both passes are closed here, whatever comes.
+`folded` makes one value of all elements, and `looked_at` finds out what the first looks
+like. Both close their pass, whatever comes.
 """
 
 from __future__ import annotations

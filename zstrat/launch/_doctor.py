@@ -1,14 +1,10 @@
 """Reads the statistics of a running cluster, and diagnoses what is wrong with it.
 
-Diagnoses a cluster that does not work, or a run that is slow, with a remedy for each
-finding.
-
-A cluster is checked once. A run is sampled for a while: each task reports the numbers
-of its last seconds, so the samples follow each other at the length of that window and
+Finds why a cluster does not work, or a run is slow, with a remedy for each finding. A
+cluster is checked once. A run is sampled for a while: each task reports the numbers of
+its last seconds, so the samples follow each other at the length of that window and
 cover the whole time. The run is not disturbed: an observer requests statistics, as
 `zstrat status` does.
-
-Reads the statistics of the tasks of a running cluster.
 
 An observer opens a link with the role "observer" to each task and requests statistics;
 it never owns a task, so that it does not disturb the training run.

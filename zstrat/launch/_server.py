@@ -1,19 +1,16 @@
 """Tasks that a program serves itself: TF's ``Server``, and workers that join late.
 
-TF's ``Server``: a task that this process serves on a thread of its own.
+A ``Server`` is a task on a thread of its own. SIGTERM and SIGHUP drain the servers of a
+program before it ends. zstrat handles them only if the program has no handler of its
+own, does not ignore the signal, and starts its servers on the main thread, the only one
+on which Python can set handlers. If the main thread is in `Server.join`, that call
+returns and the program continues, as when a coordinator ends the servers. Otherwise the
+signal ends the program after the drain.
 
-SIGTERM and SIGHUP drain the servers of a program before it ends. zstrat handles them
-only if the program has no handler of its own, does not ignore the signal, and starts
-its servers on the main thread, the only one on which Python can set handlers. If the
-main thread is in `Server.join`, that call returns and the program continues, as when a
-coordinator ends the servers. Otherwise the signal ends the program after the drain.
-
-Joins a worker that is not in the cluster to the session of the training program.
-
-The worker reports itself to a parameter server, the only address that it needs, and the
-program of that server decides. With the addresses of several servers it tries one after
-the other until one answers. When the session ends, it reports itself again for the next
-program.
+A worker that is not in the cluster joins the session of the training program: it
+reports itself to a parameter server, the only address that it needs, and the program of
+that server decides. With the addresses of several servers it tries one after the other
+until one answers. When the session ends, it reports itself again for the next program.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A plan as one compiled program, with the sets and results of its steps.
-
-`CompiledProgram`: a plan as one compiled program.
+"""Compiles a plan to one program, with the sets and results of its steps.
 
 Law: the outputs of a program never share memory with its inputs.
 
@@ -10,18 +8,16 @@ collective keeps its thread. If two programs run at once, each may hold threads 
 other needs, and neither ends: XLA then aborts the process. Waiting costs nothing: both
 would compute on the same cores.
 
-Which small variables of a plan travel side by side (`zstrat.wire`).
+Small variables of a plan travel side by side, in sets (`zstrat.wire`). The gradients of
+a set leave the program of a step as one array, and so does its push; its values come as
+one array, of which the program gets views. (Cut in the program they would cost a kernel
+each, which XLA compiles for 20 ms.)
 
-The gradients of a set leave the program of a step as one array, and so does its push;
-its values come as one array, of which the program gets views. (Cut in the program they
-would cost a kernel each, which XLA compiles for 20 ms.)
-
-The results of a step: arrays for the caller, and updates of variables.
-
-Updates of rows are split over the components of a table (`outgoing`). Gradients and
-sums of equal indices are added up here: each row is sent once, and the optimizer takes
-one step per row. Other updates keep their duplicates, in order; of rows that replace
-others only the last one is sent.
+The results of a step are arrays for the caller, and updates of variables. Updates of
+rows are split over the components of a table (`outgoing`). Gradients and sums of equal
+indices are added up here: each row is sent once, and the optimizer takes one step per
+row. Other updates keep their duplicates, in order; of rows that replace others only the
+last one is sent.
 
 A step of an optimizer counts for all components, also for those without a row in it:
 their count of steps grows, so that training does not depend on the partitioning.

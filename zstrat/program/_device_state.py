@@ -1,19 +1,15 @@
-"""Variables of steps on the devices of one process.
+"""Variables of steps on the devices of one process, and variables per worker.
 
-`PlannedVariables`: how a step takes and puts back variables on this process's
-devices.
+`PlannedVariables` takes variables of a step from devices, and puts them back. Law: a
+step holds the turn (`DevicePool`) from its first read of a variable to the new value;
+and during its turn the variables are stored as it was traced for (`Outdated`).
 
-Law: a step holds the turn (`DevicePool`) from its first read of a variable
-to the new value; and during its turn the variables are stored as it was traced for
-(`Outdated`).
+`PerWorkerVariable` has one value for each worker (``per_worker_variable=True``). Each
+value is a variable on a parameter server, so that a worker that is restarted finds its
+value again. In a step it is the value of the worker that runs the step.
 
-`PerWorkerVariable`: one value for each worker (``per_worker_variable=True``).
-
-Each value is a variable on a parameter server, so that a worker that is restarted finds
-its value again. In a step it is the value of the worker that runs the step.
-
-Law: a step knows its worker only from `worker_context`, and its trace
-records that it asked, so that no other worker uses that program.
+Law: a step knows its worker only from `worker_context`, and its trace records that it
+asked, so that no other worker uses that program.
 """
 
 from __future__ import annotations

@@ -1,26 +1,19 @@
 """Workers that wait at a server: for a program, or for what the first worker creates.
 
-Workers that are programs of their own, and wait for what the first one creates.
-
-Where every worker runs the whole program (between-graph training), one of them opens
-the session and creates variables and optimizers; the others name what they wait for and
-are answered when all of it exists. No worker asks twice.
+`Joining`: where every worker runs the whole program (between-graph training), one of
+them opens the session and creates variables and optimizers; the others name what they
+wait for and are answered when all of it exists. No worker asks twice.
 
 Numbers are given in the order of creation, so a program that creates in another order
 asks for the number of another variable. It gets an error.
 
-Lives on the loop. Law: code that changes the session or creates something
-calls `look` afterwards.
+`WaitingWorkers`: a worker that no program knows can reach the server, but not the
+program. So it reports itself to the server, which passes the report on to the program
+whose session it serves, and the answer back. If no program is connected, the worker
+waits for one. Only the program decides whether it takes a worker.
 
-Workers that no program knows wait at a parameter server for one that takes them.
-
-A worker can reach the server, but not the program. So it reports itself to the server,
-which passes the report on to the program whose session it serves, and the answer back.
-If no program is connected, the worker waits for one. Only the program decides whether
-it takes a worker.
-
-Lives on the loop. Law: code that changes the session calls `look`
-afterwards.
+Both live on the loop. Law: code that changes the session, or creates something, calls
+`look` afterwards.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The session of a coordinator on a parameter server, and the numbers that it reports.
 
-The session of a coordinator on a parameter server: opened, taken over by the next
-program, closed.
+A session is opened, taken over by the next program, and closed. What a session had
+stays until another one opens, whether its coordinator is connected or not. Law: only
+`ServerSession` clears it. Lives on the loop.
 
-What a session had stays until another one opens, whether its coordinator is connected
-or not. Law: only this file clears it. Lives on the loop.
-
-Numbers of a parameter server: statistics, telemetry and captures of time lines.
+`ServiceTelemetry` has the statistics, telemetry and captures of time lines.
 """
 
 from __future__ import annotations

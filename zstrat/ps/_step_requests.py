@@ -1,17 +1,16 @@
 """Requests about steps and about rounds.
 
-Requests about steps as a whole: which of them have ended, and what they applied.
+Requests about steps ask which of them have ended, and what they applied. Law: what such
+a request forbids holds from the moment at which it arrives; its answer waits for the
+pushes that are under way at that moment. In between another process may have taken
+over, which is why the place is checked again.
 
-Law: what such a request forbids holds from the moment at which it arrives;
-its answer waits for the pushes that are under way at that moment. In between another
-process may have taken over, which is why the place is checked again.
-
-Requests about rounds: contributions, the orders that close rounds, and pulls that
+Requests about rounds are contributions, the orders that close rounds, and pulls that
 wait for them. They take turns with all other requests of the store (`Serving`).
 
-Law: a pull that waits for a round holds no name, so no other request waits
-for it; it is checked again when the round is closed, as another process may serve the
-store by then.
+Law: a pull that waits for a round holds no name, so no other request waits for it; it
+is checked again when the round is closed, as another process may serve the store by
+then.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The sources of saved tensors: parameter servers, and windows on workers.
 
-The sources of pinned tensors, and how their bytes get into files.
-
-A *source* is a parameter server, or this process for its own variables. A server
-that shares the folder writes its own file; the tensors of one that does not are fetched
-in pieces of a bounded size and written here.
-
-Windows of local steps in checkpoints: the arrays that they keep on workers.
+A *source* is a parameter server, or this process for its own variables. A server that
+shares the folder writes its own file; the tensors of one that does not are fetched in
+pieces of a bounded size and written here.
 
 A `LocalOptimizer` in a checkpoint has the number of its open round and, beside each
 variable, the arrays of each worker, such as "0/.mu" of the first one. They are pinned

@@ -1,9 +1,7 @@
-"""Phases of steps and requests, and recent rates.
+"""Recent rates, and the phases of steps and requests, also captured for a time line.
 
-Recent rates: over ten seconds, or more if steps take longer.
-
-The phases of steps on workers and of requests on parameter servers, and their
-capture for a time line.
+Rates are over ten seconds, or more if steps take longer. Steps have phases on workers,
+requests on parameter servers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Clusters on this machine, with faults of tasks, processes and disks.
 
-Clusters on this machine with a relay in front of each task, and faults for them.
-
 The program under test and the workers reach every task through its relay.
 `DaemonCluster` has real daemons, which can be killed and frozen. `ThreadCluster` has
 servers on threads of this process: it starts faster and is easy to debug, but only its
 connections can fail.
 
-Faults of processes and of their disks, and a check for leaked threads and processes.
-
-Only for Linux: it uses signals, resource limits and ``/proc``.
+Faults of processes and disks, and the check for leaked threads and processes, are only
+for Linux: they use signals, resource limits and ``/proc``.
 """
 
 from __future__ import annotations

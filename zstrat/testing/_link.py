@@ -1,13 +1,11 @@
 """A connection and a clock for tests, without sockets and without time.
 
-The two ends of a connection without sockets, for code that takes links as arguments.
-
 `FakeLink` replaces `zstrat.transport.Link`, on the side that sends requests;
-`FakeRemote` replaces `zstrat.transport.Remote`, on the side of a service. Law of the
-file: every message passes through the codec, and arrives in a later turn of the loop
-than it was sent. So tests see the same order and copies as with a network.
+`FakeRemote` replaces `zstrat.transport.Remote`, on the side of a service. Law: every
+message passes through the codec, and arrives in a later turn of the loop than it was
+sent. So tests see the same order and copies as with a network.
 
-A clock that a test advances, for code that takes its clock as an argument.
+The clock is for code that takes one as an argument; a test advances it.
 """
 
 from __future__ import annotations

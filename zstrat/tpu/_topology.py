@@ -1,6 +1,4 @@
-"""A TPU system: its mesh of cores, and that of this process.
-
-A TPU system: its mesh of cores, and which device of which task each core is.
+"""A TPU system: its mesh of cores, and which device of which task each core is.
 
 A core is at four coordinates: three of its chip and its own number in it. The mesh may
 have holes, where a chip is broken or belongs to another job.
@@ -13,15 +11,14 @@ device_coordinates (int32, repeated); the encoding is that of protocol buffers, 
 Law of `Topology`: immutable; everything is checked when it is made, whatever the bytes
 were that it comes from.
 
-The TPU system of this process: the topology of the devices of jax.
+The TPU system of this process has the devices of jax. A TPU device has coordinates.
+Other devices are placed in a mesh whose shape the caller chooses, so that a program for
+many cores can run and be tested on virtual CPU devices. TensorFlow requires a call that
+connects a resolver to its TPU system; it exists here for compatibility, and jax needs
+no call.
 
-A TPU device has coordinates. Other devices are placed in a mesh whose shape the caller
-chooses, so that a program for many cores can run and be tested on virtual CPU devices.
-TensorFlow requires a call that connects a resolver to its TPU system; it exists here
-for compatibility, and jax needs no call.
-
-Law: functions import jax when they are called, so that importing this
-module initializes no devices.
+Law: functions import jax when they are called, so that an import initializes no
+devices.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Dials a task and exchanges greetings with it.
 
-The greetings of a link: HELLO of this process, and that of the task at its far end.
-
+A greeting is HELLO of this process, and that of the task at the far end of the link.
 Callers that wait in vain for the greeting get an error that says what is known of the
 cause. A broken connection is not yet a lost task: the same incarnation may come back
 within ``reconnect`` seconds. Every other end is a loss at once. `Continuity` decides
 that, once for each loss, without I/O.
 
-Dials one address: opens a socket per connection, one after the other.
-
-When a connection ends, its socket is closed with everything that libzmq still holds for
-it, and the next one is opened after a pause that grows with every attempt. Events and
-messages of the present socket go to the owner of the `Dial`.
+A `Dial` opens a socket per connection, one after the other. When a connection ends, its
+socket is closed with everything that libzmq still holds for it, and the next one is
+opened after a pause that grows with every attempt. Events and messages of the present
+socket go to the owner of the `Dial`.
 
 A second socket can find out whether ZeroMQ is spoken at the address (`Dial.ask`): a
 ZeroMQ listener greets before it knows who connects, with keys or without.

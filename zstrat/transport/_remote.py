@@ -1,12 +1,8 @@
 """The connections of an endpoint: those that have greeted, and those that have not.
 
-The tasks that are connected to an endpoint, and the dispatch of their requests.
-
 A `Remote` is a task, and a `Connection` is how it is reached at present. An endpoint
 that closes says goodbye and lets its peers close their connections first (`Goodbyes`):
 closing a socket with unread data resets the connection, and the goodbye may be lost.
-
-The bound socket of an endpoint, and its connections that have not greeted yet.
 
 When the keys of the folder change, the socket is bound again: libzmq gives a listener
 the options that the socket has at its bind. That ends all connections, including those
@@ -15,9 +11,9 @@ closes a listener on its own thread, and reports when the address is free.
 
 Any host that reaches the port may open connections and send nothing. Each connection
 costs a descriptor, and without a free one nobody can connect. So the number of
-connections that have not greeted is bounded per address and in total. Above the bound
-a random one is closed: if it were the oldest or the newest, an attacker could always
-make it the honest one. `Newcomers` decides that without I/O.
+connections that have not greeted is bounded per address and in total. Above the bound a
+random one is closed: if it were the oldest or the newest, an attacker could always make
+it the honest one. `Newcomers` decides that without I/O.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Variables of this process: their storages, and updates of arrays.
 
-Storages of this process: their base classes, and the plain ones.
-
 `LocalStorage` keeps one variable as an array of numpy, with the slots of the optimizers
 that have updated it. `CopyStorage` is one replica's copy of a variable on devices
 (`_device`). `UnboundStorage` belongs to handles whose value is on another task.
 
-Law: a value that was handed out is never written to; every update makes a
-new array.
-
-Update operations on arrays of numpy, and aggregation of copies.
+Law: a value that was handed out is never written to; every update makes a new array.
 
 `apply` defines each `UpdateOp`, for variables of this process. Parameter servers have
 an engine of their own, which is faster and is tested against `apply`. Nothing writes to

@@ -1,25 +1,21 @@
 """Variables in expressions and in traces.
 
-Arithmetic on variables: every operator acts on the value.
-
-Law: an operator reads the variable once and leaves the rest to numpy (on
-the coordinator) or jax (inside a step). In-place operators raise: ``v += 1`` would
-rebind the name to an array. Conversions by functions of optax that make an optimizer or
-a schedule raise, too: they would keep the number, and a later ``assign`` would change
+Law: an operator reads the variable once and leaves the rest to numpy (on the
+coordinator) or jax (inside a step). In-place operators raise: ``v += 1`` would rebind
+the name to an array. Conversions by functions of optax that make an optimizer or a
+schedule raise, too: they would keep the number, and a later ``assign`` would change
 nothing.
-
-How variables behave while a function is traced, by a step's capture or by jax alone.
 
 The capture of a step function sets itself in the context variable `recorder`, and
 variables send reads and updates there: reads return traced arrays, updates are recorded
-instead of applied. Law: only captures set the context variable; it is
-cleared while an optimizer's transformation is traced; the code that sets it resets it.
+instead of applied. Law: only captures set the context variable; it is cleared while an
+optimizer's transformation is traced; the code that sets it resets it.
 
 Outside of step functions jax may trace Python, too (``jax.jit``): the body runs once,
 and the program that comes out runs many times. A value that is read would be a constant
 of that program, and an update would happen once, at the first call. So both are
-refused. Law: ``jax.grad``, ``jax.vmap`` and ``jax.linearize`` compute at
-once, so reads in them are allowed.
+refused. Law: ``jax.grad``, ``jax.vmap`` and ``jax.linearize`` compute at once, so reads
+in them are allowed.
 """
 
 from __future__ import annotations

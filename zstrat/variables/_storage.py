@@ -1,12 +1,11 @@
 """The spec of a variable, and the storage of its value.
 
-Storage: where the value of a variable is kept between steps.
-
-A storage answers reads and applies updates, each in a blocking and an awaitable form.
-All variables on parameter servers share the storage of their session; each variable of
-this process has a storage of its own (`_local`, `_device`); a handle that was unpickled
-on another task has an `UnboundStorage`, which refuses everything. The functions here
-take several variables and send one request to each storage.
+A storage keeps the value of a variable between steps. It answers reads and applies
+updates, each in a blocking and an awaitable form. All variables on parameter servers
+share the storage of their session; each variable of this process has a storage of its
+own (`_local`, `_device`); a handle that was unpickled on another task has an
+`UnboundStorage`, which refuses everything. The functions here take several variables
+and send one request to each storage.
 
 Storages on devices share the `DevicePool` of their strategy. Law of pools: code that
 computes a next value holds the turn; it also holds the lock while XLA owns the present
@@ -14,10 +13,9 @@ value, and while it changes several fields. Law of `JointState`: a storage that 
 its arrays out removes them from the list, so a list that is whole has the state of
 every storage.
 
-`VariableSpec`: the description of a variable without its value.
-
-Law: nothing here holds or moves a value. A spec is equal on every task, so
-it identifies a variable in plans, in pickled step functions and on parameter servers.
+`VariableSpec` describes a variable without its value. Law: a spec holds and moves no
+value. It is equal on every task, so it identifies a variable in plans, in pickled step
+functions and on parameter servers.
 """
 
 from __future__ import annotations

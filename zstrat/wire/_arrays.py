@@ -1,21 +1,19 @@
 """Arrays as raw frames, one by one or in sets of small ones.
 
-Arrays as raw frames: a closed table of dtypes, and views in place of copies.
-
-On the wire an array is its name of a dtype, its dims, and its elements in C order and
-little endian. Nothing else is ever accepted, so a frame cannot name an object dtype,
-claim more elements than its bytes hold, or make this process allocate.
+The table of dtypes is closed, and views stand in place of copies. On the wire an array
+is its name of a dtype, its dims, and its elements in C order and little endian. Nothing
+else is ever accepted, so a frame cannot name an object dtype, claim more elements than
+its bytes hold, or make this process allocate.
 
 Two facts behind the code: the buffer protocol does not know ml_dtypes, so elements
 leave as a view of bytes; and numpy makes the base of a view the owner of the memory,
 not the array that was viewed, so the view has to hold that array itself.
 
-Sets of small variables of one dtype, which travel side by side, as one array.
-
-A frame of its own, an entry of its own and an array of its own cost ten times what the
-elements of a small variable do. So a worker sends the gradients of a set as one array,
-and reads its values as one. To a server it is all the same which variables a set has.
-But both ends divide alike (`in_sets`), so that what a server keeps side by side
+Small variables of one dtype travel side by side, as one array, a set. A frame of its
+own, an entry of its own and an array of its own cost ten times what the elements of a
+small variable do. So a worker sends the gradients of a set as one array, and reads its
+values as one. To a server it is all the same which variables a set has. But both ends
+divide alike (`in_sets`), so that what a server keeps side by side
 (`zstrat.ps.store._flat`) mostly is what travels, and nothing is copied together or
 apart.
 """

@@ -1,19 +1,17 @@
 """The owner of a task, and the senders of requests.
 
-Decides which coordinator owns a task: at most one at a time. Without I/O.
-
+`Ownership` decides which coordinator owns a task, without I/O: at most one at a time.
 The incarnation of a coordinator names its session. The session begins with
 `OpenSession` and ends when its coordinator closes it, or when another coordinator takes
 over, which is allowed only if the owner is lost. The state of a lost owner stays on the
 task until then, as the owner may come back. A coordinator may have several connections,
 and a frozen task may read the last one first: openings and closes have the time when
-they were sent, so that an old close has no effect. Only this file changes the owner; ps
-and worker check it before they act.
+they were sent, so that an old close has no effect. Only `Ownership` changes the owner;
+ps and worker check it before they act.
 
-Who may send a request, and whether a client may send it twice.
-
-The class of a request states both (`request`), and the tasks derive their checks from
-it: a task answers no request whose class says nothing (`check_sender`).
+The class of a request states who may send it, and whether twice (`request`), and the
+tasks derive their checks from it: a task answers no request whose class says nothing
+(`check_sender`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Messages to tasks of any job, and between the ranks of a group.
 
-Messages to tasks of any job, and the outcomes of any request.
-
 One coordinator owns a task at a time. It opens a session before anything else, and the
 state of the session is dropped with it (`_session`).
 
-Messages between the ranks of a group: forming it, its calls, and its end.
-
-No coordinator takes part. A ticket names one generation of a group, and messages with
-another ticket are refused.
+No coordinator takes part in a group. A ticket names one generation of a group, and
+messages with another ticket are refused.
 """
 
 from dataclasses import field

@@ -1,15 +1,13 @@
-"""Reports of a worker about steps: their ends, their results, and printed text.
+"""Reports the ends of steps, their results, and what they print.
 
-Reports ended closures to the coordinator, and keeps large results until fetched.
+Large results are kept until fetched. Law: a closure is *open* from its dispatch until
+its ending is in a message. An open closure is not accepted again, and a closure that is
+not open is not reported.
 
-The law: a closure is *open* from its dispatch until its ending is in a message. An open
-closure is not accepted again, and a closure that is not open is not reported.
-
-Sends what steps and dataset functions print to their program.
-
-Any thread may print; the loop sends. The law: a thread that prints never
-waits for the network or for the program. Lines beyond `LINES` a second, or beyond
-`PENDING` unsent bytes, are dropped and counted.
+What steps and dataset functions print goes to their program. Any thread may print; the
+loop sends. Law: a thread that prints never waits for the network or for the program.
+Lines beyond `LINES` a second, or beyond `PENDING` unsent bytes, are dropped and
+counted.
 
 Order. The executor thread asks the loop to send before it asks it to report a closure,
 and the loop does both in that order, on one link. So the program receives the output of

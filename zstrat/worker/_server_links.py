@@ -1,18 +1,16 @@
-"""The way from a worker to the servers, and the format of gradients on it.
+"""The links of a worker to the servers, and the format of gradients on them.
 
-The ways of a worker's session to the parameter servers, which may move.
+Servers may move. The owner of the cluster's session decides where a server is; a worker
+that cannot reach one, or finds another process in its place, waits for a word of that
+for a while.
 
-The owner of the cluster's session decides where a server is; a worker that cannot reach
-one, or finds another process in its place, waits for a word of that for a while.
-
-`PushEncoding`: gradients in the format that their optimizer asks for (``wire=``),
-where they go over a network.
-
-The law: the sum of what was sent and acknowledged, and of what `Residuals`
-keep, is the sum of the gradients whose pushes were acknowledged. A step takes the
-residual away with it; when its push is acknowledged, what the format left out comes
-back; when the push fails, the residual comes back as it was, since the step runs again
-elsewhere. So steps may be under way at the same time, and none sends a residual twice.
+`PushEncoding` puts gradients that go over a network in the format that their optimizer
+asks for (``wire=``). Law: the sum of what was sent and acknowledged, and of what
+`Residuals` keep, is the sum of the gradients whose pushes were acknowledged. A step
+takes the residual away with it; when its push is acknowledged, what the format left out
+comes back; when the push fails, the residual comes back as it was, since the step runs
+again elsewhere. So steps may be under way at the same time, and none sends a residual
+twice.
 
 Error feedback is from Seide et al., "1-Bit Stochastic Gradient Descent" (2014).
 """

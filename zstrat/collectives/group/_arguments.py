@@ -1,9 +1,4 @@
-"""The arguments of an operation, and the result that its caller waits for.
-
-Checks and describes the arguments of a group's operations.
-
-The result of a collective that is under way.
-"""
+"""Checks the arguments of a group's operations, and holds the results to wait for."""
 
 from __future__ import annotations
 

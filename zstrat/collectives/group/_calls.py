@@ -1,16 +1,13 @@
-"""A group as its users call it: its arguments and its operations.
-
-The collective operations of a group, blocking and asynchronous.
+"""A group as its users call it: its operations, blocking and asynchronous.
 
 For each operation, a method with an underscore has the parameters and makes the
 request, whose arguments are checked (`_operations`) in the caller's thread. Two public
 methods have the same parameters: one starts the request and waits, the other one only
 starts it.
 
-The arguments of a group, checked and completed with defaults. Without I/O.
-
-An invitation knows the members and which of them this process is, and makes the
-requests to rank 0: the first one, and one for each further generation.
+The arguments of a group are checked and completed without I/O. An invitation knows the
+members and which of them this process is, and makes the requests to rank 0: the first
+one, and one for each further generation.
 """
 
 from __future__ import annotations

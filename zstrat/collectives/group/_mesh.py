@@ -1,7 +1,5 @@
 """The other ranks of a generation: links to them, and whom to blame for a wait.
 
-Links from one rank to all others in one generation, and how they are closed.
-
 Every rank opens a link to every other rank: it sends over its own links, and receives
 through its endpoint. A connection that breaks and comes back may have lost messages, so
 a generation treats it as a loss.
@@ -11,12 +9,11 @@ the last messages little time, and does not report lost ones. So the rank sends 
 other rank a request; the answer shows that all earlier messages were received. Each
 rank that has answered is notified at once that this rank leaves.
 
-Finds the ranks that keep a call waiting.
-
-A rank that waits asks the ranks that it waits for about their progress, and then the
-ranks that these wait for, transitively. A rank is guilty if it does not answer, has not
-made the call, or makes another call. If all remaining ranks wait for each other, none
-is guilty: the data is under way, and the timeout was too short.
+To find the ranks that keep a call waiting, a rank that waits asks the ranks that it
+waits for about their progress, and then the ranks that these wait for, transitively. A
+rank is guilty if it does not answer, has not made the call, or makes another call. If
+all remaining ranks wait for each other, none is guilty: the data is under way, and the
+timeout was too short.
 
 `FailureInquiry` decides without I/O; `inquire` asks the ranks, all at the same time.
 """

@@ -1,9 +1,9 @@
 """Towers of TF 1.12: their context, and the strategy with variables on servers.
 
-The context of a tower, and the current strategy: the names of TF 1.12 for
+The context of a tower and the current strategy have the names of TF 1.12 for
 `zstrat.ReplicaContext` and related functions.
 
-The parameter-server strategy of TF 1.12: towers of one program, variables on the ps
+The parameter-server strategy has the towers in one program, and the variables on the ps
 of a cluster, or on this machine without a cluster.
 """
 

@@ -1,17 +1,16 @@
 """Links to the tasks of a cluster, and the requests that open our session on them.
 
-Addresses of the tasks of a cluster, and links to them, which may move to other
-addresses. Also checks whether the servers can keep copies for each other.
+Links may move to other addresses. `check_replicas` checks whether the servers can keep
+copies for each other.
 
 A program may know only some of the workers, but all parameter servers: a variable names
 its server by the index among them.
 
-The requests that open and close our session on one task.
-
-A task is asked again, after growing pauses, while another coordinator that may be alive
-holds it, or while it ends a step of an earlier session. The law: at most
-one request is under way, and only the answer to the last one is reported. Each message
-has the time when it was sent, as a task gets those of several connections in any order.
+A session is opened and closed on each task (`SessionRequest`). A task is asked again,
+after growing pauses, while another coordinator that may be alive holds it, or while it
+ends a step of an earlier session. Law: at most one request is under way, and only
+the answer to the last one is reported. Each message has the time when it was sent, as a
+task gets those of several connections in any order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The leases of a coordinator's session, and their progress.
 
-`SessionLeases`: the leases of all leased datasets of a coordinator, and the closures
-that wait for some. The engine's lock is held by all callers.
+`SessionLeases` has the leases of all leased datasets, and the closures that wait for
+some. The engine's lock is held by all callers.
 
 The queue asks it when closures are handed out, and reports how each of them has ended.
 A closure that draws from several datasets gets all its leases or none.
 
-A bar in the terminal for a pass through a leased dataset.
+A bar in the terminal shows a pass through a leased dataset.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Preparation of a recovery: the variables of the servers, and their next session.
+"""Remembers what the servers hold, and gives them the next session in a recovery.
 
-Remembers what parameter servers hold, so that empty ones can be filled again.
-
-The law: data only. Handles would keep the strategy alive that owns the
+Law of `Inventory`: data only. Handles would keep the strategy alive that owns the
 connection, and a restore has to continue while the program drops some.
-
-The numbers of a session, and how all tasks enter another session.
 
 A session has its own number even if it resumes what another program has left under a
 name (`adopt`); keys are counted from the number of the first one.
 
 To start empty, parameter servers enter a session with an unused number
 (`renew_servers`). When they are filled, the workers enter it, too (`renew_workers`).
-Nothing is dispatched meanwhile (`suspend_dispatch`). The law: only it
-changes the number of a session; tasks refuse what was sent for an earlier number.
+Nothing is dispatched meanwhile (`suspend_dispatch`). Law: only `SessionRenewal` changes
+the number of a session; tasks refuse what was sent for an earlier number.
 """
 
 from __future__ import annotations

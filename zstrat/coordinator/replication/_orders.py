@@ -1,7 +1,5 @@
 """The machine of one store as data, and the choice of its copies at a takeover.
 
-The phases of one store and its copies, and the orders that change them: as data.
-
     CREATING ──created──▶ ALONE, or ──refused──▶ EMPTY: a process is asked to create a
                                                  store that it does not have by itself.
 
@@ -26,15 +24,14 @@ phase: `ReplicatedStore.validate` checks a store against both.
 
 Each order is for one process, and is of one view of its store.
 
-Decides with which orphaned copies a program continues. No I/O.
-
-Views of a store are made by the program that holds the session; without a program there
-are no new ones. So a copy of the newest view has all that was acknowledged. A view in
-which only an empty copy was created does not count. The law: a copy counts
-as complete only if it is a primary that continued alone, if both copies are there, or
-if it lost the other copy after the program had been lost for so long that the program
-cannot have noticed. Otherwise the store is lost, and the session with it, as a model
-with missing parts is useless.
+`successors` decides with which orphaned copies a program continues. No I/O. Views of a
+store are made by the program that holds the session; without a program there are no new
+ones. So a copy of the newest view has all that was acknowledged. A view in which only
+an empty copy was created does not count. Law: a copy counts as complete only if it is a
+primary that continued alone, if both copies are there, or if it lost the other copy
+after the program had been lost for so long that the program cannot have noticed.
+Otherwise the store is lost, and the session with it, as a model with missing parts is
+useless.
 
 Two copies that name each other are a *pair*, whatever their views: an earlier program
 may have sent a newer view to one of them. They stay a pair, so that either may be lost

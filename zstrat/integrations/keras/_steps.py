@@ -1,21 +1,17 @@
-"""A step of a Keras model: its arrays and its look-ups.
-
-A step of a model of Keras, traced: which arrays go in, and which come out.
+"""Traces a step of a Keras model: its arrays and its look-ups.
 
 Keras' ``train_step(state, data)``, ``test_step`` and ``predict_step`` are public, pure,
 and what users override. They are traced here as they are, except for what happens at
 ``self.optimizer.stateless_apply``: the gradients come out, and the optimizer runs where
 the strategy stores the variables.
 
-The look-ups of a step of Keras: which ids it looks up, and the step on their rows.
+A step with look-ups is traced twice. First the layers of tables note their ids and get
+one number for rows: so the ids become a program of their own. Then the step is traced
+with the rows of these ids in place of each table, so what comes out as its gradient are
+gradients of rows.
 
-A step is traced twice. First the layers of tables note their ids and get one number for
-rows: so the ids become a program of their own. Then the step is traced with the rows of
-these ids in place of each table, so what comes out as its gradient are gradients of
-rows.
-
-Law: only its layer reads a table. Whatever else does (a regularizer, tied
-weights) is found in the first trace.
+Law: only its layer reads a table. Whatever else does (a regularizer, tied weights) is
+found in the first trace.
 """
 
 from __future__ import annotations

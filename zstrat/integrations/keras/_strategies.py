@@ -1,21 +1,18 @@
-"""Training of a Keras model by replicas, or on parameter servers.
+"""Trains a Keras model by replicas, or on parameter servers.
 
-Training of a Keras model by replicas that compute together.
-
-Each replica gets its rows of a batch, and a gradient counts as much as its replica has
-rows, so a step is that of the whole batch, also where a batch cannot be divided evenly.
-The state of a BatchNormalization becomes the mean over the replicas, as each sees its
-own rows; integers (the counters of seeds) advance as in the first replica.
+Replicas compute together. Each replica gets its rows of a batch, and a gradient counts
+as much as its replica has rows, so a step is that of the whole batch, also where a
+batch cannot be divided evenly. The state of a BatchNormalization becomes the mean over
+the replicas, as each sees its own rows; integers (the counters of seeds) advance as in
+the first replica.
 
 Several processes run the same program, and see the same metrics. Each has to give the
 same batches, of which its replicas take their rows; arrays are shuffled as in the first
 process.
 
-Training of a Keras model on parameter servers.
-
-The variables of the model are variables of the strategy. Each step reads them, computes
-gradients, and pushes these to the optimizer beside the variables; what the batch adds
-to the metrics comes back as the result of the step.
+On parameter servers, the variables of the model are variables of the strategy. Each
+step reads them, computes gradients, and pushes these to the optimizer beside the
+variables; what the batch adds to the metrics comes back as the result of the step.
 
 What is not trained follows a rule. Floating-point state (the averages of a
 BatchNormalization) is assigned: of steps that run at the same time, the one that ends

@@ -1,15 +1,11 @@
 """Fleets on hosts that ssh reaches: the hosts, and the engine that starts tasks there.
 
-The hosts of an ssh fleet, from a TOML file or a list of names, and the assignment of
-tasks to them.
-
-A fleet on hosts that ssh reaches, by the `ssh` program and its configuration.
-
-There is one ssh client per task. ssh must not need a password: it has to find a key, or
-an agent. The launcher's heartbeat goes over the connection. When the client or this
-program ends, the standard input of the daemon closes; its parent, the process of the
-ssh server for this client, ends as well, for which the kernel kills a daemon that
-hangs.
+The hosts are in a TOML file or a list of names. ssh is the `ssh` program with its
+configuration. There is one ssh client per task. ssh must not need a password: it has to
+find a key, or an agent. The launcher's heartbeat goes over the connection. When the
+client or this program ends, the standard input of the daemon closes; its parent, the
+process of the ssh server for this client, ends as well, for which the kernel kills a
+daemon that hangs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decisions of a fleet, and the interface of the engines that carry them out.
 
-Decides what a fleet does: `event, now -> orders`, without I/O and without a clock.
+`FleetState` decides: `event, now -> orders`, without I/O and without a clock.
 
 A task is waiting, starting, serving, or down:
 
@@ -17,8 +17,6 @@ drained (exit code 0) was ended on purpose, and is not restarted either.
 A fleet ends in two waves, parameter servers last, as the last pushes of the workers
 need them. A wave that does not end in time is killed; if even that is not reported in
 time, it counts as ended.
-
-The interface between a fleet and the engines that start its tasks.
 """
 
 from __future__ import annotations

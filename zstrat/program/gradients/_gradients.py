@@ -1,6 +1,4 @@
-"""``zs.value_and_grad`` and ``zs.grad``, for variables and tables.
-
-Gradients with respect to variables: ``zs.value_and_grad`` and ``zs.grad``.
+"""Gradients of variables and tables: ``zs.value_and_grad`` and ``zs.grad``.
 
 A differentiated argument may contain variables in place of arrays. `Differentiated`
 splits it into the arrays that jax differentiates and the objects that the function gets
@@ -8,18 +6,13 @@ for each leaf: the array itself, or the value of a variable that is not sharded.
 `Substitution`, a recorder, differentiates variables that the function reads by itself:
 reads return arrays of jax's trace.
 
-If the function looks up rows, `_lookup_discovery` finds them first, and the gradient of
-a table that is only looked up is the gradient of these rows.
-
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
 are captured) and outside of one (reads go to the storage, at each call).
 
-`Difference`: value and gradients of one call, also with respect to tables.
-
-Without lookups this is `jax.value_and_grad` under a `Substitution`. If the function has
-lookups, `_lookup_discovery` finds them first; jax then differentiates with respect to
-their rows, too, and the gradient of a table that is only looked up is that of these
-rows.
+`Difference` has the value and gradients of one call. Without lookups this is
+`jax.value_and_grad` under a `Substitution`. If the function has lookups,
+`_lookup_discovery` finds them first; jax then differentiates with respect to their
+rows, too, and the gradient of a table that is only looked up is that of these rows.
 """
 
 from __future__ import annotations

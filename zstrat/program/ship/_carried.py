@@ -1,19 +1,16 @@
 """Companions of a step, and the trial load before it is sent.
 
-What a coordinator ships with a step: scope, settings of jax, values, arrays.
-
-The coordinator traces a step in its strategy's scope, and a worker must trace the body
-with the same result of ``get_strategy()``. A worker has entered no scope, so the body
-enters the strategy's scope itself (`ScopedBody`). It also sets the program's settings
-of jax that change results: random numbers, and the precision of matrix products.
+A coordinator ships scope, settings of jax, values and arrays with a step. It traces a
+step in its strategy's scope, and a worker must trace the body with the same result of
+``get_strategy()``. A worker has entered no scope, so the body enters the strategy's
+scope itself (`ScopedBody`). It also sets the program's settings of jax that change
+results: random numbers, and the precision of matrix products.
 
 Arrays among the arguments of a call are sent at each schedule, outside of the call. The
 call is traced, pickled and shipped once, with an `Input` in place of each array, and
 each closure has the bytes of its own arrays. So a step that gets another batch each
 time costs as much as one without arguments, except for these bytes. This holds inside
 of tuples, lists and dicts; a call with other containers is pickled whole.
-
-Trials: loads an object in this process before it is sent, and finds bad parts.
 
 `try_out` pickles and loads an object as a worker would, with new classes; arrays are
 not copied. Each class is tried once, which runs its code once more here.

@@ -1,8 +1,7 @@
 """Pickles functions, and reads the statements of classes that they are in.
 
-Pickles the user's functions in two steps: first the part that class statements need.
-
-A function's globals and cells may refer to the class that it is a method of. So the
+Functions are pickled in two steps: first the part that class statements need. A
+function's globals and cells may refer to the class that it is a method of. So the
 receiver makes empty functions, then the class, and then fills the functions. Attributes
 that cannot refer to a class are set from the start, because code that runs when a class
 is made (a metaclass, ``__init_subclass__``) reads names, defaults and attributes of
@@ -18,12 +17,11 @@ globals would be pickled, too, which fails for some. A function with a custom gr
 is an object of jax that holds such functions. It forwards any attribute to one of them,
 so pickle must not read its attributes.
 
-Reads the statement of a class back from the class.
-
-A class keeps its names in order: first those of the statement, then those that
-``type``, a metaclass, ``__init_subclass__`` or a decorator added. The first name that
-is known to be added ends the statement. Fields of a dataclass, which the decorator
-removes from the class or replaces by their defaults, are made again.
+The statement of a class is read back from the class. A class keeps its names in order:
+first those of the statement, then those that ``type``, a metaclass,
+``__init_subclass__`` or a decorator added. The first name that is known to be added
+ends the statement. Fields of a dataclass, which the decorator removes from the class or
+replaces by their defaults, are made again.
 """
 
 from __future__ import annotations

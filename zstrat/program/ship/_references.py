@@ -1,18 +1,16 @@
 """Companions of a pickle: references by name, and registrations of pytree classes.
 
-References by name, for objects that cannot be pickled but are in a file of workers.
+Objects that cannot be pickled but are in a file of workers are sent by name: a lock, an
+open file, a class that is registered with jax by functions. A worker with the same
+source imports the module and reads the attribute. This is the exception, because an
+import gives the object of the source, not its present state.
 
-Examples: a lock, an open file, a class that is registered with jax by functions. A
-worker with the same source imports the module and reads the attribute. This is the
-exception, because an import gives the object of the source, not its present state.
-
-Ships the registration of the user's pytree classes with the classes.
-
-jax keeps pytree classes in a registry of the process. A class that is pickled by value
-is a new class on a worker, unknown to jax there, and would count as a leaf. The
-registration is found from outside: a blank instance is flattened, and its children show
-which fields are data. The two functions of ``register_pytree_node`` cannot be found
-this way, so such a class is refused.
+The registration of a pytree class is sent with the class. jax keeps pytree classes in a
+registry of the process. A class that is pickled by value is a new class on a worker,
+unknown to jax there, and would count as a leaf. The registration is found from outside:
+a blank instance is flattened, and its children show which fields are data. The two
+functions of ``register_pytree_node`` cannot be found this way, so such a class is
+refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Sharing of one trace by calls, and the objects that a call can reach.
-
-Sharing of one trace by calls that differ only in the variables of their arguments.
+"""Shares one trace among calls that differ only in the variables of their arguments.
 
 Theory of operation. Two calls are alike if their variables agree in everything except
 key and name, and if equal positions have equal variables (`likeness`). The body of the
@@ -12,11 +10,9 @@ is this plan with the variables replaced (`with_others`).
 
 Law: a call that is not certainly alike is traced by itself.
 
-Searches the objects that a function can reach when it is called.
-
-The search follows functions (cells, defaults, globals by name), modules by the names
-that functions use, classes, and the references that the garbage collector reports. It
-skips packages that hold no objects of users.
+The search for the objects that a call can reach follows functions (cells, defaults,
+globals by name), modules by the names that functions use, classes, and the references
+that the garbage collector reports. It skips packages that hold no objects of users.
 """
 
 from __future__ import annotations

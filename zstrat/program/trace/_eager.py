@@ -1,15 +1,13 @@
 """Eager steps, and Keras models that they call.
 
-`Immediate`: the recorder of eager steps, which reads and updates at once.
+`Immediate` is the recorder of eager steps: it reads and updates at once. On a worker
+the storage of the variables may delay an update until the next read.
 
-On a worker the storage of the variables may delay an update until the next read.
-
-A word for steps that call a Keras model, whose values they keep as they were.
-
-A Keras model reads variables of its own when it is called. In a step these are
-constants of the trace, as any captured array is, and on a worker those of the model
-that came with the step. Nothing of Keras is imported here: the method is wrapped when a
-step is traced in a program that has imported it.
+Steps that call a Keras model keep its values as they were, which a warning says. A
+Keras model reads variables of its own when it is called. In a step these are constants
+of the trace, as any captured array is, and on a worker those of the model that came
+with the step. Nothing of Keras is imported here: the method is wrapped when a step is
+traced in a program that has imported it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Values in a trace: their sources, and what depends on them.
 
-Data flow in a traced program: which inputs a result depends on, and how to compute
-it.
-
 A program is jax's jaxpr: equations in order, each with the variables that it reads and
 writes. One pass over them finds the inputs that each variable depends on. A function
 that jax compiles by itself (an inner ``jax.jit``) is one equation with a jaxpr inside,
 which the pass enters. Loops, branches and unknown equations are opaque: each of their
 results depends on all their operands.
 
-Law: a set of inputs is the bits of one integer.
-
-The sources of values in a trace: placeholders, or inputs of a program.
+Law of the data flow: a set of inputs is the bits of one integer.
 
 `Discovery` makes a placeholder for each value. If every placeholder was made at the
 level of the body itself, the trace is the program: `body_program` turns placeholders
@@ -19,8 +14,8 @@ into inputs. So the body of a step runs once, and its prints appear once. If one
 made inside of an equation (a body that jax traces by itself), there is no such program,
 and the body is traced again, with a `Replay` of the program's inputs.
 
-Law: the equations that `body_program` drops compute only placeholders, and
-from the seed alone.
+Law: the equations that `body_program` drops compute only placeholders, and from the
+seed alone.
 """
 
 from __future__ import annotations

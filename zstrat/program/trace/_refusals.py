@@ -1,10 +1,7 @@
 """Errors of steps, at the user's own lines.
 
-The errors of what a step function cannot do, with what to write instead.
-
-Law: every message names the user's line. jax's own error is the cause.
-
-The user's own lines: in messages, and in tracebacks.
+An error of what a step function cannot do says what to write instead. Law: every
+message names the user's line. jax's own error is the cause.
 
 The user's line is the innermost frame outside of Python's library, installed packages
 and zstrat; if the step is in an installed package, the innermost frame outside of jax

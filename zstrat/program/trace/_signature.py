@@ -1,6 +1,6 @@
 """The signature of a trace: the arguments of a call, and the contexts around it.
 
-Splits the arguments of a call into inputs of a program and the key of the program.
+Arguments are split into inputs of a program and the key of the program.
 
 - Arrays and Python ints, floats and complexes are *inputs*: their values differ from
   call to call, their types are part of the key. Python numbers are weakly typed, as in
@@ -13,8 +13,6 @@ Splits the arguments of a call into inputs of a program and the key of the progr
   of iterators are found when elements are drawn.
 
 This runs for every scheduled step, so it is one pass without allocation per type.
-
-The contexts of a trace: worker, strategy, and jax's caches of inner traces.
 
 The worker sets `worker_context` around every step and dataset function. A step that
 asks for it is traced again when the answer changes (a second attempt, say), because the
@@ -114,7 +112,7 @@ class WorkerContext:
 worker_context: Final[ContextVar[WorkerContext | None]] = ContextVar(
     "zstrat_worker_context", default=None
 )
-"""Set by the worker. Law of the file: code that sets a context variable resets it."""
+"""Set by the worker. Law: code that sets a context variable resets it."""
 
 building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
 """Whether a worker builds a dataset here. A call of a step function then runs its plain

@@ -1,23 +1,19 @@
 """Exchanges of windows: fragments, resident arrays, overlapping programs.
 
-Fragments of a tree, and the segments of a window between two exchanges.
+Segments are the steps of a window between two exchanges. Fragments are after Douillard
+et al., "Streaming DiLoCo" (2025): each fragment is exchanged once in ``every`` steps,
+and at another offset than the others, so that the link carries a part of the model at a
+time. Round r of the outer optimizer is the exchange of fragment ``r % fragments``.
 
-After Douillard et al., "Streaming DiLoCo" (2025): each fragment is exchanged once in
-``every`` steps, and at another offset than the others, so that the link carries a part
-of the model at a time. Round r of the outer optimizer is the exchange of fragment
-``r % fragments``.
-
-Resident arrays: what a window keeps on its worker from one closure to the next.
-
-To a trace they are variables that it reads and assigns; they have keys of their own and
-are at no parameter server. The worker gives the values and keeps the new ones (see
+Resident arrays are what a window keeps on its worker from one closure to the next. To a
+trace they are variables that it reads and assigns; they have keys of their own and are
+at no parameter server. The worker gives the values and keeps the new ones (see
 `zstrat.worker`), also those of a checkpoint. A worker that has none yet gives zeros.
 
-`OverlappedProgram`: a window whose first steps do not need the values on servers.
-
-The program is cut in two. The *head* is all that depends on no pulled value: it runs
-while the request for these values is under way. The *tail* takes what the head has
-computed, and the values.
+`OverlappedProgram` begins a window before it has the values on servers. The program is
+cut in two. The *head* is all that depends on no pulled value: it runs while the request
+for these values is under way. The *tail* takes what the head has computed, and the
+values.
 """
 
 from __future__ import annotations

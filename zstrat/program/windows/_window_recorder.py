@@ -1,16 +1,13 @@
 """The steps inside of a window, and the tables that they look up.
 
-`WindowRecorder`: the recorder of one step inside of a window.
+`WindowRecorder` records one step inside of a window. Variables that the window trains
+are arrays here: reads return the worker's own copy, and the inner optimizer moves it at
+once. All else that would have an effect on others is refused.
 
-Variables that the window trains are arrays here: reads return the worker's own copy,
-and the inner optimizer moves it at once. All else that would have an effect on others
-is refused.
-
-Tables of which a window pulls only the rows that its steps look up.
-
-The ids of all steps are computed before the first one, and their rows are looked up at
-once. The worker's copy of the table has these rows, and zeros elsewhere, where no step
-looks. So its size is that of the table, but what travels is as small as the rows.
+A window pulls only the rows of a table that its steps look up. The ids of all steps are
+computed before the first one, and their rows are looked up at once. The worker's copy
+of the table has these rows, and zeros elsewhere, where no step looks. So its size is
+that of the table, but what travels is as small as the rows.
 
 That is right if the ids depend on nothing that is pulled, and the step uses the table
 in no other way: its result, and its gradients, depend on the table's value by look-ups

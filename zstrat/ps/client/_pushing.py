@@ -1,13 +1,10 @@
 """Pushes and contributions to rounds, to all parameter servers.
 
-One push: a message for each parameter server, and the result.
-
-All updates of one server are in one message, as it applies all or none. A push and the
-pull after it are one message to each server that has both parts (`exchange`). Their
-results are independent, as it is of two messages: a server that refuses one
-part answers the other, and a part that cannot be sent does not keep the other back.
-
-Requests about rounds to all parameter servers of a session.
+A push is a message for each parameter server. All updates of one server are in one
+message, as it applies all or none. A push and the pull after it are one message to each
+server that has both parts (`exchange`). Their results are independent, as it is of two
+messages: a server that refuses one part answers the other, and a part that cannot be
+sent does not keep the other back.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Many small variables updated as one array, by the layout of their slots.
 
-Small variables that an optimizer moves element by element, updated as one array.
-
-A program of one small variable computes for a microsecond and takes thirty to be
-started, and one of a hundred arrays is no better: XLA runs its parts one by one. So the
-values, slots and gradients of small variables that are moved alike lie side by side
-(`zstrat.ps.store._flat`), and one program of one array each updates all of them. Every
-element is computed by the same operations either way.
+This is for optimizers that move each element by itself. A program of one small variable
+computes for a microsecond and takes thirty to be started, and one of a hundred arrays
+is no better: XLA runs its parts one by one. So the values, slots and gradients of small
+variables that are moved alike lie side by side (`zstrat.ps.store._flat`), and one
+program of one array each updates all of them. Every element is computed by the same
+operations either way.
 
 The gradients of a push are copied together, unless they came side by side
 (`zstrat.wire`). Values and slots are as the last update has left them, unless the push
@@ -14,8 +13,6 @@ is of other variables than that one, or something else has changed one of them; 
 they are copied together once more.
 
 Nothing is donated, so that an update which fails has changed nothing.
-
-What the slots of variables look like, numbered.
 
 One `SlotLayouts` belongs to one optimizer. It knows what the transformation keeps
 beside a variable (by shapes alone, nothing is computed) and names the optimizer in what

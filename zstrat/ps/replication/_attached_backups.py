@@ -1,16 +1,14 @@
 """The copies that a primary keeps, and whether a copy is complete.
 
-The copies that a primary keeps up to date: its backup, and a third one.
+A primary keeps a backup up to date, and maybe a third copy. The third copy is made
+beside the backup, when a store moves, and takes its place when it is whole. Law: until
+the third copy has been asked to be the backup, the old backup has everything, and the
+third copy may be given up at any time. From then on only a coordinator may end it,
+because the third copy may count already.
 
-The third copy is made beside the backup, when a store moves, and takes its place when
-it is whole. Law: until the third copy has been asked to be the backup, the
-old backup has everything, and the third copy may be given up at any time. From then on
-only a coordinator may end it, because the third copy may count already.
-
-Whether the copy of a process lacks nothing that was acknowledged.
-
-Of two copies that were left by a lost program, either one may have gone on alone, by an
-order that the other one did not get. A copy is *sure* if that cannot be so.
+A copy is complete if it lacks nothing that was acknowledged. Of two copies that were
+left by a lost program, either one may have gone on alone, by an order that the other
+one did not get. A copy is *sure* if that cannot be so.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Copies a store by messages, and replays changes on the copy.
 
-Replays the changes of a primary on the store of its backup.
-
-Nothing is decided here: the primary has decided, and this store has had all earlier
+A replay decides nothing: the primary has decided, and this store has had all earlier
 changes. `CHANGES` has a row for each kind of change; long ones are computed on another
 thread, and then committed by the code that the primary has run, too.
 
-Copies a store as it is at one moment, as messages that fill an empty one: for a
-backup, and for a file (`zstrat.ps.handover`).
+A copy is a store at one moment, as messages that fill an empty one: for a backup, and
+for a file (`zstrat.ps.handover`).
 
 Small things are messages at once; values and slots are pinned, and follow in parts
 while updates continue. Slots come without a layout: the backup treats them as restored

@@ -1,16 +1,13 @@
 """Snapshots of a parameter server, with the pinned rows of tables.
 
-Snapshots of a parameter server: which tensors they hold, and how they are cut.
-
 A snapshot pins the values and the optimizer slots of variables at one moment between
 two updates; nothing is copied (`zstrat.ps.store._pins`). Its tensors are numbered in
 the order of the variables, a value before its slots. Decides without I/O.
 
-Pinned rows of a table in an order of their own: by bucket, and then by id.
-
-In which order a table has its rows depends on all that happened to it. Saved in this
-order, equal tables are equal bytes, and a server that wants some buckets finds them
-side by side.
+Pinned rows of a table are in an order of their own: by bucket, then by id. In which
+order a table has its rows depends on all that happened to it. Saved in this order,
+equal tables are equal bytes, and a server that wants some buckets finds them side by
+side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""New variables and new tables: validated, and made with first values.
-
-New variables and their first values: validated, made here, and fit for the memory.
+"""New variables and tables: validated, made with first values, and fit for the memory.
 
 As all plans (`_plans`), new variables are computed on any thread, and fail as a whole.
 One of a key, name, shape and dtype that is there already is left as it is.
@@ -10,7 +8,7 @@ as large as this machine's memory, so its value is taken over as the initializer
 it, without a copy, if nobody else can refer to it. How much memory is left, the kernel
 estimates.
 
-New tables of any id: validated, and tried before they are there.
+New tables of any id are tried before they are there.
 """
 
 from __future__ import annotations

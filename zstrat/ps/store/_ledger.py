@@ -1,34 +1,30 @@
 """The updates that a store has applied: pushes, runs of eager steps, leased examples.
 
-Which pushes were applied already: each exactly once, known in bounded memory.
-
-A push of a closure is named by ``(step, part)``. The coordinator retries a closure when
-a worker is lost, and then cannot know whether its push had arrived; the ledger does.
-It forgets a step when the coordinator's low-water mark says that it is over for good,
-and answers for all of them with that one number. Steps of a window above the mark can
-be remembered, so what is remembered is bounded, and the step at the mark, whose end
-alone raises it, can always be.
+Each push is applied exactly once, known in bounded memory. A push of a closure is named
+by ``(step, part)``. The coordinator retries a closure when a worker is lost, and then
+cannot know whether its push had arrived; the ledger does. It forgets a step when the
+coordinator's low-water mark says that it is over for good, and answers for all of them
+with that one number. Steps of a window above the mark can be remembered, so what is
+remembered is bounded, and the step at the mark, whose end alone raises it, can always
+be.
 
 A program updates variables outside of closures, too. Such an own update has a number
 that its *writer*, the process that sends it, gave it, so that it may be sent again when
-nobody knows whether it arrived. The law: the mark of a writer is raised by
-that writer's pushes alone.
+nobody knows whether it arrived. Law: the mark of a writer is raised by that writer's
+pushes alone.
 
-What the runs of eager steps have done here, so that no two runs of one are mixed.
+No two runs of one eager step are mixed. An eager step pushes as it goes, in *parts*. A
+part that was applied stays, whatever becomes of the worker; so the next run has to do
+the same in the same place, and fails if it does not. Each update of a part has a name
+that says where in the user's code it was made, for which time, and what it does;
+operands are not part of it, as another worker has other data.
 
-An eager step pushes as it goes, in *parts*. A part that was applied stays, whatever
-becomes of the worker; so the next run has to do the same in the same place, and fails
-if it does not. Each update of a part has a name that says where in the user's code it
-was made, for which time, and what it does; operands are not part of it, as another
-worker has other data.
+Law: all parts of a step that were applied were named by runs that did the same as far
+as both got, and no run pushes when a later one has begun.
 
-The law: all parts of a step that were applied were named by runs that did
-the same as far as both got, and no run pushes when a later one has begun.
-
-Which examples of leased datasets are done, by the pushes that one server applied.
-
-A push carries the ranges that its step has drawn, and they are noted as it is applied:
-so they are in the log, in copies, and in what the next program of the session finds.
+Examples of leased datasets are done by pushes. A push carries the ranges that its step
+has drawn, and they are noted as it is applied: so they are in the log, in copies, and
+in what the next program of the session finds.
 """
 
 from __future__ import annotations

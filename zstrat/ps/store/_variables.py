@@ -1,17 +1,14 @@
 """The variables that one server holds, and which of them are one array.
 
-The variables that one server holds for one session, by key.
+Law: a version never returns for a key within a session, not even when the variable is
+deleted and created again. A reader may remember a value for long, and would take the
+new variable for the old one.
 
-Law: a version never returns for a key within a session, not even when the
-variable is deleted and created again. A reader may remember a value for long, and would
-take the new variable for the old one.
-
-Sets of small variables that are read, and updated, as one array (`zstrat.wire`).
-
-A set is what a message names, nothing that the store has: which variables it has is
-looked up once, and again when variables have come or gone. Its value is the array in
-which the last update has left them side by side (`_flat`), without a copy, or else one
-that is put together.
+Sets of small variables are read, and updated, as one array (`zstrat.wire`). A set is
+what a message names, nothing that the store has: which variables it has is looked up
+once, and again when variables have come or gone. Its value is the array in which the
+last update has left them side by side (`_flat`), without a copy, or else one that is
+put together.
 """
 
 from __future__ import annotations

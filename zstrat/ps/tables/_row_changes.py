@@ -1,19 +1,16 @@
 """Rows of a table that are born, evicted and removed.
 
-Rows of a table that are born, and removed, by the updates of one push.
+A push gives birth to rows, and removes some. Before any value is written, the ids of
+all updates become rows (`RowChanges.rows_of`), in the order of the updates. An id
+without a row gets the next one, with its first value and what each optimizer begins
+with beside that. An id that is removed has no row for the updates that follow. Its old
+row is left alone until the whole push was applied: then the last rows of the table are
+moved to where such rows were (`finish`), so that rows are dense again. If the push
+fails before, `undo` takes back what it has changed.
 
-Before any value is written, the ids of all updates become rows (`RowChanges.rows_of`),
-in the order of the updates. An id without a row gets the next one, with its first value
-and what each optimizer begins with beside that. An id that is removed has no row for
-the updates that follow. Its old row is left alone until the whole push was applied:
-then the last rows of the table are moved to where such rows were (`finish`), so that
-rows are dense again. If the push fails before, `undo` takes back what it has changed.
-
-Which rows of a table are evicted, by a rule.
-
-A rule looks at the rows of some buckets: a program that evicts a few buckets at a time
-never holds a table up for long. What is evicted is logged as ids, so that a backup need
-not decide it again.
+A rule chooses the rows that are evicted. It looks at the rows of some buckets: a
+program that evicts a few buckets at a time never holds a table up for long. What is
+evicted is logged as ids, so that a backup need not decide it again.
 """
 
 from __future__ import annotations

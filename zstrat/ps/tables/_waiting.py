@@ -1,12 +1,9 @@
 """Ids that wait for admission to a table, each with a number.
 
-Ids that wait for admission to a table: they were pushed, and have no row yet.
-
-Each is counted once for a push that names it, and is admitted by the push that makes
-the count full. Only pushes that are applied are counted, and each of these once.
-`WaitingIds` counts exactly, `Sketch` in a fixed number of bytes.
-
-Ids of a table with their index, and a number for each of some, which come and go.
+They were pushed, and have no row yet. Each is counted once for a push that names it,
+and is admitted by the push that makes the count full. Only pushes that are applied are
+counted, and each of these once. `WaitingIds` counts exactly, `Sketch` in a fixed number
+of bytes.
 """
 
 from __future__ import annotations

@@ -1,26 +1,24 @@
 """The batches of replicas, and the common end of the data of all workers.
 
-The elements of the replicas in one step, cut out of the batches of a dataset.
+The elements of replicas are cut out of the batches of a dataset. A `Share` keeps
+neighbouring rows together, so that a whole batch can be put on devices at once. It is
+cut only where the pieces are uneven or not adjacent.
 
-A `Share` keeps neighbouring rows together, so that a whole batch can be put on devices
-at once. It is cut only where the pieces are uneven or not adjacent.
+Law of shares: cutting copies no row, except where a piece extends over the end of a
+batch, and it uses no thread and no device: a stream of batches in, a stream of shares
+out.
 
-Law: it copies no row, except where a piece extends over the end of a batch,
-and it uses no thread and no device: a stream of batches in, a stream of shares out.
+Workers end together. Where each has other data (its own files, a dataset function),
+some have less than others. A step needs all workers, so a worker without data continues
+with empty elements as long as any other has some. The workers agree on that: once a
+pass, if all of them know their number of steps, else in every step. If some have data
+without an end, there are no further questions: the others continue with empty elements.
+With the first question they also check that they are at the same pass of data that is
+sharded among them in an order that changes from pass to pass.
 
-Synchronizes the workers at the end of their data.
-
-Where each worker has other data (its own files, a dataset function), some have less
-than others. A step needs all workers, so a worker without data continues with empty
-elements as long as any other has some. The workers agree on that: once a pass, if all
-of them know their number of steps, else in every step. If some have data without an
-end, there are no further questions: the others continue with empty elements. With the
-first question they also check that they are at the same pass of data that is sharded
-among them in an order that changes from pass to pass.
-
-Law: all workers make the same exchanges in the same order, in the thread
-that draws. So the first exchange of a pass always happens, and all else follows from
-its result, which is the same for all.
+Law: all workers make the same exchanges in the same order, in the thread that draws. So
+the first exchange of a pass always happens, and all else follows from its result, which
+is the same for all.
 """
 
 from __future__ import annotations

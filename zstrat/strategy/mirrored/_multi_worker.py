@@ -1,22 +1,18 @@
 """Synchronous training of several processes, with or without one job of XLA.
 
-Synchronous training of several processes, each with a copy of all variables.
+Every process has a copy of all variables, and runs the same program on its own data. A
+step is compiled around its collectives: a program that ends in gradients, their sum
+over all replicas, a program that applies it (`zstrat.program.stages._stages`).
 
-Every process runs the same program on its own data. A step is compiled around its
-collectives: a program that ends in gradients, their sum over all replicas, a program
-that applies it (`zstrat.program.stages._stages`).
-
-The processes of a group as one job of XLA.
-
-Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its address in
-the cluster and announces it through the group. That port does not authenticate anyone,
-so the address must not be reachable from the internet.
+In one job of XLA, rank 0 is the coordinator of `jax.distributed`: it takes a free port
+of its address in the cluster and announces it through the group. That port does not
+authenticate anyone, so the address must not be reachable from the internet.
 
 Where the program has initialized jax.distributed itself, the processes learn of each
 other through jax, and need no other cluster.
 
-Law: jax.distributed is initialized once in a process, before its first use
-of any device; the job cannot be formed again while the process lives.
+Law: jax.distributed is initialized once in a process, before its first use of any
+device; the job cannot be formed again while the process lives.
 """
 
 from __future__ import annotations

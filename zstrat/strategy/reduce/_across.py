@@ -1,13 +1,9 @@
-"""Reductions of values on devices, and across processes.
-
-Reduces and gathers the values of replicas of several processes.
+"""Reduces and gathers values on devices, and across processes.
 
 A value that is not distributed is that of this process, as in TF: two processes with
 1.0 have a sum of 2.0. First the values of this process are combined, then, in one
 collective, those of all processes. In a step this is part of the program; elsewhere it
 happens at once, on arrays of numpy, which keep their dtype.
-
-Values on devices: where they are wanted, put there, and reduced where they are.
 
 A destination is a value per replica or a variable (where it is stored), an array, or
 the TF name of a device. A value that is not in the memory of a device of this process

@@ -1,7 +1,5 @@
 """Sequential replicas, and the barriers at which they wait for each other.
 
-Sequential replicas: one after the other, until all have come to the same place.
-
 Each replica is a greenlet with a separate context (with its current replica and
 recorder). The replicas run in their order, each until it ends or waits at a *barrier*.
 When all wait, the caller computes the result of the barrier once, and each replica
@@ -11,8 +9,7 @@ the same: names of variables and random numbers are equal in every run.
 They are not threads because a trace of jax belongs to a thread, and replicas may switch
 in the middle of one.
 
-Law: each replica that waits is resumed or ended; none is left when a
-replica fails.
+Law: each replica that waits is resumed or ended; none is left when a replica fails.
 
 jax keeps its settings per thread, and sequential replicas share one thread: a setting
 of a replica that waits would apply to the others, and if contexts were not left in the
@@ -20,12 +17,11 @@ reverse order of entering them, it would remain. Names for profiles (`jax.named_
 are restored for the others and for itself; jax offers no clean way to do so for any
 other setting, so a change is refused.
 
-Barriers of sequential replicas: what each one computes from all replicas' values.
+A barrier computes a result from all replicas' values. Results are the same as in one
+program: the algorithms are those of `_collective`, on columns whose parts are all in
+this process.
 
-The results are the same as in one program: the algorithms are those of `_collective`,
-on columns whose parts are all in this process.
-
-Law: every replica gets the same result, or its part of the same.
+Law of barriers: every replica gets the same result, or its part of the same.
 """
 
 from __future__ import annotations

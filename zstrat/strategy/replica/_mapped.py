@@ -1,6 +1,4 @@
-"""Functions that run for each replica, and the recorders in them.
-
-Functions that are mapped over the replicas of one process.
+"""Maps functions over the replicas of one process, and records the updates in them.
 
 `mapped_over` maps a function over arrays of which each replica has its part. A part
 stays where its replica is: nothing here combines parts.
@@ -11,17 +9,16 @@ processes are reached outside of it. So the function is mapped in stages: each s
 returns the operands of the next collectives, which are equal on all devices, and what
 later stages need of it, one part for each device.
 
-Law: each stage is cut from a separate trace, in the map that it runs in.
-All these traces are equal, so a number means the same value in each.
+Law: each stage is cut from a separate trace, in the map that it runs in. All these
+traces are equal, so a number means the same value in each.
 
-Recorders inside replica functions, which pass updates of variables on to the step.
-
-Laws of the file. A variable that replicas share is updated once: their operands are
-combined here first, and the recorder outside of the replicas records the result. A
-replica updates its own copy at once, by itself.
+Recorders inside replica functions pass updates of variables on to the step. Laws of
+recorders: a variable that replicas share is updated once: their operands are combined
+here first, and the recorder outside of the replicas records the result. A replica
+updates its own copy at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
-program (`_regions`) and the only one of its process (below) combine operands
+program (`_regions`) and the only one of its process (`SoleReplica`) combine operands
 through their `Team`. A sequential one (`_sequential`) waits for the others.
 """
 

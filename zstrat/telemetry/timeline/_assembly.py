@@ -1,6 +1,4 @@
-"""A time line of all tasks, and its file.
-
-Combines the records of all tasks of a run, each with its own clock, to a time line.
+"""Combines the records of all tasks of a run to a time line, and writes its file.
 
 Times are converted to the clock of the program. For each step, arrows lead from the
 call that scheduled it to its run, from there to its push, and from there to the updates
@@ -10,10 +8,9 @@ A *row* belongs to a task and has consecutive spans; overlapping spans are divid
 several rows (`without_overlaps`). An arrow leads from one span to another. A curve is a
 number that changes over time. All times of a `Timeline` are in seconds of one clock.
 
-Writes a time line as JSON in the format of Chrome's traces, which Perfetto opens.
-
-The path is checked before the measurement. The file is written under a temporary name
-and renamed when it is complete, so that a full disk keeps the previous file.
+The file is JSON in the format of Chrome's traces, which Perfetto opens. The path is
+checked before the measurement. The file is written under a temporary name and renamed
+when it is complete, so that a full disk keeps the previous file.
 
 The JSON is an array of events. A task is a process (``pid``), a row one of its threads
 (``tid``); a span is an event ``X``, a curve is events ``C``, and an arrow is a pair of

@@ -1,14 +1,10 @@
 """Records of tasks for a time line, on the clock of the program.
 
-The records of a program and its tasks for a time line, and their encoding.
-
 In the program each thread appends to a list, which needs no lock; beyond its bound
 records are dropped, which the time line reports. The spans of a task are sent as
 columns, a quarter of the bytes of separate records, without a loop in Python. So are
 the events that jax recorded on a worker, on the worker's clock, with a table of their
 few distinct names.
-
-Converts the clock of another process to the clock of this one.
 
 Every process has its own monotonic clock. A request for the time of another process is
 sent and answered at known local times, and the other clock was read in between. If both

@@ -1,24 +1,20 @@
-"""A small HTTP server, and the page that it serves.
+"""A very small HTTP server, and the page that it serves.
 
-A very small HTTP server: GET and HEAD, one request a connection, everything bounded.
-
-It stands beside training, on the network, open to all that can reach it, and probes
-must work with nothing but zstrat installed. So it is not a framework: a request is a
-line and headers of 8 KiB together, which have five seconds to come, and there are at
-most 64 connections. When one more comes, the one goes that was waited for longest, for
-its request or for taking its answer: a peer that only holds connections open cannot
-keep a probe out.
+GET and HEAD, one request a connection, everything bounded. It stands beside training,
+on the network, open to all that can reach it, and probes must work with nothing but
+zstrat installed. So it is not a framework: a request is a line and headers of 8 KiB
+together, which have five seconds to come, and there are at most 64 connections. When
+one more comes, the one goes that was waited for longest, for its request or for taking
+its answer: a peer that only holds connections open cannot keep a probe out.
 
 An answer may be a stream, for a page that is open. Each of its pieces has five seconds
 to be taken, and the next is asked for then: a browser that is frozen holds one piece,
 and is dropped. The number of streams is bounded by their source.
 
-The page of a port as one document, and who may see it.
-
-The document needs nothing else and runs nothing else. Its script and style are those of
-this package, by their digests: whatever else got into the page, out of the name of a
-task or a line of a log, would not run, and could load nothing and send nothing
-anywhere.
+The page is one document. It needs nothing else and runs nothing else. Its script and
+style are those of this package, by their digests: whatever else got into the page, out
+of the name of a task or a line of a log, would not run, and could load nothing and send
+nothing anywhere.
 
 If other machines can reach the port, the page is for users who have its token. That
 comes once in the address that its owner gives away (``/?token=...``); the page then

@@ -1,20 +1,17 @@
 """The numbers of the tasks of this process, also as Prometheus reads them.
 
-Register of the tasks, sessions and programs of this process that report statistics.
-
-Each owner runs on the loop of its own thread. The HTTP server asks from another thread,
-which works even if that loop is frozen, and so can report it. A loop is asked by a
-callback; at most one per question is scheduled at a time, however many ask. Slow
-statistics are computed on the asking thread if their owner allows that.
+Tasks, sessions and programs that report statistics register here. Each owner runs on
+the loop of its own thread. The HTTP server asks from another thread, which works even
+if that loop is frozen, and so can report it. A loop is asked by a callback; at most one
+per question is scheduled at a time, however many ask. Slow statistics are computed on
+the asking thread if their owner allows that.
 
 `TelemetryNotices` sends a task's statistics to its coordinator without being asked.
 
-The numbers of a process as Prometheus reads them.
-
-Law: what is here is counts and sizes under the name of a task; names,
-addresses and versions are in one metric, ``zstrat_task_info``, and what a program calls
-its numbers in ``zstrat_scalar``; both are left out where other machines can ask, and an
-optimizer is a number there.
+Law of the metrics for Prometheus: they are counts and sizes under the name of a task;
+names, addresses and versions are in one metric, ``zstrat_task_info``, and what a
+program calls its numbers in ``zstrat_scalar``; both are left out where other machines
+can ask, and an optimizer is a number there.
 """
 
 from __future__ import annotations

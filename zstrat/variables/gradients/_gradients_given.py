@@ -1,15 +1,13 @@
 """Checks what users give to optimizers: gradients, and transformations.
 
-Checks the arguments of ``apply_gradients``, and makes a `GradientCall` of them.
+A `GradientCall` is made of the arguments of ``apply_gradients``. These are two pytrees
+of one structure, or TF's pairs; gradients that are None are skipped. If the optimizer
+has a tree (``params=``), a variable is the leaf of that tree, whatever its position in
+the arguments.
 
-The arguments are two pytrees of one structure, or TF's pairs; gradients that are None
-are skipped. If the optimizer has a tree (``params=``), a variable is the leaf of that
-tree, whatever its position in the arguments.
-
-Traces a user's transformation, and turns its errors into ours.
-
-The program is traced once and runs for each update, so a variable that the
-transformation reads (a learning rate) would be a constant of that program.
+Errors of a user's transformation become ours. Its program is traced once and runs for
+each update, so a variable that the transformation reads (a learning rate) would be a
+constant of that program.
 """
 
 from __future__ import annotations
