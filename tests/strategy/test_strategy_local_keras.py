@@ -104,6 +104,36 @@ def test_a_loss_is_a_mean_over_rows_or_refused(option, remedy):
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+class AsTold(keras.layers.Layer):
+    """Draws numbers, in evaluation too, or adds a sum to the loss of training alone."""
+
+    def __init__(self, *, draws):
+        super().__init__()
+        self.draws, self.seeds = draws, keras.random.SeedGenerator(3)
+
+    def call(self, x, training=False):
+        if self.draws:
+            return x + 3 * keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+        if training:
+            self.add_loss(keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("draws", [True, False], ids=["draws", "trains"])
+def test_a_loss_that_draws_is_trained_and_a_sum_of_training_refused(draws):
+    keras.utils.set_random_seed(1)
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([AsTold(draws=draws), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    given = {"x": X[:8], "y": X[:8, :1], "batch_size": 8, "verbose": 0}
+    model.evaluate(**given)
+    if draws:
+        assert np.isfinite(model.fit(**given).history["loss"]).all()
+        return
+    with pytest.raises(NotImplementedError, match="add_loss"):
+        model.fit(**given)
+
+
 def test_a_loss_with_a_mask_is_refused():
     """It is a mean over what the mask lets through, of which replicas have different
     numbers."""

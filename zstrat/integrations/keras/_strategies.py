@@ -60,8 +60,11 @@ if TYPE_CHECKING:
 _MEANS: Final = ("sum_over_batch_size", "mean")
 
 _TOLERANCE: Final = 0.05
-"""How far a loss may be from the mean of those of its rows, as some draw numbers. A sum
-is twice as large with two replicas."""
+"""How far a loss may be from the mean of those of its rows, but for what draws do. A
+sum is twice as large with two replicas."""
+
+_DRAWS: Final = 16
+"""How often the losses of a model that draws numbers are computed."""
 
 
 class Ended:
@@ -86,7 +89,7 @@ class ReplicaTraining(Training):
 
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
-        self._is_mean = False
+        self._are_means: Final[set[str]] = set()
         for loss in keras.tree.flatten(model.loss):
             kind = getattr(loss, "reduction", _MEANS[0])
             if kind not in _MEANS and strategy.num_replicas_in_sync > 1:
@@ -114,9 +117,11 @@ class ReplicaTraining(Training):
             for part in parts:
                 if part.key not in steps:
                     steps[part.key] = trace_step(self.model, mode, part)
-        if mode != "predict" and len(parts) > 1 and not self._is_mean:
-            self._require_means(batch, parts)
-            self._is_mean = True
+        if mode != "predict" and len(parts) > 1 and mode not in self._are_means:
+            self._require_means(batch, parts, training=False)
+            if mode == "train":
+                self._require_means(batch, parts, training=True)
+            self._are_means.add(mode)
         return self._step_function(steps, mode, batch)
 
     def start(self, prepared: Any, batch: Batch) -> StepResult:
@@ -183,9 +188,12 @@ class ReplicaTraining(Training):
             )
         ]
 
-    def _require_means(self, batch: Batch, parts: Sequence[Batch]) -> None:
-        """Checks that each loss of a batch is the mean of those of its parts. Values of
-        the model are changed a little: of zeros, a sum is a mean."""
+    def _require_means(
+        self, batch: Batch, parts: Sequence[Batch], *, training: bool
+    ) -> None:
+        """Checks that each loss of a batch is the mean of those of its parts; of one
+        that trains, what is added to the loss, roughly, as rows may be normalized.
+        Values of the model are changed a little: of zeros, a sum is a mean."""
         model, rng = self.model, np.random.default_rng(0)
         if type(model).train_step is not keras.Model.train_step:
             return  # it may compute its loss otherwise
@@ -193,23 +201,37 @@ class ReplicaTraining(Training):
             np.asarray(v.value) + 0.1 * rng.normal(size=v.shape).astype(v.dtype)
             for v in model.trainable_variables
         ]
-        others = [[v.value for v in model.non_trainable_variables]]
-        others.append([v.value for v in model.metrics_variables])
+        state = [v.value for v in model.non_trainable_variables]
+        metrics = [v.value for v in model.metrics_variables]
+        slots = [v.value for v in model.optimizer.variables] if training else None
 
-        @jax.jit
-        def losses(arrays: Any) -> list[Any]:
+        def losses(arrays: Any, turn: Any) -> list[Any]:
             data = jax.tree.unflatten(batch.treedef, arrays)
+            drawn = [v + turn if v.dtype == "uint32" else v for v in state]  # seeds
             with noted_losses(model) as found:
                 given = keras.utils.unpack_x_y_sample_weight(data)
-                model.compute_loss_and_updates(shaken, *others, *given)
-            return [keras.ops.sum(loss) for loss in found]
+                model.compute_loss_and_updates(
+                    shaken, drawn, metrics, *given, training, slots
+                )
+            return [keras.ops.sum(loss) for loss in found[: -1 if training else None]]
 
+        if not jax.eval_shape(losses, batch.arrays, np.uint32(0)):
+            return
+        run = jax.jit(losses)
+        turns = np.arange(
+            _DRAWS if any(v.dtype == "uint32" for v in state) else 1, dtype="uint32"
+        )
         shares = [part.rows / batch.rows for part in parts]
-        apart = np.array([losses(part.arrays) for part in parts]).T
-        *added, _ = whole = np.array(losses(batch.arrays))
-        for number, (one, mean) in enumerate(zip(whole, apart @ shares, strict=True)):
-            if abs(one - mean) > _TOLERANCE * abs(apart[number]).max():
-                what = "what is added (add_loss) to " if number < len(added) else ""
+        apart = np.array([[run(each.arrays, n) for n in turns] for each in parts])
+        whole = np.array([run(batch.arrays, n) for n in turns])
+        means = np.tensordot(shares, apart, 1)
+        noise = 4 * (whole.std(0) + means.std(0)) / np.sqrt(len(turns))
+        bound = (0.5 if training else _TOLERANCE) * abs(apart).max((0, 1)) + noise
+        pairs = zip(whole.mean(0), means.mean(0), bound, strict=True)
+        for number, (one, mean, most) in enumerate(pairs):
+            if abs(one - mean) > most:
+                is_added = training or number < whole.shape[1] - 1
+                what = "what is added (add_loss) to " if is_added else ""
                 raise NotImplementedError(
                     f"{what}the loss of model {model.name!r} is {one:.4g} for a "
                     f"batch of {batch.rows} rows, but the mean over the rows of "
