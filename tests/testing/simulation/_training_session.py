@@ -614,7 +614,12 @@ class TrainingSession:
         training, late = self._training, self._training.late
         fills = training.fills
         client = self._coordinator.cluster.client
-        told = await self._steadily(client.statistics)
+        try:
+            told = await self._steadily(client.statistics)
+        except PSUnavailableError as error:  # statistics are of a process
+            if not (self._scenario.restores and error.lost):
+                raise
+            return
         if late.is_unsure or training.fills != fills or training.is_filling:
             return
         homes = [spec.ps for spec in self._created]
