@@ -448,3 +448,23 @@ def test_each_store_gets_its_backup_in_the_next_process():
         assert attach.backup == Copy(order.process, 0, f"{order.process}:7", 5)
         assert placement.attached(attach) == []
     assert placement.without_backup == 0
+
+
+def test_a_store_is_served_whose_old_primary_is_lost_as_it_moves():
+    """Its process keeps a copy, which was to be the backup of the new primary."""
+    placement = StorePlacement(["a", "b", "c"])
+    for number in range(3):
+        placement.joined(number, 0)
+    for order in placement.start():
+        (attach,) = placement.hosted(order, f"{order.process}:7", 5)
+        placement.attached(attach)
+    (swap,) = placement.move(0, 1)
+    (promote,) = placement.swapped(swap, "0:8", 6)
+    assert promote.partner is not None
+    orders = placement.process_lost(0, "killed")
+    (again,) = [order for order in orders if isinstance(order, Promote)]
+    assert (again.store, again.partner) == (0, None)
+    served = placement.promoted(again)
+    assert [order.primary.process for order in served if isinstance(order, Serve)] == [
+        1
+    ]

@@ -335,6 +335,8 @@ class ReplicatedStore:
             orders = self._third_lost(reason)
             if self.primary.process != number:
                 return orders
+            # A primary that handed the store over was to be the backup again.
+            return self.primary_lost(reason) or orders
         if self.primary.process == number:
             return self.primary_lost(reason)
         if self.backup is not None and self.backup.process == number:
