@@ -220,17 +220,21 @@ def test_a_range_is_left_out_whose_updates_may_have_been_applied(error):
 
 
 def test_cancelled_and_doubtful_closures_give_back_what_was_not_applied():
-    run = Run(size=12)
-    run.put(4)
-    failed, returned, doubtful, applied = run.take()
+    run = Run(size=15)
+    run.put(5)
+    failed, returned, doubtful, applied, unknown = run.take()
     run.queue.retry(returned, 1.0, begun=False)
     run.queue.end(failed, ValueError("bad"))
     run.queue.cancel_waiting()
     run.queue.retry(doubtful, 1.0, begun=True)
     run.queue.retry(applied, 1.0, begun=True)
+    run.queue.retry(unknown, 1.0, begun=True)
     run.queue.fence()
-    run.queue.fenced({applied.step: Effect("were applied", True)})
-    assert run.book.done == 3
+    perhaps = Effect("may have been applied", False)
+    known = {applied.step: Effect("were applied", True), unknown.step: perhaps}
+    *_, last = run.queue.fenced(known)
+    assert any("examples 12 to 15" in note for note in last.error.__notes__)
+    assert (run.book.done, run.book.skipped) == (3, 3)
     assert run.book.open == 0
     assert {tuple(x) for x in run.book.state()["open"]} == {
         (0, 0, 3),

@@ -304,13 +304,15 @@ class Queue:
         for closure in doubtful:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
-            if effect is None:
-                self.leases.cancelled(closure)
-            elif closure.leases:
-                self.leases.applied(closure)
-            self.cancelled += effect is None
             never = cancellation(self._cause)
             error = never if effect is None else _lost(closure, effect)
+            if effect is None:
+                self.cancelled += 1
+                self.leases.cancelled(closure)
+            elif closure.leases and effect.is_certain:
+                self.leases.applied(closure)
+            elif closure.leases:
+                self.leases.failed(closure, error)
             ended.append(Ended(closure, error))
         return ended
 

@@ -8,6 +8,7 @@ restores, and for a program that goes on with what another one has left.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -61,8 +62,6 @@ class LeasedCounts:
         training = self._training
         fates = {p: step.fate for p, step in training.steps.items()}
         fates |= dict.fromkeys(training.doubtful, "perhaps")
-        # An earlier run of a step that fails may have been applied, by what is known.
-        fates |= {p: "perhaps" for p, s in training.steps.items() if _is_left_out(s)}
         fates = training.past.steps | fates
         open_to = self._open_in(json.loads(state) if state else self._book.state())
         unsure = {
@@ -71,6 +70,7 @@ class LeasedCounts:
             if fates.get(place) not in ("done", "never")
             for number in numbers
         }
+        unsure = unsure.union(*map(_left_out, training.steps.values()))
         for server, each in enumerate(counts):
             if each.max() > 1:
                 twice = np.flatnonzero(each > 1)
@@ -90,6 +90,10 @@ class LeasedCounts:
         return open_to
 
 
-def _is_left_out(step: Scheduled) -> bool:
+def _left_out(step: Scheduled) -> set[int]:
+    """The examples that the error of a step says are left out, as they may have been
+    applied: it need not have run."""
     error = step.value.error if step.value.is_ready else None
-    return any("may have been applied" in n for n in getattr(error, "__notes__", ()))
+    notes = [n for n in getattr(error, "__notes__", ()) if "may have been applied" in n]
+    ranges = re.findall(r"examples (\d+) to (\d+)", " ".join(notes))
+    return {number for first, end in ranges for number in range(int(first), int(end))}
