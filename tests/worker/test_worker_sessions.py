@@ -375,9 +375,45 @@ async def test_nobody_waits_for_the_round_of_a_push_that_could_not_be_sent(
         lambda self, after, *_, **__: asked.append(after) or asyncio.Future(),
     )
     session._reports.opened(Batch(b"", 0, 1, [1], 0))
-    given = StepContribution(1, 1, 7, 3, 1.0, coupled=False)
+    given = StepContribution(1, 1, 7, 0, 1.0, coupled=False)
     ending = Ending(Completion(1, int(Outcome.OK), 1, 0, None))
     pull = SharedPull(Reads((Ref(0, 5),), (), (7,)), [], 0.0)
     push = RoundPush([], [], [given])
     session.carry_out(Post([(push, ending)], [None], [pull]))
-    assert asked == [[RoundNumber(7, 3)]]
+    assert asked == [[RoundNumber(7, 0)]]
+
+
+@pytest.mark.parametrize("ends", [[1, 2], [2, 1]])
+@pytest.mark.parametrize("bases", [(3, 3), (2, 3)])
+async def test_pulls_wait_for_the_contribution_that_stands_when_another_fails(
+    world, monkeypatch, bases, ends
+):
+    session = world.worker._session
+    world.layouts[0] = None  # of no result
+    sent, asked = {}, []
+
+    def contribute(self, given, updates):
+        return sent.setdefault(given[0].step, asyncio.Future())
+
+    client = type(session.client)
+    monkeypatch.setattr(client, "contribute", contribute)
+    monkeypatch.setattr(
+        client,
+        "pull_round",
+        lambda self, after, *_, **__: asked.append(after) or asyncio.Future(),
+    )
+    session._reports.opened(Batch(b"", 0, 1, [1, 2], 0))
+    for step, base in zip((1, 2), bases, strict=True):
+        given = StepContribution(step, 1, 7, base, 1.0, coupled=False)
+        ending = Ending(Completion(step, int(Outcome.OK), 0, -1, None))
+        push = RoundPush([], [], [given])
+        session.carry_out(Post([(push, ending)], [None]))
+    for step in ends:
+        if step == 1:
+            sent[step].set_exception(BusyError("busy"))
+        else:
+            sent[step].set_result(True)
+        await world.outcomes([step])
+    pull = SharedPull(Reads((Ref(0, 5),), (), (7,)), [], 0.0)
+    session.carry_out(Post(pulls=[pull]))
+    assert asked == [[RoundNumber(7, 4)]]

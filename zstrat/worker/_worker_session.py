@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
@@ -141,8 +142,9 @@ class WorkerSession:
         self.client.counts = counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
-        self._after: dict[int, int] = {}
-        """By optimizer: the first round to which this worker has not contributed."""
+        self._given: defaultdict[int, list[int]] = defaultdict(list)
+        """By optimizer: rounds to which this worker has contributed, of each
+        contribution that is under way or the last one that was acknowledged."""
         self._program: tuple[float, int, bool] | None = None
         """When the program last sent closures, how many it had left, and whether its
         queue was full."""
@@ -380,13 +382,11 @@ class WorkerSession:
         """Contributes gradients to rounds, beside other updates of the step."""
         step = ending.completion.step
         ending.contributions = [
-            each._replace(base=self._after.get(each.optimizer, 0))
-            if each.base < 0
-            else each
+            each._replace(base=self._after(each.optimizer)) if each.base < 0 else each
             for each in sent.contributions
         ]
         for each in ending.contributions:
-            self._after[each.optimizer] = each.base + 1
+            self._given[each.optimizer].append(each.base)
         push = _PushUnderWay(ending, read_at, now)
         try:
             parts: list[asyncio.Future[Any]] = [
@@ -404,6 +404,10 @@ class WorkerSession:
         else:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
+    def _after(self, optimizer: int) -> int:
+        """Returns the first round to which this worker has not contributed."""
+        return max(self._given[optimizer], default=-1) + 1
+
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
         error, ending = _error_of(future), push.ending
         # Also at the end: the next session of the coordinator has them.
@@ -414,15 +418,20 @@ class WorkerSession:
             self._not_contributed(ending)
             ending = _closure.failed(ending.completion.step, error, pushed=True)
         else:
+            for each in ending.contributions:
+                given = self._given[each.optimizer]
+                given[:] = [base for base in given if base >= each.base]
             if ending.contributions:
                 self._settle(ending.completion.step, failed=False)
             self._acknowledged(push)
         self._reports.soon(ending)
 
     def _not_contributed(self, ending: Ending) -> None:
-        """Has later pulls not wait for the rounds of a step that failed."""
+        """Has later pulls not wait for the rounds of a step that failed, if no other
+        step has contributed to them."""
         for each in ending.contributions:
-            self._after[each.optimizer] = each.base
+            if each.base in (given := self._given[each.optimizer]):
+                given.remove(each.base)
         if ending.contributions:
             self._settle(ending.completion.step, failed=True)
 
@@ -459,7 +468,7 @@ class WorkerSession:
         try:
             if rounds:
                 after = [
-                    RoundNumber(each, self._after.get(each, 0) if waits else 0)
+                    RoundNumber(each, self._after(each) if waits else 0)
                     for each in rounds
                 ]
                 future = self.client.pull_round(
