@@ -27,6 +27,7 @@ from zstrat.wire import (
     Completions,
     Contribute,
     Done,
+    OpenSession,
     PulledRound,
     PullRound,
     decode,
@@ -45,7 +46,15 @@ if TYPE_CHECKING:
 _LIMITS: Final = Limits()
 _KINDS: Final = frozenset(
     kind.kind
-    for kind in (CloseRound, Completions, Contribute, Done, PulledRound, PullRound)
+    for kind in (
+        CloseRound,
+        Completions,
+        Contribute,
+        Done,
+        OpenSession,
+        PulledRound,
+        PullRound,
+    )
 )
 
 Run: TypeAlias = tuple[int, int]
@@ -79,6 +88,10 @@ class OptimizerLog:
     """By step, the number of its round; -1: it was before the session."""
     bases: dict[tuple[int, int], int] = field(default_factory=dict)
     """By line of the worker and round, the step whose first run has contributed."""
+
+    def forget_line(self, line: int) -> None:
+        """Forgets what the worker at this line has contributed."""
+        self.bases = {key: x for key, x in self.bases.items() if key[0] != line}
 
 
 @dataclass(slots=True)
@@ -143,6 +156,10 @@ class RoundsLog:
             case Completions():
                 for each in message.contributions:
                     self._reported(way, message.session, each)
+            case OpenSession():  # the worker begins again, and its steps run elsewhere
+                for session in self._sessions.values():
+                    for each in session.optimizers.values():
+                        each.forget_line(way.line)
             case _:
                 asked = self._asked.pop((way.line, request), None)
                 if asked is not None:
