@@ -158,8 +158,8 @@ class RoundsLog:
                     self._reported(way, message.session, each)
             case OpenSession():  # the worker begins again, and its steps run elsewhere
                 for session in self._sessions.values():
-                    for each in session.optimizers.values():
-                        each.forget_line(way.line)
+                    for optimizer in session.optimizers.values():
+                        optimizer.forget_line(way.line)
             case _:
                 asked = self._asked.pop((way.line, request), None)
                 if asked is not None:
