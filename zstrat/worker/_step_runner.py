@@ -547,8 +547,8 @@ class StepRunner:
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """Ends a step whose values could not be pulled, or whose tree a server has
-        refused. The coordinator may retry the
-        closure, so its elements go back, after those that later steps have drawn."""
+        refused. The coordinator may retry the closure, so its elements go back, after
+        those that later steps have drawn."""
         if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
                 self._give_back(other)
