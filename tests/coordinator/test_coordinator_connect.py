@@ -187,6 +187,34 @@ def test_a_cluster_that_becomes_free_is_taken(make_world):
     assert ps.sessions
 
 
+def test_a_server_that_restarts_while_the_session_is_opened_is_taken_empty(
+    make_world, caplog
+):
+    """Nothing was created yet, so nothing is lost: all tasks enter another session."""
+    world = make_world(ps=2, workers=1)
+    (worker,), (lost, other) = world.workers, world.ps
+    handle, asked = worker.handle, []
+
+    def restarted(message):
+        asked.append(message)
+        if len(asked) == 1:  # the servers have not joined yet
+            raise BusyError("asked again a moment later")
+        if len(asked) == 2:
+            lost.kill()
+            lost.come_back()
+        return handle(message)
+
+    worker.handle = restarted
+    with caplog.at_level("WARNING"):
+        session = world.connect()
+    first, second = (message.session for message in other.sessions)
+    assert lost.session == other.session == worker.session == second
+    assert session.session == second != first
+    assert lost.hello.incarnation == session.cluster.ps[0].hello.incarnation
+    assert session.cluster.outage_error is None
+    assert "task:0" in caplog.text
+
+
 def test_the_session_tells_tasks_who_they_are(make_world):
     world = make_world(ps=2, workers=3)
     world.connect()

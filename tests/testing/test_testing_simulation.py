@@ -85,6 +85,11 @@ def test_a_program_that_is_killed_amid_a_failed_creation_leaves_the_variable():
     assert run_seed(10771).failure is None
 
 
+def test_a_server_that_restarts_while_a_program_opens_its_session_is_taken_empty():
+    """The program was killed and started again, and its servers had kept nothing."""
+    assert run_seed(31043).failure is None
+
+
 def test_a_seed_replays_to_the_same_event():
     told, again = [], []
     seed = REPLAYED[0]

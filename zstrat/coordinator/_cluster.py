@@ -128,6 +128,8 @@ class Cluster:
         self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         """Why stores are lost that no backup has taken over, by store."""
+        self._loss_at_open: asyncio.Future[None] | None = None
+        """Done when a store is lost while the session is opened."""
         self._devices: SessionOpened | None = None
         self.client: Final = PsClient(
             [task.link for task in self.ps],
@@ -207,8 +209,37 @@ class Cluster:
         )
         self.run_status.begin()
         self._devices = devices_of(self.workers)
-        if self.replication is not None:
-            await self.replication.open(deadline)
+        await self._open_stores(deadline)
+
+    async def _open_stores(self, deadline: float) -> None:
+        """Waits until all stores are served and have their backups. If one is lost
+        before that, starts empty in another session: nothing was created in this one.
+
+        Raises:
+            PSUnavailableError: What was left of a named session is lost, or another
+                program shares the servers.
+            ZstratError: As `arrive` and `Replication.open`.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            self._loss_at_open = loss = loop.create_future()
+            if self.replication is not None and self.outage_error is None:
+                opening = loop.create_task(self.replication.open(deadline), name="open")
+                try:
+                    await asyncio.wait(
+                        (opening, loss), return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if not loss.done():
+                        await opening
+                finally:
+                    opening.cancel()
+                    await asyncio.gather(opening, return_exceptions=True)
+            if (outage := self.outage_error) is None:
+                return
+            if self.renewal.resumed or self.options.is_shared:
+                raise outage
+            log.warning("%s before anything was created: starting again", outage)
+            await self.renewal.start_empty(deadline)
 
     async def close(self, exits: bool) -> None:
         """Closes the session on all tasks; with ``exits`` their processes drain and
@@ -383,6 +414,8 @@ class Cluster:
     def store_lost(self, store: int, reason: str) -> None:
         """Starts an outage: no process serves the store."""
         self._absent[store] = reason
+        if self._loss_at_open is not None and not self._loss_at_open.done():
+            self._loss_at_open.set_result(None)
         if self.recovery is not None:
             self.recovery.server_lost()
         elif (outage := self.outage_error) is not None:
