@@ -174,6 +174,8 @@ class Computed(NamedTuple):
 
     def to_host(self) -> None:
         """Starts all transfers from an accelerator."""
+        if len(self.results) < 2 and not self.operands:
+            return
         all_arrays = [
             array for arrays in (self.results, *self.operands) for array in arrays
         ]

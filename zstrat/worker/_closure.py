@@ -117,7 +117,9 @@ class ClosureStep:
     notes: StepNotes | None = None
     """None if it was prepared with the others of its batch, and reads nothing."""
     work: Any = None
-    """The prepared step, made of the task."""
+    """The prepared step, made of the task,"""
+    needs: Any = None
+    """and what its plan needs."""
     place: Any = None
     """Its place among the windows of an optimizer that keeps copies."""
     reads: Any = None

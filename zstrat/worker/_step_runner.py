@@ -227,6 +227,7 @@ class StepRunner:
         task: _Task = step.task
         if task.once is not None:
             step.work, needs = task.once
+            step.needs = needs
             self.pipeline.prepared(
                 step,
                 began,
@@ -264,7 +265,7 @@ class StepRunner:
         finally:
             self.pipeline.preparing = None
             worker_context.reset(before)
-        step.work = prepared
+        step.work, step.needs = prepared, needs
         reads, nbytes = needs.reads, needs.nbytes
         if prepared.plan.has_lookups:
             reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
@@ -343,7 +344,7 @@ class StepRunner:
         try:
             wanted = step.work.advance(step.values or ())
             assert wanted is not None, "a plan has one level less than it says"
-            needs = self._catalog.of(step.work.plan)
+            needs: Needs = step.needs
             reads, nbytes = self._catalog.wanted(needs, wanted)
             # The rows made of the last answer wait with the step.
             nbytes += needs.blocks[needs.advances - step.levels]
@@ -432,10 +433,10 @@ class StepRunner:
     def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
         """Computes a step; returns its result, and apart from it the resident arrays
         that it leaves."""
-        plan: Plan = step.work.plan
-        needs = self._catalog.of(plan)
+        needs: Needs = step.needs
         if not needs.has_residents:
             return step.work.run(step.values or ()), []
+        plan: Plan = step.work.plan
         residents = self.resources.residents
         read = {} if step.notes is None else step.notes.rounds or {}
         optimizer = needs.rounds[0]
@@ -455,9 +456,11 @@ class StepRunner:
             PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
             for spec, op, optimizer, arrays, _ in result.updates
         ]
-        plan: Plan = step.work.plan
-        needs = self._catalog.of(plan)
+        needs: Needs = step.needs
         rounds = needs.rounds
+        if not rounds and not needs.wires:  # as of most steps, each of which pays
+            return updates or None, ()
+        plan: Plan = step.work.plan
         read = {} if step.notes is None else step.notes.rounds or {}
         place = step.place
         is_due = place is None or self.resources.residents.has_run(
