@@ -60,6 +60,20 @@ def write_rate() -> Reading:
     return Reading(value / 1e9, limit / 1e9)
 
 
+def restore_rate() -> Reading:
+    with _gigabyte() as (_, _, checkpoints, folder):
+        path = checkpoints.save()
+        times = []
+        for _ in range(4):
+            local.forget(folder)
+            began = time.perf_counter()
+            checkpoints.checkpoint.restore(path)
+            times.append(time.perf_counter() - began)
+        value = SIZE / statistics.median(times[1:])
+        limit = local.read(folder)
+    return Reading(value / 1e9, limit / 1e9)
+
+
 def pause() -> Reading:
     """Longest time without a finished step while a checkpoint is written.
 
@@ -160,6 +174,14 @@ CASES = [
         0.7,
         "one file written in 4 MiB blocks, with fsync, as dd does",
         write_rate,
+        of_limit=True,
+    ),
+    Case(
+        "restore of 1 GB to 2 ps, rate of reading",
+        "GB/s",
+        0.7,
+        "the same files read in 4 MiB blocks, none in the page cache",
+        restore_rate,
         of_limit=True,
     ),
     Case(
