@@ -8,6 +8,10 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,9 +41,18 @@ def main() -> None:
     _print("code lines, without blanks, comments and docstrings", lines)
     _print("comment lines per code line", f"{comments / lines:.3f}")
     _print("classes", len(classes))
-    _print(f"classes of at most {SMALL} lines", sum(map(_is_small, classes)))
+    small = list(filter(_is_small, classes))
+    short = list(filter(_has_one_statement, functions))
+    uses = Counter(re.findall(r"\w+", "\n".join(map(_text, code | tests))))
+    _print(f"classes of at most {SMALL} lines", len(small))
+    _print("  that are more than fields, an error or a protocol", _count(_acts, small))
+    _print("    and are named once more at most", _once(filter(_acts, small), uses))
     _print("functions", len(functions))
-    _print("functions of one line", sum(map(_has_one_statement, functions)))
+    _print("functions of one line", len(short))
+    _print(
+        "  that are not a property, a special method or a stub", _count(_does, short)
+    )
+    _print("    and are named once more at most", _once(filter(_does, short), uses))
     _print(
         "protocols with one implementer by name", len(_lonely_protocols(code, tests))
     )
@@ -69,8 +82,12 @@ def _nodes(code: Code) -> list[ast.AST]:
     return [node for tree in code.values() for node in ast.walk(tree)]
 
 
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
 def _length(path: Path) -> int:
-    return len(path.read_text().splitlines())
+    return len(_text(path).splitlines())
 
 
 def _docstring(node: ast.AST) -> str:
@@ -84,6 +101,30 @@ def _is_small(node: ast.ClassDef) -> bool:
 def _has_one_statement(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     body = node.body[1:] if ast.get_docstring(node) else node.body
     return len(body) == 1 and body[0].lineno == body[0].end_lineno
+
+
+def _acts(node: ast.ClassDef) -> bool:
+    """Returns whether a class is none of those that only hold fields or have a name: a
+    message, a dataclass, a NamedTuple, an Enum, an error, a protocol."""
+    marks = " ".join(map(ast.unparse, (*node.bases, *node.decorator_list)))
+    if re.search(r"dataclass|message|Tuple|Enum|Flag|Error|Warning|Protocol", marks):
+        return False
+    return any(isinstance(child, _FUNCTION) for child in node.body)
+
+
+def _does(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    marks = " ".join(map(ast.unparse, node.decorator_list))
+    is_stub = ast.unparse(node.body[-1]) in ("...", "pass")
+    is_special = node.name.startswith("__") or re.search("property|overload", marks)
+    return not (is_stub or is_special)
+
+
+def _count(is_so: Callable[[Any], bool], nodes: Iterable[Any]) -> int:
+    return sum(map(is_so, nodes))
+
+
+def _once(nodes: Iterable[Any], uses: Counter[str]) -> int:
+    return sum(uses[node.name] <= 2 for node in nodes)
 
 
 def _comment_and_code_lines(code: Code) -> tuple[int, int]:
