@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
-from ._leaves import ending, node_of
+from ._elements import ending
+from ._leaves import node_of
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
 from ._spec import TensorSpec, first_axis, kept, row_spec, stacked_spec, unknown
 from ._tree import is_record, leaves, mapped, require_joint, stacked, with_leaves

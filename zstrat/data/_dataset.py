@@ -16,15 +16,18 @@ import numpy as np
 
 from . import _passes as passes
 from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
+from ._cached import Cached
+from ._elements import ending
 from ._leased import LeasedSource
 from ._lineage import Hinted, Opted, options_of
 from ._parallel import threads_of
 from ._position import DatasetIterator
 from ._replica_rows import SHARD_HINT, Options
 from ._several import Concatenated, Interleaved
+from ._shuffled import Shuffled, first_element_spec
 from ._sources import Sources
-from ._spec import common_spec, unknown
-from ._whole_passes import Cached, Shuffled, folded, looked_at
+from ._spec import cast_state, common_spec, state_dtypes, unknown
+from ._tree import owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -350,7 +353,13 @@ class Dataset(Sources):
             raise ValueError(
                 "reduce() of an infinite dataset would not end: take() some elements"
             )
-        return folded(iter(self), initial_state, reduce_func)
+        state = first = owned(initial_state)
+        dtypes = state_dtypes(first)
+        with ending(iter(self)) as elements:
+            for number, element in enumerate(elements):
+                reduced = owned(reduce_func(state, element))
+                state = cast_state(reduced, first, dtypes, number)
+        return state
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Makes up to ``buffer_size`` elements ahead, on its own thread, which ends
@@ -419,7 +428,7 @@ class Dataset(Sources):
         Raises:
             OutOfRangeError: It is not known, and there is no element to inspect.
         """
-        return self._recipe.spec(looked_at)
+        return self._recipe.spec(first_element_spec)
 
     def __iter__(self) -> DatasetIterator:
         """Returns a fresh pass, whose place a `zs.Checkpoint` can save.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from ._leaves import SCALARS, Array, ending, require_data
+from ._elements import ending
+from ._leaves import SCALARS, Array, require_data
 from ._passes import INFINITE, UNKNOWN, Recipe
 from ._replica_rows import AutoShardPolicy
 from ._spec import common_first_axis

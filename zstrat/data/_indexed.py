@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 import numpy as np
 
 from ._batches import IndexedPass, Rebatched, Unbatched
+from ._cached import Cached
+from ._elements import ClosingIterator
 from ._foreign import is_huggingface
-from ._leaves import Array, ClosingIterator
+from ._leaves import Array
 from ._lineage import Opted
 from ._parallel import in_order, numbered
 from ._passes import (
@@ -33,9 +35,9 @@ from ._passes import (
     Rows,
     SlicedPass,
 )
+from ._shuffled import Shuffled
 from ._sources import Sources
 from ._tree import as_element, gathered, leaves, mapped, stacked
-from ._whole_passes import Cached, Shuffled
 from .files import ParquetRows, Records, TableRows
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
+from ._cached import Cached
 from ._foreign import Foreign
 from ._passes import (
     INFINITE,
@@ -35,9 +36,9 @@ from ._passes import (
 )
 from ._replica_rows import AutoShardPolicy, Options
 from ._several import Concatenated, Interleaved, Several
+from ._shuffled import Shuffled
 from ._spec import common_first_axis, first_axis, unknown
 from ._tree import leaves
-from ._whole_passes import Cached, Shuffled
 from .files import Files
 
 if TYPE_CHECKING:

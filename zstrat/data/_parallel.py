@@ -29,7 +29,7 @@ import numpy as np
 
 from zstrat.threads import SteadyThread
 
-from ._leaves import ending
+from ._elements import ending
 from ._spec import spec_of
 from ._tree import as_element
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
 
-from ._leaves import ending
+from ._elements import ending
 from ._parallel import Prefetcher, in_order, numbered
 from ._spec import TensorSpec, fitted, leaf_spec, row_spec, stacked_spec
 from ._tree import gathered, mapped, owned, stacked

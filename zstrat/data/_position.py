@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat.errors import ClosedError, InvalidArgumentError
 
 from ._batches import IndexedPass, Rebatched, Unbatched
-from ._leaves import Elements
+from ._cached import Cached
+from ._elements import Elements
 from ._lineage import walk
 from ._passes import Batching, Filtered
 from ._several import Interleaved
-from ._whole_passes import Cached, Shuffled
+from ._shuffled import Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -17,7 +17,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, final
 
-from ._leaves import ending
+from ._elements import ending
 from ._parallel import Prefetcher, numbered
 from ._passes import INFINITE, UNKNOWN, Derived, Recipe, arguments
 from ._spec import common_spec

@@ -14,9 +14,9 @@ from . import _passes as passes
 from . import files
 from ._leaves import SCALARS, Assignable, node_of
 from ._several import zipped
+from ._shuffled import Shuffled
 from ._spec import signature_of
 from ._tree import as_element, leaves
-from ._whole_passes import Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -294,3 +294,53 @@ def _dtype(given: Any) -> np.dtype[Any]:
         return TEXT
     dtype = np.dtype(given)
     return np.dtype(str) if dtype.kind == "U" else dtype
+
+
+def state_dtypes(first: Element) -> dict[str, np.dtype[Any]]:
+    """Returns the dtypes that every state of a reduction has, by path: the first's."""
+    return {path: _state_dtype(leaf) for path, leaf in leaves(first)}
+
+
+def cast_state(
+    state: Element, first: Element, dtypes: dict[str, np.dtype[Any]], number: int
+) -> Element:
+    """Returns the state after element ``number`` in the dtypes of the first state.
+
+    Raises:
+        TypeError: It has another structure, or values that its dtype cannot hold.
+    """
+    found = dict(leaves(state))
+    if found.keys() != dtypes.keys():
+        raise TypeError(
+            f"`reduce_func` returned another structure than `initial_state` has, at "
+            f"element {number}: {spec_of(state)!r}, after {spec_of(first)!r}"
+        )
+    cast = {p: _cast_leaf(leaf, dtypes[p], p, number) for p, leaf in found.items()}
+    # Mostly nothing was cast, and rebuilding a tree costs more than comparing leaves.
+    if all(cast[path] is leaf for path, leaf in found.items()):
+        return state
+    return with_leaves(state, cast.values())
+
+
+def _cast_leaf(leaf: Any, dtype: np.dtype[Any], path: str, number: int) -> Any:
+    found = _state_dtype(leaf)
+    if found == dtype:
+        return leaf
+    cast = None
+    if found.kind == dtype.kind or np.can_cast(found, dtype, "same_kind"):
+        cast = kept(np.asarray(leaf), dtype)
+    if cast is None:
+        raise TypeError(
+            f"`reduce_func` returned {found} at element {number}, where "
+            f"`initial_state` has {dtype}"
+            f"{f' (component {path})' if path else ''}, "
+            f"{lost(found, dtype)}: begin with a value of {found}, or convert the "
+            "result"
+        )
+    return cast[()]
+
+
+def _state_dtype(leaf: Any) -> np.dtype[Any]:
+    dtype = np.asarray(leaf).dtype
+    # Text may grow from state to state: numpy's dtype of it has the length in it.
+    return np.dtype(dtype.kind) if dtype.kind in "US" else dtype

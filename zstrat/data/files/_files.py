@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 import numpy as np
 
 from zstrat.data._batches import appended
-from zstrat.data._leaves import ending
+from zstrat.data._elements import ending
 from zstrat.data._passes import UNKNOWN, Recipe
 from zstrat.data._spec import TensorSpec
 from zstrat.data._tree import gathered, kind_of, leaves, mapped, owned
