@@ -109,6 +109,8 @@ class Allotment:
         if self.policy is AutoShardPolicy.DATA:
             return steps, 0  # a step is a batch, whatever its rows
         replicas = self.worker.count * self.worker.replicas
+        # A cycle of `batch_sizes_for_worker` takes one global batch in as many steps as
+        # there are workers, if each of its pieces has a row.
         if size >= replicas and self.shapes.is_even:
             return divmod(steps, self.worker.count)
         return 0, steps
@@ -170,12 +172,14 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     dataset = as_dataset(source)
     recipe = dataset.recipe
     shapes = lineage.shapes_of(recipe)
+    # One replica of one worker takes elements as they are, batched or not.
     if worker.count * worker.replicas > 1 and 0 in (shapes.ranks or ()):
         raise not_batched()
     files = lineage.file_count(recipe)
     wanted = dataset.options().auto_shard_policy
     policy = sharing_policy(wanted, worker.count, files)
     sharded_at = lineage.sharded_operation(recipe, policy) if worker.count > 1 else None
+    # Before the recipe is rewritten: ``sharded_at`` counts its operations.
     if sharded_at is not None and lineage.order_differs(recipe, sharded_at):
         warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
     if sharded_at is not None and lineage.has_no_order(recipe, sharded_at):

@@ -74,10 +74,10 @@ class Rebatched(Derived):
         with ending(self.source.elements()) as elements:
             for element in elements:
                 rows = rows_of(element, "rebatch")
-                if rows:
+                if rows:  # `_taken` could not end at one without rows
                     waiting.append(element)
                 count += rows
-                while count >= wanted:
+                while count >= wanted:  # a large batch may have rows for several
                     yield _taken(waiting, wanted)
                     count -= wanted
                     wanted = next(sizes)
@@ -172,6 +172,7 @@ def _concatenated(column: list[Any], path: str) -> np.ndarray:
     try:
         found = np.concatenate(column)
     except TypeError:
+        # numpy's words do not say which component; where kinds differ ours do.
         require_joint(column, np.dtype(object), path)
         raise
     require_joint(column, found.dtype, path)
@@ -203,7 +204,9 @@ class PaddedBatches(Batching):
 
     def joined(self, chunk: list[Any]) -> Element:
         elements = [self.source.one(item) for item in chunk]
-        stacked([mapped(_no_shape, element) for element in elements])  # alike?
+        # Refuses elements of different kinds or structures. Their lengths may differ,
+        # so leaves are compared as scalars of their dtypes.
+        stacked([mapped(_no_shape, element) for element in elements])
         found = [dict(leaves(element)) for element in elements]
         shapes = self._per_leaf(elements[0], self.shapes, "padded_shapes")
         values = self._per_leaf(elements[0], self.values, "padding_values")
@@ -218,7 +221,8 @@ class PaddedBatches(Batching):
         if source is None:
             return None
         shapes = iter(self._per_leaf(source, self.shapes, "padded_shapes"))
-        is_known = self.source.spec(unknown) is not None  # not of one element alone
+        # A look at one element says nothing of the lengths of others.
+        is_known = self.source.spec(unknown) is not None
 
         def padded(leaf: TensorSpec) -> TensorSpec:
             shape = next(shapes)
@@ -312,15 +316,17 @@ def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndar
     filler = _filler(value, dtype, path)
     if dtype.kind == "U":  # as long as the text that fills it up, if that is longer
         dtype = np.result_type(dtype, np.asarray(filler).dtype)
+    # Filled as a whole, then overwritten: one call, whatever the number of gaps.
     batch = np.full((len(arrays), *target), filler, dtype)
     for number, array in enumerate(arrays):
         filled: tuple[Any, ...] = (number, *map(slice, array.shape))
+        # A scalar as such: in an array of objects an array of no axes stays an array.
         batch[filled] = array if array.ndim else array[()]
     return batch
 
 
 def _as_array(leaf: Any) -> np.ndarray:
-    if is_record(leaf):
+    if is_record(leaf):  # as an object: numpy's "S" drops zeros at the end
         leaf = np.array(leaf, object)
     return np.asarray(leaf)
 
@@ -353,6 +359,7 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
     if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
         return value
     is_date = array.dtype.kind == dtype.kind and dtype.kind in "mM"
+    # NaT is unequal to itself: `kept` would take it for a value that has changed.
     cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
     if array.dtype.kind == "c" and dtype.kind != "c":
         cast = None  # also without an imaginary part, as in TF

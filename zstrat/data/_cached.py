@@ -54,7 +54,7 @@ class WholePass:
 @final
 @dataclass(frozen=True, slots=True)
 class Cached(PassThrough):
-    """The elements of its source, made once.
+    """Keeps the elements of its source: they are made once.
 
     Args:
         path: Of a file, beside which a pass writes another one until it is whole; "":
@@ -71,6 +71,7 @@ class Cached(PassThrough):
             return self
         return replace(self, source=source, kept=WholePass())
 
+    # Whichever pass fills it, the others see its elements: so all begin with the first.
     def begun(self) -> Recipe:
         return replace(self, source=self.source.first())
 
@@ -84,6 +85,7 @@ class Cached(PassThrough):
     def shared(self, parts: int, index: int) -> Cached:
         """Returns the cache of one worker among several, which has a separate
         file."""
+        # The count of parts, too: another number of workers has other elements.
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
         return replace(self, path=path, kept=WholePass())
 
@@ -99,6 +101,8 @@ class Cached(PassThrough):
             for element in elements:
                 found.append(mapped(_fixed, element))
                 yield found[-1]
+        # Passes may fill it side by side. The first whole one stays, as later passes
+        # may have begun to yield it.
         if self.kept.elements is None:
             self.kept.elements = found
 
@@ -106,6 +110,8 @@ class Cached(PassThrough):
         if os.path.exists(self.path):
             yield from _read_elements(self.path)
             return
+        # A name of this pass alone: other passes, of other processes, too, may write
+        # theirs at the same time, and the last one that is whole stays.
         part = Path(f"{self.path}.{os.getpid()}-{secrets.token_hex(4)}.part")
         with ending(self.source.elements()) as elements:
             try:
@@ -115,6 +121,7 @@ class Cached(PassThrough):
                         _write_element(file, element, self.path)
                         yield element
                     file.write(_END)
+                # Renamed when it is closed: a file of this name is always a whole pass.
                 part.replace(self.path)
             finally:  # it has another name, or is not a whole pass
                 with contextlib.suppress(FileNotFoundError):
@@ -170,6 +177,7 @@ def _head(element: Element, blobs: list[bytes], path: str) -> Any:
     if element is None:
         return None
     if isinstance(element, dict):
+        # JSON would make text of any key, and the element would come back changed.
         if not all(isinstance(key, str) for key in element):
             raise _refused(
                 f"a dict with keys that are not text ({list(element)})", path
@@ -190,6 +198,7 @@ def _head(element: Element, blobs: list[bytes], path: str) -> Any:
 def _array_head(leaf: Any, blobs: list[bytes], path: str) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind == "O":
+        # Text and records beside each other, with None where one is missing.
         texts = list(array.flat)
         encoded = [text.encode() if isinstance(text, str) else text for text in texts]
         blobs += [blob for blob in encoded if blob is not None]

@@ -131,7 +131,9 @@ class Dataset(Sources):
         _at_least("buffer_size", buffer_size, 1)
         drawn = seed is None and not reshuffle_each_iteration
         if drawn:
-            seed = secrets.randbits(63)  # one order, and it is for every pass
+            # One order for every pass: drawn now, and noted as drawn, since other
+            # processes that make the same dataset draw another one.
+            seed = secrets.randbits(63)
         how = (buffer_size, seed, reshuffle_each_iteration)
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
@@ -222,6 +224,7 @@ class Dataset(Sources):
         """
         del deterministic
         _require_callable("map_func", map_func)
+        # As many datasets are open as are read side by side, or two.
         calls = threads_of(num_parallel_calls)
         length = (calls or 2) if cycle_length in (None, AUTOTUNE) else cycle_length
         block = 1 if block_length is None else block_length
@@ -256,6 +259,7 @@ class Dataset(Sources):
             raise TypeError(
                 f"`concatenate` takes a zs.data.Dataset, got {type(dataset).__name__}"
             )
+        # Without a look: it would draw an element of both, and run their functions.
         ours, theirs = (each.recipe.spec(unknown) for each in (self, dataset))
         if ours is not None and theirs is not None:
             common_spec(ours, theirs)
@@ -458,6 +462,7 @@ class Dataset(Sources):
         return size
 
     def __bool__(self) -> bool:
+        # Else Python would ask `__len__`, which raises where the length is not known.
         return True
 
     def __repr__(self) -> str:

@@ -66,7 +66,10 @@ class Elements(Generic[T]):
             ) from error
         self.name: Final = name
         self._ready: Final[deque[T]] = deque()
+        """Elements that were put back, the next one first."""
         self._broken: tuple[Exception, TracebackType | None] | None = None
+        """The last error of the source, and where it was raised: each further `raise`
+        would make the traceback of the exception itself longer."""
         self._ended = False
         self._closed = False
 
@@ -79,6 +82,8 @@ class Elements(Generic[T]):
         if self._closed:
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         if self._ended:
+            # Not asked again: an iterator that breaks the protocol may have more
+            # elements after its end.
             raise StopIteration
         return self._advance()
 
@@ -129,6 +134,7 @@ class Elements(Generic[T]):
         Not after `close`."""
         self._ready.clear()
         self._broken, self._ended = None, False
+        # The new one first: closing the old one runs code of the user, which may raise.
         before, self._source = self._source, source
         if isinstance(before, ClosingIterator):
             before.close()
@@ -137,6 +143,7 @@ class Elements(Generic[T]):
         try:
             element = next(self._source)
         except StopIteration:
+            # A generator that raised is finished, and says so as if its data were.
             if self._broken is not None:
                 error, trace = self._broken
                 raise error.with_traceback(trace) from None
@@ -146,6 +153,7 @@ class Elements(Generic[T]):
             self._broken = (error, error.__traceback__)
             raise
         except BaseException as error:  # Ctrl-C, to the thread that draws
+            # A generator without a frame was ended by it; other sources can continue.
             if isinstance(self._source, GeneratorType) and not self._source.gi_frame:
                 what = f"{type(error).__name__} in a draw has ended this pass"
                 ended = ClosedError(f"{self.name}: {what}: begin another one")

@@ -90,6 +90,8 @@ def foreign(source: Iterable[Any]) -> Foreign:
     Raises:
         TypeError: It cannot be iterated.
     """
+    # Looked up, not imported: an object of a library is here only if somebody has
+    # imported that, and importing TensorFlow takes seconds.
     grain: Any = sys.modules.get("grain")
     if isinstance(source, TensorFlowDataset):
         return _of_tensorflow(source)
@@ -105,6 +107,7 @@ def foreign(source: Iterable[Any]) -> Foreign:
             "arrays (a dict or tuple of them), or any iterable of batches; got "
             f"{type(source).__name__}"
         )
+    # Not steady: a loader may write its next batch into the memory of the last one.
     return Foreign(source.__iter__, is_read_once=isinstance(source, Iterator))
 
 

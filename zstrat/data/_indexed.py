@@ -194,6 +194,7 @@ class _Items(IndexedRows):
     def read(self, block: int, rows: np.ndarray) -> Element:
         if self._takes_several:
             return as_element(self._data[rows.tolist()])
+        # Python's integers, which every class with an index takes.
         items = [self._data[row] for row in rows.tolist()]
         for item, row in zip(items, rows.tolist(), strict=True):
             if item is None:  # what a filter of grain leaves
@@ -219,6 +220,7 @@ class _Mapped(IndexedRows):
         return self._source.blocks
 
     def read(self, block: int, rows: np.ndarray) -> Element:
+        # Read as one batch, and mapped row by row: a file or table is opened once.
         batch = self._source.read(block, rows)
         each = (_row(batch, at) for at in range(len(rows)))
         if self._threads:
@@ -275,6 +277,7 @@ class _Tables(IndexedRows):
         return tuple(len(next(leaves(table.arrays))[1]) for table in tables)
 
     def read(self, block: int, rows: np.ndarray) -> Element:
+        # Taken out and put back, so that the first of the dict was unused the longest.
         table = self._open.pop(block, None)
         if table is None:
             (table,) = self._recipe.every(len(self.blocks), block).tables()
@@ -303,6 +306,7 @@ class _RecordFiles(IndexedRows):
         )
 
     def read(self, block: int, rows: np.ndarray) -> Element:
+        # The rows are consecutive: this is read in order alone (`is_sequential`).
         start, count = int(rows[0]), len(rows)
         if block != self._block or start < self._at:
             self.close()

@@ -56,6 +56,7 @@ class Permutation:
         if not 1 <= size <= MOST:
             raise ValueError(f"expected 1 to 2**62 examples, got {size}")
         self.size: Final = size
+        # As square as can be: the halves mix best, and few numbers are outside.
         self._a = math.isqrt(size - 1) + 1
         self._b = -(-size // self._a)
         self._keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
@@ -63,6 +64,8 @@ class Permutation:
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers at these positions, which are int64 below ``size``."""
         found: np.ndarray = self._cipher(np.asarray(positions, np.uint64))
+        # Cycle walking: a number outside is enciphered again until it is inside. As the
+        # cipher is a permutation that ends, and no two positions meet.
         while (outside := found >= self.size).any():
             found[outside] = self._cipher(found[outside])
         return found.astype(np.int64)
@@ -167,6 +170,7 @@ class LeasedSource:
         function, or of files whose records have to be counted."""
         if self.epochs is None:
             return INFINITE
+        # A function is called where the examples are read, which need not be here.
         rows = None if callable(self.source) else indexed(self.source)
         if rows is None or rows.is_sequential:
             return UNKNOWN
@@ -218,7 +222,7 @@ class LeasedReader:
         order, ends = self._order_of(lease.epoch)
         at, stop = lease.start, lease.start + lease.size
         parts = []
-        while at < stop:
+        while at < stop:  # a lease may reach over the ends of blocks
             place = int(np.searchsorted(ends, at, "right"))
             block = int(order[place])
             first = int(ends[place]) - int(self._blocks[block])
@@ -242,6 +246,7 @@ class LeasedReader:
 
     def _permuted(self, epoch: int, block: int, start: int, stop: int) -> np.ndarray:
         """Returns the rows of a block at these positions."""
+        # Of a file that is read from its start only the blocks are permuted.
         if self._seed is None or self._rows.is_sequential:
             return np.arange(start, stop)
         first, last = start // CHUNK, (stop - 1) // CHUNK
@@ -251,6 +256,7 @@ class LeasedReader:
 
     def _chunk(self, epoch: int, block: int, number: int) -> np.ndarray:
         key = epoch, block, number
+        # Taken out and put back: the last one of the dict is the last that was used.
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             assert self._seed is not None
@@ -290,6 +296,7 @@ class LeasedElements:
 
     def expect_none(self) -> None:
         """Forgets the expected leases, as their steps were cancelled."""
+        # A read that is under way ends on its thread; nobody looks at its result.
         self._expected.clear()
         self._reading.clear()
 
@@ -317,7 +324,8 @@ class LeasedElements:
         if self._reader.is_quick:
             return self._reader.read(lease)
         reading, expected = self._reading, self._expected
-        # Steps run in order: those before it have failed without drawing.
+        # Steps run in order: those before it have failed without drawing, and what was
+        # read for them is dropped.
         if lease in reading:
             while (first := next(iter(reading))) != lease:
                 del reading[first]
@@ -344,6 +352,7 @@ class LeasedElements:
 
     def _begun(self, lease: Lease) -> Results:
         """Starts to read on the thread, which is the only one that uses the reader."""
+        # One thread, made when it is needed: the reader is not safe for two.
         if self._caller is None:
             self._caller = Callers(1)
         results: Results = SimpleQueue()

@@ -30,7 +30,9 @@ numpy scalars or `bytes` as leaves."""
 
 SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic
+"""Leaves that are data whatever they hold."""
 _NO_NODES: Final = _PLAIN | np.ndarray | list | None
+"""Types of which jax need not be asked; a list is one array here, and no structure."""
 _TEXT: Final = str | bytes | None
 """Objects that an array may hold: text and records, and None where one is missing.
 """
@@ -103,7 +105,7 @@ class Node(NamedTuple):
     paths: tuple[str, ...]
     children: tuple[Any, ...]
     treedef: Any
-    """Above the children, equal for objects of one class and one static part."""
+    """Equal for objects of one class and one static part."""
 
     def rebuilt(self, children: Iterable[Any]) -> Any:
         """Returns an object of the same kind with other children."""
@@ -114,13 +116,16 @@ def node_of(value: Any) -> Node | None:
     """Returns the object opened, if jax knows its class as a pytree; None for any
     other, for lists, which are one array, and for what is sparse or ragged. Dicts and
     tuples are not asked about."""
+    # The plain ones first: this is asked of each leaf of each element.
     if isinstance(value, _NO_NODES) or _is_of_jax(value):
         return None
     jax: Any = sys.modules.get("jax")
     if jax is None or isinstance(value, Iterator) or _is_sparse(value):
         return None
     flatten = jax.tree_util.tree_flatten_with_path
+    # One level: whatever is below the object itself counts as a leaf.
     found, treedef = flatten(value, lambda node: node is not value)
+    # jax gives back itself what it has no pytree class for.
     if len(found) == 1 and found[0][1] is value:
         return None
     paths = tuple([jax.tree_util.keystr(path) for path, _ in found])
@@ -147,7 +152,8 @@ def require_data(element: Element) -> None:
         TypeError: As `require_text`.
     """
     for path, node in _unjudged(element, ""):
-        for place, leaf in _opened(node, path, _is_iterator):
+        # jax warns of an iterator that it is to open: it is a leaf, and refused.
+        for place, leaf in _opened(node, path, lambda x: isinstance(x, Iterator)):
             if not _is_data(leaf):
                 raise _no_data(leaf, place)
 
@@ -216,6 +222,7 @@ def _advice(leaf: object) -> str:
 
 def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
     """Yields what is neither plain structure nor plainly data, with its place."""
+    # By exact type: a subclass of dict or tuple may be a pytree class of its own.
     kind = type(element)
     if kind is dict:
         for key, item in element.items():
@@ -260,8 +267,9 @@ def _is_data(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return not leaf.dtype.hasobject or _is_text(leaf)
     if isinstance(leaf, Array):
+        # By its dtype alone: to convert an array of a device would copy it.
         return not (isinstance(leaf, Specified) and leaf.dtype == object)
-    try:
+    try:  # the rest is what numpy reads without copying: bytearrays, mapped files
         memoryview(leaf)
     except TypeError:
         return False
@@ -271,11 +279,6 @@ def _is_data(leaf: Any) -> bool:
 def _is_text(array: Any) -> bool:
     is_plain = array.dtype.kind == "O"  # else a record of several fields
     return is_plain and all(isinstance(x, _TEXT) for x in array.flat)
-
-
-def _is_iterator(node: object) -> bool:
-    """jax warns of it, where it is to say whether that is a leaf."""
-    return isinstance(node, Iterator)
 
 
 _TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")

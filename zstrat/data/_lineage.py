@@ -147,6 +147,7 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
             found = KnownShapes(common_first_axis(rows), True, True)
         case _:
             found = KnownShapes()
+    # A spec is never a guess, so it wins over what the operations say of shapes.
     spec = recipe.spec(unknown)
     if spec is None:
         return found
@@ -176,6 +177,7 @@ def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
     by_function = max(ShapePromise.AS_MADE, source.promise)
     match recipe:
         case Repeated() | Shuffled():
+            # A short last batch comes again in the middle, or anywhere.
             return replace(source, is_even=source.is_whole)
         case PassThrough():
             return source
@@ -192,6 +194,7 @@ def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
             found = ShapePromise.ROWS if made is None else shapes_of(made).promise
             return KnownShapes(promise=max(ShapePromise.AS_MADE, found))
         case Batching():
+            # Unknown sizes are negative, too, and promise no whole last batch.
             size = recipe.source.size()
             divides = size == INFINITE or (size >= 0 and not size % recipe.batch_size)
             ranks = source.ranks
@@ -226,7 +229,8 @@ def is_steady(recipe: Recipe) -> bool:
             return recipe.is_steady
         case Reordered() | Prefetched() | Enumerated():
             return is_steady(recipe.source)
-        case Unbatched() | Rebatched():  # views of them
+        # They yield views of the elements of their source.
+        case Unbatched() | Rebatched():
             return is_steady(recipe.source)
         case Several():
             return all(map(is_steady, recipe.sources))
@@ -239,7 +243,7 @@ def is_fresh(recipe: Recipe) -> bool:
     match recipe:
         case Batched():
             return True
-        case Filtered():  # a function of the user has seen it
+        case Filtered():  # the predicate has seen it, and may have kept it
             return False
         case Reordered() | Prefetched():
             return is_fresh(recipe.source)
@@ -268,8 +272,10 @@ def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
             return source.every(workers, worker)
         assert isinstance(source, Concatenated)
         shards: list[Recipe] = []
+        # File i of all goes to worker ``i % workers``: each source begins where the
+        # count of the files before it has come to.
         before = 0
-        for each in source.sources:  # the files of all are counted through
+        for each in source.sources:
             shards.append(for_files(each, workers, (worker - before) % workers))
             before += file_count(each) or 0
         return replace(source, sources=tuple(shards))

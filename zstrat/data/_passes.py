@@ -67,9 +67,9 @@ class Recipe(abc.ABC):
         return self
 
     def apart(self) -> Recipe:
-        """Returns the recipe with its own count of passes, which other readers of it do
-        not change: for processes that have to agree about the numbers of their
-        passes."""
+        """Returns the recipe with its own count of passes, which other readers of the
+        dataset do not advance: processes that share it out have to agree about the
+        numbers of their passes."""
         return self.of_each(lambda source: source.apart())
 
     def first(self) -> Recipe:
@@ -77,22 +77,22 @@ class Recipe(abc.ABC):
         return self.of_each(lambda source: source.first())
 
     def begun(self) -> Recipe:
-        """Returns the recipe as a pass that begins now: it has its number among the
-        passes."""
+        """Returns the recipe as a pass that begins now, with the next number of a
+        pass."""
         return self.of_each(lambda source: source.begun())
 
     def again(self, number: int) -> Recipe:
-        """Returns the recipe, begun, as the repeat of this number within its pass."""
+        """Returns the begun recipe as repeat ``number`` within its pass."""
         return self.of_each(lambda source: source.again(number))
 
     def without_first(self, count: int) -> Recipe:
-        """Returns the recipe, begun, without its first elements, of which as few as may
-        be are made. It cannot be begun or repeated again."""
+        """Returns the begun recipe without its first ``count`` elements, making as few
+        of these as possible. It cannot be begun or repeated again."""
         return SlicedPass(self, start=count) if count else self
 
     def chance(self) -> str:
-        """Returns why a pass with the same numbers may come in another order, as text
-        for the user; "" if none does, as far as the recipe shows."""
+        """Returns why a pass may come in another order although its numbers are the
+        same, as text for the user; "" if the recipe shows no reason."""
         return ""
 
     def one(self, item: Any) -> Element:
@@ -123,7 +123,8 @@ class Derived(Recipe):
         return self.source.chance()
 
     def of(self, source: Recipe) -> Self:
-        """This operation over another recipe."""
+        """Returns this operation over another recipe."""
+        # Itself where nothing changed: a `Cached` of it keeps its elements by that.
         if source is self.source:
             return self
         changed: Self = replace(self, source=source)  # type: ignore[type-var]
@@ -234,6 +235,7 @@ class Generated(Recipe):
     def items(self) -> Iterator[Element]:
         with ending(iter(self.generator(*self.args))) as source:
             for number, element in enumerate(source):
+                # Before it is fitted: a generator may fill one buffer again and again.
                 fresh = owned(element)
                 if self.signature is not None:
                     fresh = fitted(fresh, self.signature, number)
@@ -359,6 +361,7 @@ class Batching(Derived):
     def items(self) -> Iterator[Element]:
         with ending(self.source.items()) as items:
             while chunk := list(itertools.islice(items, self.batch_size)):
+                # Only the last chunk is short; the source is closed by `ending`.
                 if len(chunk) < self.batch_size and self.drop_remainder:
                     return
                 yield self.joined(chunk)
@@ -421,7 +424,7 @@ class Repeated(Reordered):
                 return
             empty = True
             source = self.source.again(number)
-            if missing:
+            if missing:  # of the first repeat here alone, which was partly read
                 source, missing = source.without_first(missing), 0
             with ending(source.items()) as items:
                 for item in items:
@@ -432,6 +435,7 @@ class Repeated(Reordered):
 
     def without_first(self, count: int) -> Recipe:
         size = self.source.size()
+        # Whole repeats are skipped by their number, if it is known how long one is.
         if size <= 0:
             return Reordered.without_first(self, count)
         start, missing = divmod(count, size)
@@ -468,7 +472,7 @@ class SlicedPass(Reordered):
     def size(self) -> int:
         size = self.source.size()
         if size == INFINITE and self.stop is not None:
-            size = self.stop
+            size = self.stop  # an endless source has as many as are taken
         if size < 0:
             return size
         return len(range(size)[self.start : self.stop : self.step])
@@ -485,6 +489,7 @@ class Prefetched(PassThrough):
     def items(self) -> Iterator[Element]:
         return Prefetcher(self.source.elements(), self.buffer_size)
 
+    # Before the thread, not after it: what is skipped is not to be made first.
     def without_first(self, count: int) -> Recipe:
         return self.of(self.source.without_first(count))
 

@@ -183,14 +183,15 @@ class Position:
         def ordered(each: Recipe, is_counted: bool = True) -> Recipe:
             if isinstance(each, Shuffled):
                 seed, order = next(orders)
-                if is_counted:
+                if is_counted:  # so that the next pass here gets another order
                     each.passes.note(order)
                 each = each.ordered(seed, order)
             elif isinstance(each, Cached):
                 is_counted = False  # what is before it is passed over as if first
             return each.of_each(lambda source: ordered(source, is_counted))
 
-        # As if it were the first pass: to begin another would count it.
+        # Begun as the first pass, then numbered as in the position: `begun` would take
+        # the next number, and count a pass that nobody reads.
         return ordered(recipe.first())
 
 
@@ -205,6 +206,8 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
 
     def __init__(self, recipe: Recipe, name: str = "the dataset") -> None:
         self._recipe: Final = recipe
+        # Begun here, in the thread of the caller: it takes the number of the pass now,
+        # however late its elements are drawn.
         self._begun = recipe.begun()
         self._drawn = 0
         super().__init__(self._begun.elements(), name)
@@ -216,7 +219,7 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
 
     def unread(self, element: Element) -> None:
         super().unread(element)
-        self._drawn -= 1
+        self._drawn -= 1  # a saved place has it before it again
 
     def get_state(self) -> dict[str, Any]:
         return Position.of(self._begun, self._drawn).plain
@@ -245,6 +248,7 @@ def _unsaved(why: str) -> InvalidArgumentError:
 
 def plain_place(place: DataclassInstance) -> dict[str, Any]:
     """Returns a place as JSON has it, by the names of its fields."""
+    # Through JSON: tuples become lists, as they are after a checkpoint was read.
     found: dict[str, Any] = json.loads(json.dumps(asdict(place)))
     return found
 
@@ -263,12 +267,13 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
 
 
 def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
-    """Returns its shuffles, the last one first."""
+    """Returns the shuffles of a recipe, the last one first."""
     return (each for each in walk(recipe) if isinstance(each, Shuffled))
 
 
 def _sizes(recipe: Recipe) -> tuple[int, ...]:
     found = (each.size() for each in walk(recipe))
+    # Runs of one size count once: a `map` or `prefetch` more keeps old places valid.
     return tuple(size for size, _ in itertools.groupby(found))
 
 

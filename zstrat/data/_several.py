@@ -45,6 +45,7 @@ class Several(Recipe):
 
     def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
+        # Itself where nothing changed, as `Derived.of`.
         if all(new is old for new, old in zip(fresh, self.sources, strict=True)):
             return self
         changed: Self = replace(self, sources=fresh)  # type: ignore[type-var]
@@ -67,6 +68,8 @@ class Zipped(Several):
 
     def items(self) -> Iterator[tuple[Any, ...]]:
         with contextlib.ExitStack() as stack:
+            # All are closed, whichever ends first; `zip` would leave that to the
+            # garbage collector.
             passes = [stack.enter_context(ending(s.items())) for s in self.sources]
             yield from zip(*passes, strict=False)
 
@@ -74,6 +77,7 @@ class Zipped(Several):
         return self.of_each(lambda source: source.without_first(count))
 
     def size(self) -> int:
+        # The shortest counts, and one of unknown size may be that.
         sizes = {source.size() for source in self.sources}
         if UNKNOWN in sizes:
             return UNKNOWN
@@ -138,6 +142,8 @@ class Concatenated(Several):
         return self.sources[number].one(inner)
 
     def many(self, items: list[tuple[int, Any]]) -> Element:
+        # A batch within one source is gathered at once; only one across the end of a
+        # source is made of single elements.
         numbers = {number for number, _ in items}
         if len(numbers) > 1:
             return stacked([self.one(item) for item in items])
@@ -165,7 +171,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
 
 @final
 class MadeRecipes:
-    """A record of the datasets that a function has made. A copy of it is empty."""
+    """Remembers which datasets a function has made. A copy of it is empty."""
 
     __slots__ = ("_found", "last")
 
@@ -211,6 +217,7 @@ class Interleaved(Derived):
     def items(self) -> Iterator[Element]:
         opened = numbered(self._opened, "interleave", self.function)
         with contextlib.ExitStack() as stack, ending(self.source.elements()) as inputs:
+            # One stack a place: its dataset is closed when it ends, or with the pass.
             places = [contextlib.ExitStack() for _ in range(self.cycle_length)]
             for place in places:
                 stack.enter_context(place)
@@ -223,7 +230,7 @@ class Interleaved(Derived):
                     if number is None:
                         if all(each is None for each in reading):
                             return
-                        continue
+                        continue  # no input is left, and other places still read
                     # Shuffles get different orders by its number: a count that this
                     # advanced would make them depend on how far other passes are.
                     current = opened(number, element).again(number).elements()
@@ -244,7 +251,8 @@ class Interleaved(Derived):
 
     def _opened(self, element: Element) -> Recipe:
         made = self.function(*arguments(element))
-        recipe = getattr(made, "recipe", None)  # that of a dataset
+        # By attribute: `Dataset` is made of this module, and cannot be imported here.
+        recipe = getattr(made, "recipe", None)
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 "`map_func` must return a zs.data.Dataset; it returned a "

@@ -47,6 +47,7 @@ class PassCounter:
         self._branches: Final = itertools.count(1)
 
     def next(self) -> tuple[int, ...]:
+        # Passes of one dataset may be begun in several threads.
         with self._counting:
             self._last += 1
             return (*self._first, self._last)
@@ -59,10 +60,11 @@ class PassCounter:
         """Notes that a pass of this number, as `next` gives it, was begun in another
         process."""
         with self._counting:
+            # A restored position may be older than passes that were begun here since.
             self._last = max(self._last, order[-1])
 
     def branch(self) -> PassCounter:
-        """Returns a separate count, of which the passes here know nothing."""
+        """Returns a separate count: passes that it numbers are not counted here."""
         return PassCounter((*self._first, next(self._branches)))
 
     def __reduce__(self) -> tuple[type[PassCounter], tuple[tuple[int, ...]]]:
@@ -99,7 +101,8 @@ class Shuffled(Reordered):
         fresh = replace(self.of(self.source.begun()), order=self.passes.next())
         if fresh.seed is not None:
             return fresh
-        # Of this pass alone; it can be passed over again.
+        # Drawn for this pass alone, and kept in it: its elements may be made twice, as
+        # by a restored position.
         return replace(fresh, seed=secrets.randbits(63), is_drawn=True)
 
     def ordered(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
@@ -139,6 +142,7 @@ class Shuffled(Reordered):
         with ending(self.source.items()) as items:
             buffer = list(itertools.islice(items, self.buffer_size))
             for item in items:
+                # Not `randrange`, which takes twice as long; the bias is below 2**-40.
                 place = int(chance.random() * len(buffer))
                 yield buffer[place]
                 buffer[place] = item
@@ -153,6 +157,7 @@ def first_element_spec(recipe: Recipe) -> Spec:
     Raises:
         OutOfRangeError: There is no element.
     """
+    # Apart: a look must not change the order of the passes that follow.
     with ending(_unshuffled(recipe.apart()).begun().elements()) as elements:
         for element in elements:
             return spec_of(as_element(element))
@@ -166,6 +171,7 @@ def _unshuffled(recipe: Recipe) -> Recipe:
     element."""
     while isinstance(recipe, Shuffled):
         recipe = recipe.source
+    # No further than recipes of one source; others keep the shuffles of theirs.
     if isinstance(recipe, Derived):
         return recipe.of(_unshuffled(recipe.source))
     return recipe

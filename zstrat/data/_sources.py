@@ -98,6 +98,7 @@ class Sources:
             ValueError: Nothing matches.
         """
         found = files.Listed(files.matching(file_pattern))
+        # None shuffles, as in TF.
         if shuffle is not None and not shuffle:
             return cls(found)
         return cls(Shuffled(found, found.size(), seed, reshuffle=True))

@@ -88,7 +88,8 @@ def spec_of(element: Element) -> Spec:
 def leaf_spec(leaf: Any) -> TensorSpec:
     if is_record(leaf):
         return TensorSpec((), TEXT)
-    if isinstance(leaf, Specified):  # jax's, too, which are not read for it
+    # Arrays of jax, too: np.asarray would wait for a device, and copy from it.
+    if isinstance(leaf, Specified):
         return TensorSpec(leaf.shape, leaf.dtype)
     array = np.asarray(leaf)
     return TensorSpec(array.shape, array.dtype)
@@ -224,7 +225,7 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
     """Returns the values in another dtype; None if they would be others there."""
     if dtype == TEXT:
         if array.dtype.kind == "S":
-            return array.astype(object)
+            return array.astype(object)  # each as `bytes`
         if array.dtype.kind != "U":
             return None
         encoded = np.vectorize(str.encode, otypes=[object])(array)
@@ -237,10 +238,12 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
 
 
 def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """Numbers in another dtype, rounded where that has floats, as numpy and TensorFlow
-    round. None where they would be others: an integer that it does not have, a number
-    that would become infinite, a complex one that has no place."""
+    """Casts numbers to another dtype, rounding to floats as numpy and TensorFlow do.
+
+    Returns None where a value would change otherwise: an integer that the dtype does
+    not have, a number that would become infinite, a complex one as a real one."""
     given, wanted = _kind(array.dtype), _kind(dtype)
+    # First by the dtypes alone; most casts need no look at their values.
     if (array.dtype.kind, dtype.kind) != (given, wanted):
         has_all = False  # nothing is known of the ranges of narrow floats
     elif given == wanted:
@@ -253,6 +256,7 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
         if array.imag.any():
             return None
         array = array.real
+    # Overflow is what is looked for below, and numpy's warning would come first.
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
     if wanted not in "fc" or given not in _NUMBERS:
@@ -264,7 +268,8 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """numpy's letter; "f" also for the narrow floats of jax, which numpy calls void."""
+    """Returns numpy's letter for the kind of a dtype; "f" also for jax's narrow floats,
+    which numpy calls void."""
     is_narrow = dtype.name == "bfloat16" or dtype.name.startswith("float8")
     return "f" if is_narrow else dtype.kind
 

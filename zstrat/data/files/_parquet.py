@@ -61,6 +61,7 @@ class ParquetRows(TableRows):
         """Row groups, where each part gets one; else single rows."""
         if parts <= len(self.groups):
             return self.every(parts, index)
+        # Named: a dataclass with slots is another class than ``__class__`` here.
         return super(ParquetRows, self).part(parts, index)
 
     def size(self) -> int:
@@ -197,6 +198,8 @@ def _spec(kind: Any, name: str) -> Spec:
     is_date = types.is_temporal(kind) and not types.is_time(kind)
     if is_plain or types.is_boolean(kind) or is_date:
         try:
+            # pyarrow is asked for numpy's dtype, with an empty array: no table here
+            # could go out of date.
             return TensorSpec((), arrow.array([], kind).to_numpy(False).dtype)
         except (NotImplementedError, arrow.ArrowException):
             pass  # an interval, for one
@@ -218,7 +221,7 @@ def _values(column: Any, where: str) -> Element:
     """
     arrow, _ = _pyarrow()
     types = arrow.types
-    if types.is_dictionary(column.type):
+    if types.is_dictionary(column.type):  # text as numbers, each with its meaning
         column = column.dictionary_decode()
     if column.null_count:
         raise ValueError(
@@ -237,11 +240,13 @@ def _values(column: Any, where: str) -> Element:
         inner: Any = _values(column.flatten(), where)
         return inner.reshape(len(column), column.type.list_size, *inner.shape[1:])
     if _is_list(column.type):
+        # Of the lengths, not the offsets: those of a slice do not begin at 0.
         lengths = column.value_lengths().to_numpy(False)
         splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return RaggedColumn(np.asarray(_values(column.flatten(), where)), splits)
     if _is_text(column.type):
         found = np.empty(len(column), object)
+        # Large: offsets of 32 bits end at 2 GB of text in one row group.
         found[:] = column.cast(arrow.large_binary()).to_pylist()
         return found
     return column.to_numpy(False)
