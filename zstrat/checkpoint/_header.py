@@ -132,6 +132,7 @@ def encode_header(
         at += info.nbytes
     whole = {"__metadata__": notes, **entries} if notes else entries
     text = json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    # The format allows spaces at the end of a header, for just this.
     text += b" " * (-(PREFIX.size + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise ValueError(
@@ -173,7 +174,8 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
     """
     entries = _json(text, file)
     metadata = entries.pop("__metadata__", {})
-    if not _is_texts(metadata):
+    is_dict = type(metadata) is dict
+    if not (is_dict and all(type(text) is str for text in metadata.values())):
         raise DataLossError(file, "", "damaged header: __metadata__ must be texts")
     start = PREFIX.size + len(text)
     found = [_entry(name, each, metadata, file) for name, each in entries.items()]
@@ -199,6 +201,7 @@ def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
 
 
 def _json(text: bytes, file: str) -> dict[str, Any]:
+    # JSON allows a name twice, and readers differ in which value they take.
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) != len(pairs):
             raise ValueError("a name is there twice")
@@ -213,16 +216,13 @@ def _json(text: bytes, file: str) -> dict[str, Any]:
     return entries
 
 
-def _is_texts(metadata: Any) -> bool:
-    return type(metadata) is dict and all(type(v) is str for v in metadata.values())
-
-
 def _entry(
     name: str, entry: Any, metadata: Mapping[str, str], file: str
 ) -> tuple[TensorInfo, int]:
     """Returns a tensor and its offset after the header."""
     match entry:
         case {"dtype": str(stored), "shape": [*dims], "data_offsets": [start, end]} if (
+            # By exact type: True is an int to `isinstance`.
             all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, end))
         ):
             pass

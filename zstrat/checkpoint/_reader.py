@@ -49,6 +49,7 @@ class TensorReader:
             size = os.fstat(self._file).st_size
             prefix = os.pread(self._file, PREFIX.size, 0)
             length = header_length(prefix, size, path)
+            # At most the bytes of the file: no header makes this allocate more.
             text = bytearray(length)
             self._fill(memoryview(text), PREFIX.size, "")
             self._header = decode_header(bytes(text), size, path)
@@ -124,6 +125,7 @@ class TensorReader:
                 f"{self.path}: {name!r} ({info}) ends before that: {out.nbytes} bytes "
                 f"from row {start} on are wanted, and it has {info.nbytes} in all"
             )
+        # As bytes: arrays of bfloat16 and its kin have no buffer protocol.
         view = out.reshape(-1).view(np.uint8).data
         self._fill(view, self._header.places[name].offset + offset, name)
 
@@ -143,7 +145,7 @@ class TensorReader:
             at, left = at + len(part), left - len(part)
 
     def checked(self, name: str, digest: str) -> Iterator[memoryview]:
-        """`parts`; after the last one it is known whether all are as written.
+        """Yields what `parts` does, and compares all of it with a digest at the end.
 
         Raises:
             NotFoundError: The file has no such tensor.
@@ -190,6 +192,7 @@ class TensorReader:
                 except OSError as error:
                     if error.errno != errno.EIO:
                         raise
+                    # A block that the disk cannot read is damage, as a flipped bit is.
                     raise DataLossError(
                         self.path, name, f"at byte {at}: {error}"
                     ) from None
@@ -270,6 +273,7 @@ def verify(
                 for tensor, piece in pieces:
                     on_bytes(_verify_piece(reader, tensor, piece))
         except NotFoundError as error:
+            # The manifest named it when it was read.
             raise DataLossError(path, "", f"the file changed: {error}") from error
 
 

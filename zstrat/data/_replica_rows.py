@@ -280,7 +280,7 @@ class BySizes(Cutter):
     def finish(self) -> list[Cut]:
         pieces = [*self._whole, tuple(self._begun)] if self._begun else [*self._whole]
         self._whole, self._begun = [], []
-        # Pieces of size 0, of a batch with fewer rows than replicas, do not make a step.
+        # Pieces of no rows, of a batch smaller than its replicas, do not make a step.
         if not any(span.stop > span.start for piece in pieces for span in piece):
             return []
         last = pieces[-1][-1]

@@ -123,11 +123,13 @@ class SidecarEvaluator:
         return path
 
     def _evaluated(self, path: str) -> bool:
+        # Before it is read: if it is replaced meanwhile, the next look finds it new.
         version = _version(path)
         try:
             self._checkpoint.read(path)
             step = self._step_of(path)
         except (DataLossError, NotFoundError, FileNotFoundError) as error:
+            # Else the manager may be deleting it: it keeps only the newest ones.
             if isinstance(error, NotFoundError) and _version(path) is not None:
                 raise  # it is there, and lacks something: trying again will not help
             if self._complained != path:
@@ -282,6 +284,7 @@ class ExportedPoints:
     def take(self, metrics: Mapping[str, Any]) -> list[Point]:
         """Returns the points of the metrics that were not taken before."""
         found = [*self._scalars(metrics.get("scalars", {}))]
+        # Steps that are done: those scheduled that neither wait nor run.
         done = _number(metrics.get("scheduled_closures")) - sum(
             _number(metrics.get(name))
             for name in ("queued_closures", "inflight_closures")
@@ -291,6 +294,7 @@ class ExportedPoints:
     def _scalars(self, scalars: Mapping[str, Any]) -> Iterator[Point]:
         for name, points in scalars.items():
             for step, seconds, value in points:
+                # By time, not by step: a program may log a step again after a restore.
                 if seconds > self._until.get(name, -math.inf):
                     self._until[name] = seconds
                     yield step, {name: math.nan if value is None else value}
@@ -368,6 +372,7 @@ class MetricsExport:
     def _run(self) -> None:
         ends = False
         while not ends:
+            # Asked once more after the end, so that the last points are written.
             ends = self._ends.wait(self._every)
             try:
                 points = self._points.take(self._coordinator.metrics())
@@ -376,6 +381,7 @@ class MetricsExport:
                 continue
             for writer in self._writers:
                 writer.write(points)
+        # Here, not in `close`: a writer that hangs would hang the program there.
         for writer in self._writers:
             writer.close()
 

@@ -143,6 +143,7 @@ async def _stream(graph: Graph, components: Sequence[Variable], path: str) -> No
 
 def _finish(writer: TensorWriter, path: str) -> list[str]:
     digests = writer.finish()
+    # Its bytes are on the disk: after a crash the old file or the new one is there.
     os.replace(writer.path, path)
     sync_folder(os.path.dirname(path))
     return digests
@@ -227,6 +228,7 @@ async def _read(
 
 
 def _all_rows(table: HashTable) -> tuple[np.ndarray, np.ndarray]:
+    # `items` yields batches, and none of an empty table, which still has a dtype.
     nothing = np.empty(0, np.int64), np.empty((0, *table.shape[1:]), table.dtype)
     ids, rows = zip(nothing, *table.items(), strict=True)
     return np.concatenate(ids), np.concatenate(rows)

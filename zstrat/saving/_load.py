@@ -94,6 +94,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
         await optimizer.bind_async(variable)
     local, servers = sorted_loads(folder, found.loads)
     files = CheckpointFiles(folder)
+    # Also the clusters whose iterators alone are restored: their steps draw data.
     resting = [cluster for cluster, _ in servers] + [
         iterator.session
         for iterator, _, _ in found.places
@@ -189,6 +190,8 @@ def _ask(
     if load.optimizer is not None and tensor.by_rows and not tensor.is_whole:
         # Rows that no gradient had reached get their initial slots back.
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
+    # The component has rows [start, stop) of the variable now. They may come from
+    # several pieces, as the checkpoint may have been cut at other rows.
     stop = start + (component.shape[0] if component.shape else 0)
     for piece, first, last in tensor.within(start, stop):
         rows = tensor.by_rows and bool(tensor.shape)
@@ -225,6 +228,8 @@ async def load_server(
             some = server.entries[at : at + ENTRIES]
             await run(client.load(server.ps, some), "restoring variables")
         return
+    # The generator runs on the disk's thread, one batch at a time: while a batch is on
+    # its way nothing more is read into memory.
     batches = _batches(server.entries, files)
     while batch := await disk(next, batches, None):
         await run(client.store(server.ps, *batch), "restoring variables")
@@ -291,6 +296,7 @@ def _load_local(
         slots: dict[OptimizerHandle, SlotValues | None] = {}
         for load, start in loads[number]:
             if load.optimizer is None and load.tensor is not None:
+                # A new array: readers may hold the old one, which is never written to.
                 value = np.empty(variable.shape, variable.dtype)
                 if not load.tensor.is_whole:
                     value[...] = variable.numpy()
@@ -421,6 +427,8 @@ async def remember_saved(
     Cancellation: some clusters may not remember it.
     """
     watched = [moment for moment in moments if moment.cluster.recovers]
+    # Matched with the program again, as a restore would be: what is remembered refers
+    # to servers and keys, and to none of the objects.
     if watched:
         nodes: list[StoredNode] = list(stored_graph(manifest, path))
         tensors: dict[str, StoredTensor] = dict(manifest.tensors)

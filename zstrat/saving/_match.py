@@ -93,16 +93,20 @@ class Found:
         self.worker_places |= other.worker_places
 
     def require_right(self, path: str) -> None:
-        """Raises:
-        InvalidArgumentError: Something has another shape or dtype, or two values;
-            names all of it.
+        """Refuses a checkpoint whose values do not fit the program's objects.
+
+        Raises:
+            InvalidArgumentError: Something has another shape or dtype, or two values;
+                names all of it.
         """
         _require_none(self.wrong, path)
 
     def require_complete(self, path: str) -> None:
-        """Raises:
-        InvalidArgumentError: The checkpoint has what an optimizer does not keep.
-        NotFoundError: Something is not in the checkpoint; names all of it.
+        """Refuses a checkpoint that lacks an object of the program, or has more slots.
+
+        Raises:
+            InvalidArgumentError: The checkpoint has what an optimizer does not keep.
+            NotFoundError: Something is not in the checkpoint; names all of it.
         """
         _require_none([*self.left.values()], path, _LEAVES_OUT)
         if self.missing:
@@ -146,6 +150,7 @@ class Matching:
         """
         found = Found()
         self._walk(value, index, path, found, set(), named)
+        # After the whole walk: an optimizer may be reached before its variables.
         self._find_twice(found)
         self._find_slots(found)
         self._find_windows(found)
@@ -155,11 +160,14 @@ class Matching:
         """Notes what was found as taken; returns the modules that are new."""
         new = []
         for value, index in found.pairs:
+            # Held, not only counted: an id is one object's as long as that lives.
             taken = self._taken.setdefault(index, {})
             if id(value) not in taken:
                 taken[id(value)] = value
                 if isinstance(value, Module):
                     new.append(value)
+        # Without the iterator: it is dropped at the end of its pass, and the next one
+        # is not to be set back to the place of the checkpoint.
         for _, index, _ in found.places:
             self._taken.setdefault(index, {})
         self._left += found.left
@@ -195,6 +203,7 @@ class Matching:
         seen: set[tuple[int, int, bool]],
         named: bool,
     ) -> None:
+        # Graphs may have circles, and one object may match several stored nodes.
         if (id(value), index, named) in seen:
             return
         seen.add((id(value), index, named))
@@ -219,6 +228,7 @@ class Matching:
             return
         if is_new:
             found.pairs.append((value, index))
+        # Below a module nobody asked by name for iterators to be saved.
         named = named and not isinstance(value, Module)
         for name, child in held(value).items():
             if not is_trackable(child, named=named):
@@ -228,6 +238,7 @@ class Matching:
                 continue
             if name in node.children:
                 self._walk(child, node.children[name], below, found, seen, named)
+            # `write` stores no count of saves; that of the root keeps its value then.
             elif path or name != SAVE_COUNTER:
                 found.missing += _leaves(child, below, named)
 
@@ -291,6 +302,7 @@ class Matching:
     def _find_twice(self, found: Found) -> None:
         """Finds variables that are at two places of the program and were two in the
         checkpoint, with values that differ, or that nothing says are equal."""
+        # Those that were taken before count, too: the second place may appear later.
         new = {id(value) for value, _ in found.pairs}
         slots = [self._nodes[at].slots for _, at in self._by_kind(found, Optimizer)]
         first: dict[int, int] = {}
@@ -332,8 +344,8 @@ class Matching:
                     self._slots(optimizer, variable, leaves, classes, found)
 
     def _find_windows(self, found: Found) -> None:
-        """Returns the arrays of workers for each new optimizer of windows. Workers
-        start from scratch beside variables that are found later."""
+        """Notes the arrays of workers for each new optimizer of windows. Workers start
+        from scratch beside variables that are found later."""
         variables = self._by_kind(found, AbstractVariable)
         for value, at in found.pairs:
             if isinstance(value, LocalOptimizer):
@@ -359,6 +371,8 @@ class Matching:
         classes: Mapping[str, str],
         found: Found,
     ) -> None:
+        # Without slots it had no gradient when it was saved: so slots that it has now
+        # are forgotten.
         if not stored:
             found.loads.append(Load(variable, optimizer, "", None))
             return
@@ -372,6 +386,8 @@ class Matching:
         others = _of_others(names, optimizer.state_classes, classes)
         for leaf, kinds in others.items():
             found.left[stored[names[leaf]]] = f"  {what} keeps {leaf} in {kinds}"
+        # Slots of another optimizer's class: none is taken, as without a tree nothing
+        # says which of them would fit.
         if infos is None and others:
             found.loads.append(Load(variable, optimizer, "", None))
             return

@@ -92,6 +92,7 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
     try:
         if twin:
             warn_of_blocking(twin)
+        # A loop for this call alone: nothing else can hold it up or cancel its tasks.
         portal = Portal("zstrat saving")
         portal.at_close(_others_over)
         try:
@@ -143,6 +144,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
     graph = graph_of(root)  # held: ids are of living objects
     own = _Turn(frozenset(_keys_of(graph.nodes)), asyncio.get_running_loop())
     before: list[Future[None]] = []
+    # Looked for and entered under one lock: turns are in one order for all threads, so
+    # no two wait for each other.
     with _turns_lock:
         # Those, too, that the earlier ones wait for.
         keys, loops = own.keys, set[asyncio.AbstractEventLoop]()
@@ -168,6 +171,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
     finally:
         with _turns_lock:
             _turns.remove(own)
+        # Futures of threads, not of loops: a later turn may wait on any loop. One that
+        # was cancelled refuses a result.
         for waiter in own.waiting:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(None)
@@ -179,6 +184,7 @@ def _keys_of(nodes: Any) -> list[Hashable]:
     keys: list[Hashable] = [id(nodes[0].value)]
     for node in nodes:
         if node.kind == "variable":
+            # By storage and key: a handle that was unpickled is another object.
             parts = node.value.components
             keys += [(id(part.storage), part.spec.key) for part in parts]
         elif node.kind != "group":
@@ -213,6 +219,8 @@ class FileThread:
         """Calls a function whose result has to be undone. Cancellation: it is undone,
         once it was made."""
         making = self._pool.submit(functools.partial(function, *args, **kwargs))
+        # Shielded: cancelling must not lose the result of a call that has begun, such
+        # as an open file or a lock.
         try:
             return await asyncio.shield(asyncio.wrap_future(making))
         except asyncio.CancelledError:
@@ -252,6 +260,7 @@ class ProgressBar:
         self._what, self._total = what, total
         self._done = 0
         self._out = sys.stderr if out is None else out
+        # A program without a console (pythonw, some daemons) has no standard error.
         self._is_shown = self._out is not None and self._out.isatty()
         self._next = time.monotonic() + _REPORT_AFTER_SECONDS
         self._has_written = False
@@ -333,6 +342,7 @@ async def at_rest(
     async with contextlib.AsyncExitStack() as resting:
         moments = []
         for cluster in clusters:
+            # Before it rests: a server that is restored while we wait counts as lost.
             restores = cluster.restores
             cut = await resting.enter_async_context(cluster.at_rest())
             moments.append(ClusterMoment(cluster, cut, restores))

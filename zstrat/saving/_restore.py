@@ -73,8 +73,12 @@ class Restore:
             )
             found = matching.find(self._root, 0)
             self._require(found)
+            # All bytes before any value: what is damaged is known while nothing has
+            # changed. Last, as it takes the longest.
             await check(self.path, manifest, disk)
         await steadily(found.components, lambda: self._load(found))
+        # Only now is it the one that attributes are restored from: a restore that fails
+        # leaves the one before in force.
         self._matching = matching
         self._accept(found)
 
@@ -128,9 +132,11 @@ class Restore:
             await steadily(found.components, lambda: self._load(found))
 
     async def _load(self, found: Found) -> None:
+        # First: a worker has to be asked, and a refusal must change nothing.
         await self._require_places(found)
         async with FileThread() as disk:
             moments = await load(self.path, found, disk)
+        # What comes later belongs to the moment of the first load.
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)

@@ -72,6 +72,8 @@ class Base(NamedTuple):
 
     def pieces_of(self, stored: StoredTensor) -> list[StoredPiece]:
         """Returns the pieces of a tensor in ``path`` that are the base's."""
+        # A difference to a difference would read every file of the chain: each is to
+        # the whole one instead, of which it has all files.
         if not self.is_linked:
             return list(stored.pieces)
         return [piece for piece in stored.pieces if piece.file.startswith(_LINKED)]
@@ -136,6 +138,8 @@ def with_base(
     names: dict[str, str] = {}
     for logical in taken:
         pieces = base.pieces_of(before.tensors[logical.name])
+        # Names with this writer's mark: none is that of a file of the checkpoint that
+        # is replaced, which stays whole until the commit.
         for piece in pieces:
             if piece.file not in names:
                 names[piece.file] = folder.part(f"base-{len(names)}")
@@ -187,6 +191,7 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
         found += _tensors_of(folder, number, load.leaf, load.tensor, beside[IDS])
     # Of a difference: the rows of the base, what was removed since, and the rows since.
     since = beside[GONE].pieces if GONE in beside else ()
+    # Removals between the two: an id may have been removed and created again.
     later = {os.path.join(folder, piece.file) for piece in since}
     return sorted(found, key=lambda x: (x.path in later) * (1 + (x.leaf != GONE)))
 
@@ -268,6 +273,7 @@ def _batches(
         step = max(1, _BLOCK // max(1, sum(info.row_bytes for info in infos)))
         tall = [TableLeaf(each.optimizer, each.leaf, rows=True) for each in tensors]
         (count,) = reader.info(ids_name).shape
+        # A table without rows, too: one message has to drop what the server has.
         for start in range(0, max(count, 1), step):
             stop = min(start + step, count)
             ids = reader.read(ids_name, start, stop)
