@@ -117,6 +117,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     rates = {name: worker.get("steps_per_s", 0.0) for name, worker in working.items()}
     median = sorted(rates.values())[len(rates) // 2]
     name, worker = min(working.items(), key=lambda item: (rates[item[0]], item[0]))
+    # All are about equally fast: the one that waits most shows what limits them.
     if rates[name] >= SLOWER * median:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
     of_worker = _of_worker(name, worker, servers, metrics)
@@ -176,6 +177,7 @@ def _of_worker(
                 numbers = _numbers(what, worker)
                 limit = Limit(name, what, share, words, advice, numbers)
                 found.append(_long(limit, worker))
+            # Before the plain pull: in rounds a wait for values is one for others.
             case "pull" if metrics.get("rounds"):
                 found.append(_long(_round_pull(name, share, worker), worker))
             case "idle" if queued and metrics.get("largest_lead") is not None:
@@ -209,7 +211,8 @@ def _pull(
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
 ) -> Limit:
-    # The server that answered last most often, or else the one that sends most.
+    # The server that answered last most often, or else the one that sends most. A pull
+    # waits for its last answer, so the servers before it are not to blame.
     sent = {
         name: server.get("bytes_out_per_s", 0.0) for name, server in servers.items()
     }
@@ -287,8 +290,10 @@ def _of_rounds(
     last = waits[worst]["rounds"]
     backup, size = rounds.get("backup", 0) + 1, rounds.get("workers", 0)
     # The others do without the last one, too, what they do while they wait for it.
+    # At least a thousandth of the time: the waits may fill all of it.
     without = count / max(seconds - whole, 0.001 * seconds)
     alone = sorted(map(_alone, workers.values()), reverse=True)
+    # A round is as fast as its slowest worker, of those that it still waits for.
     if 0 < size - backup <= len(alone):
         without = min(without, alone[size - backup - 1])
     rate = count / seconds
@@ -452,6 +457,7 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
 
 def _most(amounts: Mapping[str, float]) -> str:
     """Returns the name of the largest amount; "" if there is none."""
+    # Equal amounts by name, so that the answer does not change from look to look.
     return max(amounts, key=lambda name: (amounts[name], name), default="")
 
 

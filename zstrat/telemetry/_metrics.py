@@ -267,6 +267,7 @@ COLUMNS: Final = {
 on the page; "" without a column."""
 
 
+# The tables never change, and these are asked for each task at each look.
 @cache
 def metrics_of(job: str) -> tuple[Metric, ...]:
     """Returns the metrics that a process of this job reports."""

@@ -139,6 +139,8 @@ class Recorder:
             self._stalls.add(f"ps:{server}", seconds, now)
         if self._capture is not None:
             self._capture.sample(now)
+        # By time, so that a look finds recent numbers; or earlier, so that lists of
+        # quick steps stay small.
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
         many |= len(steps.eager) > EAGER
         if many or now - self._digested > EVERY:
@@ -221,7 +223,7 @@ class Recorder:
 
     def begin_capture(self, capture: SpanCapture, now: float) -> None:
         """Begins to copy spans and traffic into the capture."""
-        self.digest(now)
+        self.digest(now)  # what came before is in no capture
         self._capture = capture
         capture.sample(now)
         self.on_capture(True)
@@ -232,7 +234,7 @@ class Recorder:
         Raises:
             NotFoundError: There is no capture.
         """
-        self.digest(now)
+        self.digest(now)  # the spans since the last digest belong to it
         capture, self._capture = self._capture, None
         self.on_capture(False)
         if capture is None:
@@ -255,9 +257,11 @@ class Recorder:
         if steps.full:
             self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
+        # Before the staleness below, to which eager steps add.
         if steps.eager:
             eager, steps.eager = steps.eager, []
             self._digest_eager(eager, now)
+        # Counted once, however many steps wait side by side: shares add up to one.
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
         steps.stalled = steps.idle = 0.0
@@ -265,6 +269,7 @@ class Recorder:
             if spans:
                 number, began, ended = _rows(spans, 3).T
                 self._took(phase, number, began, ended, now)
+                # Pushes that wait for one thread overlap; a share has each second once.
                 if phase is Phase.APPLY:
                     self._shares.add(str(phase), self._busy(began, ended), now)
                 spans.clear()
@@ -303,6 +308,8 @@ class Recorder:
         self._took(Phase.WAIT, number, received, prepared - drew, now)
         self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
         self._took(Phase.COMPUTE, number, ended - ran, ended, now)
+        # A time line shows the whole transfer; the histogram and the shares have only
+        # what the step thread waited for, as the rest passed while it computed.
         pulls = pulled > 0
         self._captures(Phase.PULL, number, asked, arrived, pulls)
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
@@ -365,7 +372,8 @@ class Recorder:
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:
-    """[n, width] float64. By way of `array`, which takes a third less time."""
+    """Returns a flat list as rows of ``width`` numbers, float64."""
+    # By way of `array`, which takes a third less time than numpy from a list.
     return np.frombuffer(array("d", numbers), np.float64).reshape(-1, width)
 
 

@@ -69,6 +69,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     program = _last_program(programs)
     metrics: dict[str, Plain] = {
         "steps_per_s": sum(entries[name]["steps_per_s"] for name in workers),
+        # None rather than 0: steps that draw from no dataset have no examples.
         "examples_per_s": sum(entries[name]["examples_per_s"] or 0 for name in workers)
         or None,
         "queued_closures": int(_number(program.get("waiting"))),
@@ -81,7 +82,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         "tasks": entries,
         **_of_program(programs),
     }
-    metrics["slowest"] = slowest(metrics)
+    metrics["slowest"] = slowest(metrics)  # it looks at all that is above
     return metrics
 
 
@@ -199,6 +200,7 @@ def _part(values: Mapping[str, Plain], name: str) -> dict[str, Plain]:
 
 
 def _number(value: Plain) -> float:
+    # NaN and infinity, too: the page is JSON, which has neither.
     is_finite = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if is_finite else 0.0
 
@@ -235,11 +237,13 @@ def over(samples: Sequence[TaskReport]) -> TaskReport:
     """
     if not samples:
         raise ValueError("samples=[]: expected one report or more")
+    # The index stands for a task's name, by which `_windows` finds histograms.
     known = {str(n): sample for n, sample in enumerate(samples) if sample.values}
     last = samples[-1]
     if not known:
         return last
     reported = [sample.values for sample in known.values()]
+    # The last sample, with all parts replaced that say more of several.
     combined: dict[str, Plain] = dict(reported[-1])
     for part, unit in _WINDOWED.items():
         table = HistogramTable(_windows(known, part), unit)

@@ -95,6 +95,7 @@ class FakeClock:
         if seconds < 0:
             raise ValueError(f"seconds={seconds}: expected 0 or more")
         end = self._now + seconds
+        # Looked up again after each: a call may schedule or cancel others.
         while self.timers and self.timers[0].due <= end:
             self._go_off(self.timers[0])
         self._now = end
@@ -112,6 +113,7 @@ class FakeClock:
         return self._now - before
 
     def _go_off(self, timer: FakeTimer) -> None:
+        # Removed before it is called: a call that raises is not made again.
         self._timers.remove(timer)
         self._now = max(self._now, timer.due)
         timer.callback()
@@ -358,6 +360,7 @@ class FakeLink:
         """
         if self.peer is None:
             return
+        # Closed before anybody is notified: a callback may look, or connect again.
         self.peer, self.held = None, None
         error = PeerLostError(self.name, reason, left, returns)
         self._fail(error)
@@ -381,6 +384,7 @@ class FakeLink:
             self._loop.call_soon(self._receive, received, self._connection)
 
     def _carry(self, message: Message, future: Reply | None) -> None:
+        # Encoded now: the sender may write to its arrays as soon as this returns.
         received = through_the_codec(message)
         if self.held is not None:
             self.held.append((received, future))
@@ -395,12 +399,14 @@ class FakeLink:
         except Exception as error:  # the outcome of the request
             answer = error
         if inspect.isawaitable(answer):
+            # Not awaited: as with a network, messages overtake a handler that waits.
             later = asyncio.ensure_future(answer)
             later.add_done_callback(lambda done: self._answer(_outcome(done), future))
         else:
             self._answer(answer, future)
 
     def _answer(self, answer: Any, future: Reply | None) -> None:
+        # The requester may have cancelled, or lost the connection, meanwhile.
         if future is not None and not future.done() and answer is not None:
             if isinstance(answer, Exception):
                 future.set_exception(answer)

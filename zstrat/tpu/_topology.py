@@ -73,6 +73,7 @@ class Topology:
             for task, device in np.ndindex(self._coordinates.shape[:2])
         }
         _require_apart(self._coordinates, len(self._places))
+        # As it came: TensorFlow's bytes may have fields that are not known here.
         self._serialized = serialized or None
 
     @property
@@ -228,6 +229,7 @@ def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
+    # `astype` copies: the caller may still write to its array.
     made = array.astype(np.int32)
     made.setflags(write=False)
     return made
@@ -280,6 +282,8 @@ def decode(data: bytes) -> TopologyMessage:
             found.setdefault(field, []).append(value)
         elif field in (_MESH, _COORDINATES):
             found.setdefault(field, []).extend(_numbers(value))
+    # Of a number that comes twice protocol buffers take the last one, and they leave
+    # out a zero; repeated fields are joined.
     return TopologyMessage(
         tuple(found.get(_MESH, ())),
         found.get(_TASKS, [0])[-1],
@@ -315,6 +319,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
         if kind == _VARINT:
             value, at = _read(data, at)
         else:
+            # Unknown fields are skipped by their length, whatever they hold. Groups (3
+            # and 4) have none; version 3 does not write them.
             size = {_FIXED64: 8, _FIXED32: 4}.get(kind)
             if kind == _BYTES:
                 size, at = _read(data, at)
@@ -448,6 +454,7 @@ def _laid_out(tasks: int, devices: int, asked: Sequence[int] | None) -> Topology
     if len(mesh) == RANK:
         left = np.arange(count)
         for axis in _FASTEST_FIRST:
+            # An extent below 1 is refused by `Topology`, in better words.
             left, places[:, axis] = np.divmod(left, max(1, mesh[axis]))
     return Topology(
         mesh_shape=mesh, device_coordinates=places.reshape(tasks, devices, RANK)
@@ -478,6 +485,7 @@ def experimental_connect_to_cluster(
             "`cluster_spec_or_resolver` must be a `ClusterSpec` or a `ClusterResolver`,"
             f" got {type(cluster_spec_or_resolver).__name__}"
         )
+    # Only the job of the hosts with devices: a coordinator beside it joins no jax job.
     jobs = spec.jobs
     if isinstance(cluster_spec_or_resolver, TPUClusterResolver):
         jobs = [job for job in jobs if job == cluster_spec_or_resolver.get_job_name()]

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 PictureValue = str | int | float
 
 
+# Compared by identity: arrows refer to one span, and others may have the same times.
 @dataclass(frozen=True, slots=True, eq=False)
 class TimelineSpan:
     """A named interval. ``details`` are shown when it is selected."""
@@ -264,6 +265,7 @@ class _Assembly:
         for at, total_got, total_sent in sorted(points):
             moment = clock.ours(at)
             if self.began <= moment <= self.ended:
+                # From the begin on: what came before the time line would hide it.
                 got.points.append((moment, total_got - points[0].got))
                 sent.points.append((moment, total_sent - points[0].sent))
         return [got, sent]
@@ -274,6 +276,7 @@ class _Assembly:
         for kind, spans in kinds.items():
             rows, left = without_overlaps(kind, spans)
             task.rows += rows
+            # Dropped with a word in the file: a viewer with a thousand rows shows less.
             if left:
                 words = f"{len(left)} of {kind}, as they overlap {ROWS} others"
                 self.about[f"{task.name}: {kind} not drawn"] = words
@@ -326,6 +329,7 @@ def check_place(path: str | os.PathLike[str]) -> Path:
         if full.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         full.parent.mkdir(parents=True, exist_ok=True)
+        # Tried, not asked: rights, quotas and read-only mounts say no in many ways.
         with tempfile.TemporaryFile(dir=full.parent):
             pass
     return full
@@ -353,6 +357,7 @@ def _write(timeline: Timeline, file: BinaryIO, *, packs: bool) -> None:
     with packed or contextlib.nullcontext(file) as raw:
         text = io.TextIOWrapper(cast("BinaryIO", raw), "utf-8", write_through=True)
         _write_json(timeline, text)
+        # Else its end would close the file before the end of the compressed data.
         text.detach()
 
 
@@ -363,6 +368,7 @@ def _write_json(timeline: Timeline, file: TextIO) -> None:
     about = json.dumps(timeline.about)
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [')
     between = "\n"
+    # Event by event: a long run has millions, and one text of all would double them.
     for event in _events(timeline):
         file.write(between + json.dumps(event))
         between = ",\n"

@@ -93,6 +93,7 @@ class ClockLine:
     def drift(self) -> float:
         """Seconds per second by which the other clock is faster than the local one."""
         last = self.last
+        # Two readings at one moment, as of a very short run, say nothing of a drift.
         if last is None or last.at <= self.first.at:
             return 0.0
         return (last.offset - self.first.offset) / (last.at - self.first.at)

@@ -64,6 +64,8 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
         ) from error
 
     numbers, parents = _numbers(timeline), _parents(timeline)
+    # Traces of all exports must differ; spans only from those of their trace, so that
+    # counting them is enough.
     first_trace = secrets.randbits(64) << 64
     sampled = TraceFlags(TraceFlags.SAMPLED)
 
