@@ -97,7 +97,11 @@ class Allotment:
         Args:
             place: The pass is the one in which this is; None: a fresh one.
         """
-        return self.recipe.begun() if place is None else place.passed(self.recipe)
+        return (
+            self.recipe.begin_pass()
+            if place is None
+            else place.resumed_pass(self.recipe)
+        )
 
     def before(self, steps: int) -> tuple[int, int]:
         """Returns what comes before step ``steps`` of a pass: the number of batches
@@ -189,7 +193,9 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
     # Apart: one worker may look into the dataset before, and the others not.
-    return Allotment(recipe.apart(), worker, policy, shapes.batch_size, sharded_at)
+    return Allotment(
+        recipe.with_own_count(), worker, policy, shapes.batch_size, sharded_at
+    )
 
 
 def not_batched() -> ValueError:

@@ -22,7 +22,14 @@ import numpy as np
 from ._elements import ending
 from ._leaves import node_of
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
-from ._spec import TensorSpec, first_axis, kept, row_spec, stacked_spec, unknown
+from ._spec import (
+    TensorSpec,
+    first_axis,
+    lossless_cast,
+    row_spec,
+    stacked_spec,
+    unknown,
+)
 from ._tree import is_record, leaves, mapped, require_joint, stacked, with_leaves
 
 if TYPE_CHECKING:
@@ -202,8 +209,8 @@ class PaddedBatches(Batching):
         """Whether every length was given, whatever the elements are."""
         return self.shapes is not None and None not in _lengths(self.shapes)
 
-    def joined(self, chunk: list[Any]) -> Element:
-        elements = [self.source.one(item) for item in chunk]
+    def join_batch(self, chunk: list[Any]) -> Element:
+        elements = [self.source.element_of(item) for item in chunk]
         # Refuses elements of different kinds or structures. Their lengths may differ,
         # so leaves are compared as scalars of their dtypes.
         stacked([mapped(_no_shape, element) for element in elements])
@@ -359,8 +366,12 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
     if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
         return value
     is_date = array.dtype.kind == dtype.kind and dtype.kind in "mM"
-    # NaT is unequal to itself: `kept` would take it for a value that has changed.
-    cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
+    # NaT is unequal to itself: `lossless_cast` would take it for a changed value.
+    cast = (
+        array.astype(dtype)
+        if is_date and np.isnat(array)
+        else lossless_cast(array, dtype)
+    )
     if array.dtype.kind == "c" and dtype.kind != "c":
         cast = None  # also without an imaginary part, as in TF
     if cast is None:

@@ -65,20 +65,20 @@ class Cached(PassThrough):
     path: str = ""
     kept: WholePass = field(default_factory=WholePass, compare=False)
 
-    def of(self, source: Recipe) -> Self:
+    def with_source(self, source: Recipe) -> Self:
         """Returns the cache of another recipe, whose elements are kept apart."""
         if source is self.source:
             return self
         return replace(self, source=source, kept=WholePass())
 
     # Whichever pass fills it, the others see its elements: so all begin with the first.
-    def begun(self) -> Recipe:
-        return replace(self, source=self.source.first())
+    def begin_pass(self) -> Recipe:
+        return replace(self, source=self.source.first_pass())
 
-    def first(self) -> Recipe:
-        return self.begun()
+    def first_pass(self) -> Recipe:
+        return self.begin_pass()
 
-    def again(self, number: int) -> Recipe:
+    def as_repeat(self, number: int) -> Recipe:
         del number
         return self
 

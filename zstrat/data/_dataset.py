@@ -156,7 +156,7 @@ class Dataset(Sources):
                 f"index must be between 0 and {num_shards - 1} (currently index "
                 f"= {index}, num_shards = {num_shards})."
             )
-        return Dataset(self._recipe.part(num_shards, index))
+        return Dataset(self._recipe.shard(num_shards, index))
 
     def map(
         self,

@@ -61,7 +61,7 @@ class Foreign(Recipe):
     def size(self) -> int:
         return self.count
 
-    def chance(self) -> str:
+    def why_order_varies(self) -> str:
         if self.is_read_once:
             return (
                 "its data are an iterator, which can be read once. Make them by "

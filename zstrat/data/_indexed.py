@@ -320,7 +320,7 @@ class _RecordFiles(IndexedRows):
                 f"its dataset was built, and ends before number {self._at} now: give "
                 "files that nobody writes to"
             )
-        return self._recipe.many(records)
+        return self._recipe.batch_of(records)
 
     def close(self) -> None:
         if isinstance(self._records, ClosingIterator):

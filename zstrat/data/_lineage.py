@@ -77,7 +77,7 @@ class Opted(Reordered):
         return self.source.elements()
 
     def without_first(self, count: int) -> Recipe:
-        return self.of(self.source.without_first(count))
+        return self.with_source(self.source.without_first(count))
 
 
 def options_of(recipe: Recipe) -> Options:
@@ -303,7 +303,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
     def sharded(hint: Recipe) -> Recipe:
         assert isinstance(hint, Hinted)
-        return hint.source.part(workers, worker)
+        return hint.source.shard(workers, worker)
 
     place = workers, worker
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded, place)
@@ -385,7 +385,7 @@ def _rewritten(
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
-    changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
+    changed = recipe.with_source(_rewritten(recipe.source, is_wanted, change, place))
     # Workers have different data there: no cache may serve two of them.
     return changed.shared(*place) if isinstance(changed, Cached) else changed
 
@@ -393,4 +393,4 @@ def _rewritten(
 def _unhinted(recipe: Recipe) -> Recipe:
     if isinstance(recipe, Hinted):
         return _unhinted(recipe.source)
-    return recipe.of_each(_unhinted)
+    return recipe.map_sources(_unhinted)

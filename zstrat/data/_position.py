@@ -100,7 +100,7 @@ class Position:
         Raises:
             InvalidArgumentError: Another pass may have another order.
         """
-        if why := begun.chance():
+        if why := begun.why_order_varies():
             raise _unsaved(why)
         orders = tuple(
             (each.seed if each.is_drawn else None, each.order)
@@ -175,7 +175,7 @@ class Position:
             )
         return ""
 
-    def passed(self, recipe: Recipe) -> Recipe:
+    def resumed_pass(self, recipe: Recipe) -> Recipe:
         """Returns the pass of ``recipe`` that this position is in, from its first
         element. Later passes of the recipe get later numbers."""
         orders = iter(self.orders)
@@ -185,14 +185,14 @@ class Position:
                 seed, order = next(orders)
                 if is_counted:  # so that the next pass here gets another order
                     each.passes.note(order)
-                each = each.ordered(seed, order)
+                each = each.with_order(seed, order)
             elif isinstance(each, Cached):
                 is_counted = False  # what is before it is passed over as if first
-            return each.of_each(lambda source: ordered(source, is_counted))
+            return each.map_sources(lambda source: ordered(source, is_counted))
 
-        # Begun as the first pass, then numbered as in the position: `begun` would take
-        # the next number, and count a pass that nobody reads.
-        return ordered(recipe.first())
+        # Begun as the first pass, then numbered as in the position: `begin_pass` would
+        # take the next number, and count a pass that nobody reads.
+        return ordered(recipe.first_pass())
 
 
 @final
@@ -208,7 +208,7 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
         self._recipe: Final = recipe
         # Begun here, in the thread of the caller: it takes the number of the pass now,
         # however late its elements are drawn.
-        self._begun = recipe.begun()
+        self._begun = recipe.begin_pass()
         self._drawn = 0
         super().__init__(self._begun.elements(), name)
 
@@ -229,7 +229,7 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
         position = Position.from_plain(state)
-        self._begun = position.passed(self._recipe)
+        self._begun = position.resumed_pass(self._recipe)
         self._drawn = position.drawn
         self.replace(self._begun.without_first(position.drawn).elements())
 

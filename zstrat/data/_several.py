@@ -40,12 +40,14 @@ class Several(Recipe):
     @abc.abstractmethod
     def size(self) -> int: ...
 
-    def chance(self) -> str:
-        return next(filter(None, (source.chance() for source in self.sources)), "")
+    def why_order_varies(self) -> str:
+        return next(
+            filter(None, (source.why_order_varies() for source in self.sources)), ""
+        )
 
-    def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
+    def map_sources(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
-        # Itself where nothing changed, as `Derived.of`.
+        # Itself where nothing changed, as `Derived.with_source`.
         if all(new is old for new, old in zip(fresh, self.sources, strict=True)):
             return self
         changed: Self = replace(self, sources=fresh)  # type: ignore[type-var]
@@ -74,7 +76,7 @@ class Zipped(Several):
             yield from zip(*passes, strict=False)
 
     def without_first(self, count: int) -> Recipe:
-        return self.of_each(lambda source: source.without_first(count))
+        return self.map_sources(lambda source: source.without_first(count))
 
     def size(self) -> int:
         # The shortest counts, and one of unknown size may be that.
@@ -89,12 +91,14 @@ class Zipped(Several):
             return None
         return mapped(lambda number: found[number], self.structure)
 
-    def one(self, item: tuple[Any, ...]) -> Element:
-        return mapped(lambda n: self.sources[n].one(item[n]), self.structure)
+    def element_of(self, item: tuple[Any, ...]) -> Element:
+        return mapped(lambda n: self.sources[n].element_of(item[n]), self.structure)
 
-    def many(self, items: list[tuple[Any, ...]]) -> Element:
+    def batch_of(self, items: list[tuple[Any, ...]]) -> Element:
         columns = list(zip(*items, strict=True))
-        return mapped(lambda n: self.sources[n].many(list(columns[n])), self.structure)
+        return mapped(
+            lambda n: self.sources[n].batch_of(list(columns[n])), self.structure
+        )
 
 
 @final
@@ -137,18 +141,18 @@ class Concatenated(Several):
             first = common_spec(first, other)
         return first
 
-    def one(self, item: tuple[int, Any]) -> Element:
+    def element_of(self, item: tuple[int, Any]) -> Element:
         number, inner = item
-        return self.sources[number].one(inner)
+        return self.sources[number].element_of(inner)
 
-    def many(self, items: list[tuple[int, Any]]) -> Element:
+    def batch_of(self, items: list[tuple[int, Any]]) -> Element:
         # A batch within one source is gathered at once; only one across the end of a
         # source is made of single elements.
         numbers = {number for number, _ in items}
         if len(numbers) > 1:
-            return stacked([self.one(item) for item in items])
+            return stacked([self.element_of(item) for item in items])
         (number,) = numbers
-        return self.sources[number].many([inner for _, inner in items])
+        return self.sources[number].batch_of([inner for _, inner in items])
 
 
 def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
@@ -183,11 +187,13 @@ class MadeRecipes:
     def note(self, recipe: Recipe) -> None:
         """Notes that the function has made the dataset."""
         # What it has made in its turn is known when all has been drawn from it.
-        self._found, self.last = self.chance(), recipe
+        self._found, self.last = self.why_order_varies(), recipe
 
-    def chance(self) -> str:
-        """See `Recipe.chance`; of one of them."""
-        return self._found or ("" if self.last is None else self.last.chance())
+    def why_order_varies(self) -> str:
+        """See `Recipe.why_order_varies`; of one of them."""
+        return self._found or (
+            "" if self.last is None else self.last.why_order_varies()
+        )
 
     def __reduce__(self) -> tuple[type[MadeRecipes], tuple[()]]:
         return MadeRecipes, ()
@@ -211,8 +217,8 @@ class Interleaved(Derived):
     threads: int = 0
     made: MadeRecipes = field(default_factory=MadeRecipes, compare=False)
 
-    def chance(self) -> str:
-        return self.source.chance() or self.made.chance()
+    def why_order_varies(self) -> str:
+        return self.source.why_order_varies() or self.made.why_order_varies()
 
     def items(self) -> Iterator[Element]:
         opened = numbered(self._opened, "interleave", self.function)
@@ -233,7 +239,7 @@ class Interleaved(Derived):
                         continue  # no input is left, and other places still read
                     # Shuffles get different orders by its number: a count that this
                     # advanced would make them depend on how far other passes are.
-                    current = opened(number, element).again(number).elements()
+                    current = opened(number, element).as_repeat(number).elements()
                     if at < self.threads:
                         current = Prefetcher(current, self.block_length)
                     reading[at] = current
@@ -258,6 +264,6 @@ class Interleaved(Derived):
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"
             )
-        recipe = recipe.first()
+        recipe = recipe.first_pass()
         self.made.note(recipe)
         return recipe

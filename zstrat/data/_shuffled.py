@@ -46,18 +46,18 @@ class PassCounter:
         self._counting: Final = threading.Lock()
         self._branches: Final = itertools.count(1)
 
-    def next(self) -> tuple[int, ...]:
+    def next_number(self) -> tuple[int, ...]:
         # Passes of one dataset may be begun in several threads.
         with self._counting:
             self._last += 1
             return (*self._first, self._last)
 
-    def one(self) -> tuple[int, ...]:
+    def first_number(self) -> tuple[int, ...]:
         """Returns the number of the first pass, whether it was begun or not."""
         return (*self._first, 1)
 
     def note(self, order: tuple[int, ...]) -> None:
-        """Notes that a pass of this number, as `next` gives it, was begun in another
+        """Notes that a pass of this number (of `next_number`) was begun in another
         process."""
         with self._counting:
             # A restored position may be older than passes that were begun here since.
@@ -97,15 +97,17 @@ class Shuffled(Reordered):
         """Whether every process that makes this dataset sees the same order."""
         return self.seed is not None and not self.is_drawn
 
-    def begun(self) -> Recipe:
-        fresh = replace(self.of(self.source.begun()), order=self.passes.next())
+    def begin_pass(self) -> Recipe:
+        fresh = replace(
+            self.with_source(self.source.begin_pass()), order=self.passes.next_number()
+        )
         if fresh.seed is not None:
             return fresh
         # Drawn for this pass alone, and kept in it: its elements may be made twice, as
         # by a restored position.
         return replace(fresh, seed=secrets.randbits(63), is_drawn=True)
 
-    def ordered(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
+    def with_order(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
         """Returns the pass of this number; ``seed``: what was drawn for it, if it
         was."""
         if order == self.order and seed in (None, self.seed):
@@ -114,39 +116,39 @@ class Shuffled(Reordered):
             return replace(self, order=order)
         return replace(self, order=order, seed=seed, is_drawn=True)
 
-    def chance(self) -> str:
+    def why_order_varies(self) -> str:
         if self.seed is None:
             return (
                 "a shuffle before `cache`, or in the function of `interleave`, has no "
                 "seed. Give it one: shuffle(buffer_size, seed=...)"
             )
-        return self.source.chance()
+        return self.source.why_order_varies()
 
-    def apart(self) -> Recipe:
-        fresh = self.of(self.source.apart())
+    def with_own_count(self) -> Recipe:
+        fresh = self.with_source(self.source.with_own_count())
         return replace(fresh, passes=self.passes.branch())
 
-    def first(self) -> Recipe:
-        fresh = self.of(self.source.first())
-        return replace(fresh, order=self.passes.one())
+    def first_pass(self) -> Recipe:
+        fresh = self.with_source(self.source.first_pass())
+        return replace(fresh, order=self.passes.first_number())
 
-    def again(self, number: int) -> Recipe:
-        fresh = self.of(self.source.again(number))
+    def as_repeat(self, number: int) -> Recipe:
+        fresh = self.with_source(self.source.as_repeat(number))
         return replace(fresh, order=(*self.order, number))
 
     def items(self) -> Iterator[Any]:
         order = self.order if self.reshuffle else ()
         # A text seeds the same way in every process; None: from the operating system.
         text = " ".join(map(str, (self.seed, *order)))
-        chance = random.Random(None if self.seed is None else text)
+        draws = random.Random(None if self.seed is None else text)
         with ending(self.source.items()) as items:
             buffer = list(itertools.islice(items, self.buffer_size))
             for item in items:
                 # Not `randrange`, which takes twice as long; the bias is below 2**-40.
-                place = int(chance.random() * len(buffer))
+                place = int(draws.random() * len(buffer))
                 yield buffer[place]
                 buffer[place] = item
-        chance.shuffle(buffer)
+        draws.shuffle(buffer)
         yield from buffer
 
 
@@ -158,7 +160,9 @@ def first_element_spec(recipe: Recipe) -> Spec:
         OutOfRangeError: There is no element.
     """
     # Apart: a look must not change the order of the passes that follow.
-    with ending(_unshuffled(recipe.apart()).begun().elements()) as elements:
+    with ending(
+        _unshuffled(recipe.with_own_count()).begin_pass().elements()
+    ) as elements:
         for element in elements:
             return spec_of(as_element(element))
     raise OutOfRangeError(
@@ -173,5 +177,5 @@ def _unshuffled(recipe: Recipe) -> Recipe:
         recipe = recipe.source
     # No further than recipes of one source; others keep the shuffles of theirs.
     if isinstance(recipe, Derived):
-        return recipe.of(_unshuffled(recipe.source))
+        return recipe.with_source(_unshuffled(recipe.source))
     return recipe

@@ -163,7 +163,7 @@ def signature_of(given: Any) -> Spec:
     return mapped(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), given)
 
 
-def fitted(element: Element, signature: Spec, number: int) -> Element:
+def cast_to_signature(element: Element, signature: Spec, number: int) -> Element:
     """Returns the element in the dtypes of its signature.
 
     Raises:
@@ -215,8 +215,8 @@ def _leaf(leaf: Any, spec: TensorSpec, number: int, path: str) -> Any:
     if cast is None:
         raise TypeError(
             f"{where} of dtype {found.dtype.name} where {spec.dtype.name} was "
-            f"expected, {lost(found.dtype, spec.dtype)}: yield that dtype, or change "
-            "the signature"
+            f"expected, {cast_refusal(found.dtype, spec.dtype)}: yield that dtype, or "
+            "change the signature"
         )
     return cast
 
@@ -233,11 +233,11 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
     given, wanted = _kind(array.dtype), _kind(dtype)
     if given != wanted and not _is_wider(given, wanted):
         return None
-    cast = kept(array, dtype)
+    cast = lossless_cast(array, dtype)
     return cast if cast is None or cast.ndim else cast[()]
 
 
-def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
+def lossless_cast(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
     """Casts numbers to another dtype, rounding to floats as numpy and TensorFlow do.
 
     Returns None where a value would change otherwise: an integer that the dtype does
@@ -280,8 +280,8 @@ def _is_wider(given: str, wanted: str) -> bool:
     return is_known and _ORDER[given] <= _ORDER[wanted]
 
 
-def lost(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Says why `kept` refuses numbers."""
+def cast_refusal(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """Says why `lossless_cast` refuses numbers."""
     given, kind = _kind(found), _kind(wanted)
     if kind in "fc" and (given == kind or _is_wider(given, kind)):
         return "in which some of its values would be infinite"
@@ -333,14 +333,14 @@ def _cast_leaf(leaf: Any, dtype: np.dtype[Any], path: str, number: int) -> Any:
         return leaf
     cast = None
     if found.kind == dtype.kind or np.can_cast(found, dtype, "same_kind"):
-        cast = kept(np.asarray(leaf), dtype)
+        cast = lossless_cast(np.asarray(leaf), dtype)
     if cast is None:
         raise TypeError(
             f"`reduce_func` returned {found} at element {number}, where "
             f"`initial_state` has {dtype}"
             f"{f' (component {path})' if path else ''}, "
-            f"{lost(found, dtype)}: begin with a value of {found}, or convert the "
-            "result"
+            f"{cast_refusal(found, dtype)}: begin with a value of {found}, or convert "
+            "the result"
         )
     return cast[()]
 

@@ -111,11 +111,11 @@ class TableRows(Files):
             for row in range(_rows(table.arrays, table.path)):
                 yield table, row
 
-    def one(self, item: tuple[OpenTable, int]) -> Element:
+    def element_of(self, item: tuple[OpenTable, int]) -> Element:
         table, row = item
         return mapped(lambda array: array[row], table.arrays)
 
-    def many(self, items: list[tuple[OpenTable, int]]) -> Element:
+    def batch_of(self, items: list[tuple[OpenTable, int]]) -> Element:
         rows = np.array([row for _, row in items])
         # One gather a file, and one more that puts the rows into the order of the
         # items.

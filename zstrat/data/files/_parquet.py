@@ -47,7 +47,7 @@ class ParquetRows(TableRows):
     paths: tuple[str, ...]
     groups: tuple[tuple[int, int], ...]
     columns: tuple[str, ...]
-    looks: Spec
+    element_spec: Spec
 
     def tables(self) -> Iterator[OpenTable]:
         for path, (group, _) in zip(self.paths, self.groups, strict=True):
@@ -57,19 +57,19 @@ class ParquetRows(TableRows):
         paths, groups = self.paths[start::step], self.groups[start::step]
         return replace(self, paths=paths, groups=groups)
 
-    def part(self, parts: int, index: int) -> Recipe:
+    def shard(self, parts: int, index: int) -> Recipe:
         """Row groups, where each part gets one; else single rows."""
         if parts <= len(self.groups):
             return self.every(parts, index)
         # Named: a dataclass with slots is another class than ``__class__`` here.
-        return super(ParquetRows, self).part(parts, index)
+        return super(ParquetRows, self).shard(parts, index)
 
     def size(self) -> int:
         return sum(rows for _, rows in self.groups)
 
     def spec(self, look: Look) -> Spec:
         del look
-        return self.looks
+        return self.element_spec
 
 
 @final
