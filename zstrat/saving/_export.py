@@ -193,7 +193,9 @@ def _copy(folder: str, path: str) -> None:
         ProgressBar(f"exporting {path}", sum(i.nbytes for i in infos)) as progress,
     ):
         for piece in (piece for _, tensor in stored for piece in tensor.pieces):
-            for part in files[piece.file].parts(piece.name):
+            # What differs from its digest is known at the end of its piece, long before
+            # the file gets its name.
+            for part in files[piece.file].checked(piece.name, piece.digest):
                 writer.write(part)
                 progress.add(len(part))
         _finish(writer, path)
@@ -208,6 +210,8 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
     folder = absolute(source)
     with CheckpointFiles(folder) as files:
         for name, tensor in _stored_values(folder):
+            for piece in tensor.pieces:
+                files[piece.file].verify(piece.name, piece.digest)
             yield name, files.read(tensor)
 
 
