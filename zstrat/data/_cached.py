@@ -36,6 +36,8 @@ _START: Final = b"zstrat elements 1\n"
 _END: Final = b"end\n"
 _PLAIN: Final = "biufcSUmM"
 """Kinds of dtypes whose name says all about them."""
+_MALFORMED: Final = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
+"""Errors of decoding: a flipped bit may leave JSON that describes no element."""
 
 
 @final
@@ -165,7 +167,7 @@ def _read_elements(path: str) -> Iterator[Element]:
         while (line := file.readline()) != _END:
             try:
                 element = _element(json.loads(line), file)
-            except ValueError as error:
+            except _MALFORMED as error:
                 raise ValueError(
                     f"{path} is damaged or cut off: remove it, and the next pass "
                     "writes it again"
