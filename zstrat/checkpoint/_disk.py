@@ -128,6 +128,7 @@ def write_all(descriptor: int, data: Buffer) -> None:
 
 def send_off(descriptor: int, start: int, stop: int) -> None:
     """Has the system begin to bring these bytes to the disk, without waiting for it."""
+    # DONTNEED starts the write of dirty pages, and frees those that are written.
     with contextlib.suppress(OSError):  # a hint, and some file systems take none
         os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 

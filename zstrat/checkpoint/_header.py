@@ -111,6 +111,7 @@ def encode_header(
     """
     entries: dict[str, Any] = {}
     notes = dict(metadata)
+    # Offsets in the order of the tensors: the writer appends their bytes as they come.
     at = 0
     for info in tensors:
         if not info.name or info.name == "__metadata__" or info.name in entries:
@@ -148,6 +149,7 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
     Raises:
         DataLossError: The file cannot have such a header.
     """
+    # Checked before anything is read by it: the number may be any.
     if len(prefix) < PREFIX.size:
         raise DataLossError(
             file, "", f"cut short: {size} bytes are not a safetensors file"
@@ -228,10 +230,12 @@ def _entry(
             pass
         case _:
             raise DataLossError(file, name, f"damaged header: {entry!r:.80}")
+    # Other programs read what stands there; our own dtype is in the notes beside it.
     info = TensorInfo(name, _KNOWN.get(stored, ""), tuple(dims))
     if (real := metadata.get(_MARK + name)) is not None:
         shape = info.shape[:-1] if real == "complex128" else info.shape
         info = TensorInfo(name, real, shape)
+        # The note and the entry must agree, or a flipped bit would change a dtype.
         if real not in DTYPES or _stored(info) != (stored, tuple(dims)):
             raise DataLossError(file, name, f"damaged header: {real!r:.40} as {stored}")
     if not info.dtype:

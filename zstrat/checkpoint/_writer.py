@@ -111,6 +111,7 @@ class AppendedFile:
         """Removes the file, unless it was finished; may be called again."""
         if self._file < 0:
             return
+        # Forgotten before it is closed: another file may get the number at once.
         descriptor, self._file = self._file, -1
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -142,6 +143,7 @@ class AppendedFile:
     def _write(self, view: memoryview) -> None:
         if self._is_direct:
             view = self._transfer(view)
+        # What is left, or all of it, goes through the cache.
         write_all(self._file, view)
         self._written += view.nbytes
         if self._written - self._sent >= AHEAD:
@@ -243,6 +245,7 @@ class TensorWriter:
             )
         self._put(view)
         self._missing -= view.nbytes
+        # One call may end several tensors; each has its own digest.
         while view:
             part = view[: self._left]
             self._digest.update(part)

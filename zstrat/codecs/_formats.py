@@ -139,6 +139,11 @@ def kept_of(count: int, each: int) -> int:
 
 
 def _spread(size: int, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Decodes TOP_K: the numbers at their places, zeros elsewhere.
+
+    Raises:
+        InvalidArgumentError: The lengths or places are not those of ``size`` numbers.
+    """
     values = np.zeros(size, np.float32)
     if not size and not len(places):
         return values
@@ -191,6 +196,7 @@ def encode_gradient(
         return _largest(flat, density)
     import jax  # here, as parameter servers only decode
 
+    # Padded to one of few sizes, as each is compiled; what is padded is cut off again.
     size = len(flat)
     if more := _rounded(-(-size // block)) * block - size:
         flat = np.pad(flat, (0, more))
@@ -213,6 +219,7 @@ def _largest(flat: np.ndarray, density: float) -> tuple[np.ndarray, ...]:
     each = max(1, min(CHUNK, round(density * CHUNK)))
     whole = len(flat) - len(flat) % CHUNK
     places: list[np.ndarray] = []
+    # All full chunks at once, then the rest, which keeps fewer.
     for part in (flat[:whole].reshape(-1, CHUNK), flat[None, whole:]):
         if not part.size:
             continue
@@ -229,7 +236,7 @@ def _largest(flat: np.ndarray, density: float) -> tuple[np.ndarray, ...]:
 
 
 def _mixed_seed(seed: int) -> int:
-    """32 bits of an integer of any size."""
+    """Mixes an integer of any size to 32 bits."""
     mixed = 0
     while True:
         mixed = (mixed ^ seed) * 0x9E3779B1 & 0xFFFFFFFF

@@ -146,6 +146,7 @@ def as_dataset(source: Any) -> Dataset:
     """
     if isinstance(source, Dataset):
         return source
+    # A pytree that can be iterated counts as what it yields, as a loader of batches.
     is_data = isinstance(source, dict | tuple | np.ndarray)
     if is_data or (not isinstance(source, Iterable) and node_of(source) is not None):
         return Dataset.from_tensor_slices(source)

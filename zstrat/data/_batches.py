@@ -157,6 +157,7 @@ def appended(parts: Sequence[Element]) -> Element:
     Raises:
         ValueError: The parts differ in structure, or in the shape of a row.
     """
+    # Leaf by leaf: structures of parts need not be the same object, only alike.
     by_path = [dict(leaves(part)) for part in parts]
     if any(found.keys() != by_path[0].keys() for found in by_path):
         raise ValueError(
@@ -250,6 +251,7 @@ class PaddedBatches(Batching):
 def _flatten(
     element: Element, given: Any, name: str, path: str, out: list[Any]
 ) -> None:
+    # One value or shape for all leaves is handed down to each.
     is_whole = given is None or _is_scalar(given)
     if isinstance(element, dict):
         alike = isinstance(given, dict) and given.keys() == element.keys()
@@ -309,6 +311,7 @@ def _sizes(shape: Any) -> tuple[int | None, ...]:
 
 
 def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndarray:
+    """Stacks one component of several elements, filled up to one shape."""
     arrays = [_as_array(leaf) for leaf in column]
     found = {array.ndim for array in arrays}
     if len(found) > 1:

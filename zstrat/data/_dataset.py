@@ -80,6 +80,7 @@ class Dataset(Sources):
                 to give. Or an argument is wrong.
         """
         leased = LeasedSource(source, batch, shuffle_seed, epochs, drop_remainder)
+        # Now, on the machine of the user: workers would fail one after the other.
         leased.check()
         return cls(IndexedPass(leased))
 
@@ -306,6 +307,7 @@ class Dataset(Sources):
             ValueError: A size is not positive, or there is none; while iterating: as
                 `unbatch`, or batches differ in structure or in the shape of their rows.
         """
+        # An integer of numpy has no length; anything else is a sequence of sizes.
         is_one = isinstance(batch_size, int | np.integer)
         sizes = tuple(map(index, [batch_size] if is_one else batch_size))  # type: ignore[arg-type]
         if not sizes:

@@ -91,6 +91,7 @@ def indexed(source: object) -> IndexedRows:
             "an IterableDataset of HuggingFace has no index: load it without "
             "streaming=True, or give zs.data.Dataset.from_parquet of its files"
         )
+    # A dict or tuple has a length and an index, too: it is a structure of arrays first.
     if isinstance(source, Sources):
         return _of_recipe(source.recipe)
     if isinstance(source, dict | tuple | Array):
@@ -119,6 +120,8 @@ def _of_recipe(recipe: Recipe) -> IndexedRows:
             return _Tables(recipe)
         case Records():
             return _RecordFiles(recipe)
+    # What remains changes the order or the number of examples, which leases decide: an
+    # argument of the leased dataset does the same.
     for kinds, what, remedy in _REMEDIES:
         if isinstance(recipe, kinds):
             raise ValueError(f"{what} in a dataset that is leased: {remedy}")
@@ -243,6 +246,7 @@ class _Sliced(IndexedRows):
     @cached_property
     def _ranges(self) -> list[range]:
         """The rows that are left of each block."""
+        # What is skipped or taken is counted through all blocks.
         ranges, start, stop = [], self._start, self._stop
         for size in self._source.blocks:
             ranges.append(range(size)[start:stop])
@@ -280,6 +284,7 @@ class _Tables(IndexedRows):
         # Taken out and put back, so that the first of the dict was unused the longest.
         table = self._open.pop(block, None)
         if table is None:
+            # Every n-th file of n, from this one on, is this one alone.
             (table,) = self._recipe.every(len(self.blocks), block).tables()
         self._open[block] = table
         if len(self._open) > OPEN_TABLES:
@@ -313,6 +318,7 @@ class _RecordFiles(IndexedRows):
             self._block, self._at, self._records = block, 0, self._of(block)
         skipped = start - self._at
         records = list(islice(self._records, skipped, skipped + count))
+        # A file that is shorter than when it was counted would give small batches.
         self._at = start + count
         if len(records) < count:
             raise ValueError(

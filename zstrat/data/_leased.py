@@ -59,6 +59,7 @@ class Permutation:
         # As square as can be: the halves mix best, and few numbers are outside.
         self._a = math.isqrt(size - 1) + 1
         self._b = -(-size // self._a)
+        # SeedSequence, as seeds and epochs are small numbers that differ in few bits.
         self._keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
@@ -71,7 +72,7 @@ class Permutation:
         return found.astype(np.int64)
 
     def _cipher(self, numbers: Any) -> Any:
-        """One application of the cipher on [0, a * b), uint64."""
+        """Applies the cipher once to numbers of [0, a * b), uint64."""
         sizes = np.uint64(self._a), np.uint64(self._b)
         left, right = numbers % sizes[0], numbers // sizes[0]
         for number, key in enumerate(self._keys):
@@ -302,6 +303,7 @@ class LeasedElements:
 
     def begin(self, leases: Iterable[Lease]) -> None:
         """Yields the batches of these leases next, and no others."""
+        # A step before may have failed without drawing all of its own.
         self._given.clear()
         self._given.extend(leases)
 
@@ -334,7 +336,7 @@ class LeasedElements:
             while expected.popleft() != lease:
                 pass
         results = reading.pop(lease, None)
-        if results is None:  # or it comes before all that are expected
+        if results is None:  # read ahead too late, or before all that are expected
             results = self._begun(lease)
         self._read_ahead()
         return result_of(results)

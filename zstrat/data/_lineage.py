@@ -316,6 +316,7 @@ def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
     if policy is AutoShardPolicy.HINT:
         hints = (n for n, each in enumerate(_line(recipe)) if isinstance(each, Hinted))
         return next(hints, None)
+    # DATA shards the elements that come out; files are sharded as a whole, in no order.
     return 0 if policy is AutoShardPolicy.DATA else None
 
 

@@ -175,6 +175,7 @@ class Prefetcher:
 
 
 def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
+    # Closed here, on its own thread: a generator must not be closed while it runs.
     try:
         with ending(source):
             for item in source:

@@ -309,6 +309,7 @@ class Filtered(Reordered):
 
     def items(self) -> Iterator[Any]:
         judged = numbered(self._judged, "filter", self.predicate)
+        # Items, not elements, go on: a batch of what was kept is still one gather.
         with ending(self.source.items()) as items:
             for number, item in enumerate(items):
                 if judged(number, self.source.element_of(item)):
@@ -382,7 +383,7 @@ class Batching(Derived):
 
     def size(self) -> int:
         size = self.source.size()
-        if size < 0:
+        if size < 0:  # infinite or unknown, as its source
             return size
         whole, rest = divmod(size, self.batch_size)
         return whole + (rest > 0 and not self.drop_remainder)
@@ -467,6 +468,7 @@ class SlicedPass(Reordered):
             yield from itertools.islice(items, self.start, self.stop, self.step)
 
     def without_first(self, count: int) -> Recipe:
+        # Items are skipped at the source, where that may cost nothing.
         missing = self.start + count * self.step
         stop = None if self.stop is None else max(0, self.stop - missing)
         return SlicedPass(self.source.without_first(missing), 0, stop, self.step)

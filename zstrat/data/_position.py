@@ -138,6 +138,7 @@ class Position:
         Raises:
             InvalidArgumentError: They have not one order.
         """
+        # A seed is in a place only if it was drawn, and each process has drawn its own.
         if any(seed is not None for seed, _ in self.orders):
             raise _unsaved(
                 "each process shuffles in its own order. Give shuffle the same "
@@ -152,6 +153,7 @@ class Position:
 
     def misfit(self, recipe: Recipe) -> str:
         """Says why it is not a place in the passes of the recipe; "" if it is one."""
+        # From the plainest difference to the subtlest: the first one is named.
         sizes = _sizes(recipe)
         if self.sizes and sizes != self.sizes:
             return (

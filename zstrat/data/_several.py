@@ -163,6 +163,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
     """
     sources: list[Recipe] = []
 
+    # `mapped` goes through the leaves in order, so each index is that of its source.
     def number(leaf: Any) -> int:
         sources.append(recipe_of(leaf))
         return len(sources) - 1
@@ -190,7 +191,7 @@ class MadeRecipes:
         self._found, self.last = self.why_order_varies(), recipe
 
     def why_order_varies(self) -> str:
-        """See `Recipe.why_order_varies`; of one of them."""
+        """Returns `Recipe.why_order_varies` of the first of them that has a reason."""
         return self._found or (
             "" if self.last is None else self.last.why_order_varies()
         )

@@ -46,6 +46,7 @@ class Sources:
         Raises:
             TypeError: An argument is not an integer, or it is a variable.
         """
+        # A variable has ``__index__``: `range` would silently take its value of now.
         _require_fixed(args)
         return cls(passes.Counted(range(*args)))
 
@@ -116,6 +117,7 @@ class Sources:
         _require_fixed(tensors)
         arrays = as_element(tensors)
         found = list(leaves(arrays))
+        # All is refused now: an error in a prefetching thread comes late and elsewhere.
         if not found:
             raise _empty(tensors)
         for path, array in found:
@@ -159,6 +161,7 @@ class Sources:
                 "`generator` must be a Python callable, called for each pass; got a "
                 f"{type(generator).__name__}"
             )
+        # None, without a signature, is a structure of no leaves: nothing is checked.
         signature = signature_of(output_signature)
         return cls(passes.Generated(generator, tuple(args), signature))
 
@@ -257,6 +260,7 @@ class Sources:
         if batch_size is not None:
             if batch_size < 1:
                 raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+            # One gather a batch, as items are only references to rows until then.
             recipe = passes.Batched(recipe, batch_size, drop_remainder=False)
         return cls(recipe)
 
@@ -297,6 +301,7 @@ def _empty(tensors: object) -> ValueError:
 def _recipe_of(leaf: Any) -> Recipe:
     if isinstance(leaf, Sources):
         return leaf.recipe
+    # Its own words, which TF has for a list: users mean a tuple.
     if isinstance(leaf, list):
         raise TypeError(
             "Invalid input to `zip`. Inputs are expected to be (nested) structures of "

@@ -130,6 +130,7 @@ def common_spec(first: Spec, second: Spec) -> Spec:
     Raises:
         TypeError: They differ in structure, in the rank of a leaf, or in its dtype.
     """
+    # By path: dicts of the same keys may have another order.
     theirs = dict(leaves(second))
     merged: list[TensorSpec] = []
     for path, ours in leaves(first):
@@ -270,6 +271,7 @@ def lossless_cast(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
 def _kind(dtype: np.dtype[Any]) -> str:
     """Returns numpy's letter for the kind of a dtype; "f" also for jax's narrow floats,
     which numpy calls void."""
+    # By name: ml_dtypes, which has them, need not be imported for numpy's own.
     is_narrow = dtype.name == "bfloat16" or dtype.name.startswith("float8")
     return "f" if is_narrow else dtype.kind
 

@@ -88,7 +88,7 @@ def _converted(value: object, path: str) -> np.ndarray:
 
 
 def owned(value: object) -> Element:
-    """`as_element`, but with copies of the arrays that their maker may still write to.
+    """Does what `as_element` does, and copies arrays that others may still write to.
 
     A generator or a mapped function may fill one buffer again and again, while the
     elements wait in a shuffle's buffer, a batch, or a step that has not run.
@@ -216,6 +216,7 @@ def _stacked_nodes(first: Node, elements: Sequence[Element], path: str) -> Eleme
     # Equal only if jax would map them together: with the same static parts, too.
     _same(elements, lambda e: node_treedef(e) == first.treedef, path)
     columns = zip(*[node.children for node in nodes if node is not None], strict=True)
+    # Joined in the first one's class: with equal treedefs any would do.
     pairs = zip(columns, first.paths, strict=True)
     return first.rebuilt([stacked(column, path + below) for column, below in pairs])
 
@@ -324,6 +325,7 @@ def kind_of(leaf: object) -> str:
     """Returns the sort of values of an array; two sorts cannot be one batch."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
+        # By the types of the objects: one `str` among `bytes` makes another kind.
         found: set[object] = set(map(type, array.ravel().tolist()))
         return _OBJECTS.get(frozenset(found - {type(None)}), _KINDS["O"])
     return _KINDS.get(array.dtype.kind, "an array")

@@ -123,6 +123,7 @@ class SidecarEvaluator:
         return path
 
     def _evaluated(self, path: str) -> bool:
+        """Evaluates a checkpoint; returns False if it could not be read just now."""
         # Before it is read: if it is replaced meanwhile, the next look finds it new.
         version = _version(path)
         try:
@@ -158,6 +159,7 @@ class SidecarEvaluator:
         if self._step is not None:
             return int(self._step() if callable(self._step) else self._step)
         manifest = Manifest.of(path)
+        # From what says it most exactly to what only counts updates.
         if type(step := manifest.metadata.get("step")) is int:
             return step
         for node in graph_of(self._checkpoint).optimizers:
@@ -218,6 +220,7 @@ class JsonLines:
     def write(
         self, step: int, values: Mapping[str, float], about: Mapping[str, Any]
     ) -> None:
+        # Python would write NaN as it is, which readers of JSON refuse.
         plain = {k: v if math.isfinite(v) else None for k, v in values.items()}
         line = json.dumps({"step": step, **plain, **about}, ensure_ascii=False)
         self._file.write(line + "\n")

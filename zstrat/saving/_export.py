@@ -109,6 +109,7 @@ def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
         raise ModuleNotFoundError(
             f"export_orbax needs Orbax ({error}): pip install 'zstrat[orbax]'"
         ) from error
+    # A path is cut before its parts are unescaped, as names may have slashes in them.
     tree: dict[str, Any] = {}
     for name, value in _arrays(source):
         *above, last = name.split("/")
@@ -128,6 +129,7 @@ def _values_graph(source: Any) -> Graph:
 
 async def _stream(graph: Graph, components: Sequence[Variable], path: str) -> None:
     async with FileThread() as disk, PinnedSnapshot(components, []) as pinned:
+        # Values, and ids beside the rows of tables; slots and counts stay out.
         logicals = [
             each for each in logical_tensors(graph, pinned) if each.leaf in ("", IDS)
         ]
@@ -167,6 +169,7 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
     variables = [node for node in nodes if node.kind == "variable"]
+    # A difference has old rows of its base, which only a table can tell from new ones.
     for node in variables:
         if GONE in node.beside:
             raise InvalidArgumentError(
@@ -219,6 +222,7 @@ async def _read(
     graph: Graph, components: Sequence[Variable]
 ) -> list[tuple[str, np.ndarray]]:
     """Reads all values between two steps."""
+    # At rest, as each variable is read by itself: a step could come in between.
     async with at_rest(clusters_of(components)):
         found: list[tuple[str, np.ndarray]] = []
         for node in graph.variables:

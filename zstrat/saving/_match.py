@@ -376,6 +376,7 @@ class Matching:
         if not stored:
             found.loads.append(Load(variable, optimizer, "", None))
             return
+        # Which stored slot is which of ours, and which are another class's.
         what = f"optimizer {optimizer.name!r} beside {words(variable)}"
         rows = variable.shape[:1]
         is_table = isinstance(variable, HashTable)
@@ -399,11 +400,14 @@ class Matching:
                     found.wrong.append(f"  {leaf} of {what}: {_UNKNOWN_BEGIN}")
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
             return
+        # What only one side has. Words in order, so that messages can be compared.
         for leaf in sorted(stored.keys() - {*names.values()}):
             found.left[stored[leaf]] = f"  {what} keeps no {leaf}"
         names = {leaf: name for leaf, name in names.items() if leaf not in others}
         for leaf in sorted(kept.keys() - names.keys()):
             found.missing.append(f"  {leaf} of {what}")
+        # What both have is loaded, if it fits. A server has to know a variable's other
+        # slots where it gets only some of them, or of some rows.
         is_part = len(names) < len(kept)
         for leaf, name in sorted(names.items()):
             tensor = self._tensors[stored[name]]

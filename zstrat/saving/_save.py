@@ -202,6 +202,7 @@ async def _write(
     # Before anything is written: the checkpoint may have to be a whole one.
     taken = None if base is None else await disk(taken_from, base, logicals)
     parts = _parts(logicals)
+    # A new file: a server that finds it shares this folder, not another of its name.
     seen = await disk(folder.show)
     total = sum(logical.nbytes for logical in logicals)
     with ProgressBar(f"saving {folder.path}", total) as progress:

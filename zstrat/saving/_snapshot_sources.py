@@ -149,6 +149,7 @@ class ServerSnapshotSource(SnapshotSource):
         self._cluster, self._snapshot, self._ps = cluster, snapshot, ps
         self.name = f"ps{ps}"
 
+    # Asked of the server itself: two machines may have different folders of one path.
     async def shares(self, path: str) -> bool:
         sees = self._cluster.client.sees(path)
         return (await self._cluster.run_async(sees, "looking for the folder"))[self._ps]
@@ -266,6 +267,7 @@ async def stream(
 
     Cancellation, and all errors: no file is left.
     """
+    # `make` aborts it if this is cancelled while the file is created.
     writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
     try:
         await _fill(writer, tensors, disk, on_bytes)

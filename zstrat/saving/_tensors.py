@@ -155,6 +155,7 @@ def _logical(
         name, number = slot_name(optimizer.path, name, leaf), _number(optimizer)
     elif leaf:
         name = beside_name(variable, leaf)
+    # One piece a component, at the rows that it has in the whole.
     components = variable.value.components
     pieces, start = [], 0
     for index, component in enumerate(components):

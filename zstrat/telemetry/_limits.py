@@ -72,6 +72,7 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     servers = _of_job(tasks, "ps")
     found: list[Limit] = []
     queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
+    # Several may name one cause; a reader sees the largest share first.
     for name, worker in workers.items():
         found += _of_worker(name, worker, servers, metrics)
     for name, rounds in metrics.get("rounds", {}).items():
@@ -169,7 +170,7 @@ def _of_worker(
     found = []
     for what, share in shares.items():
         if share < NOTABLE:
-            continue
+            continue  # every worker waits a little for everything
         match what:
             case "draw" | "compute":
                 words, advice = _OWN[what]
@@ -222,6 +223,7 @@ def _pull(
     if not blamed:
         advice = "pull less, or prefetch: prefetch=1 (ZSTRAT_PREFETCH)"
         return Limit(name, "pull", share, words, advice, numbers)
+    # Why that server is slow: it is busy, or far away, or sends too much.
     server = servers.get(blamed, {})
     busy, out = server.get("busy", 0.0), server.get("bytes_out_per_s", 0.0)
     pulls = server.get("pulls_per_s", 0.0)
@@ -286,6 +288,7 @@ def _of_rounds(
     whole = sum(held.values())
     if not count or not seconds or whole < NOTABLE * seconds:
         return
+    # Waits of a round are those for its last contribution alone: all others were there.
     worst, share = _most(held), min(1.0, whole / seconds)
     last = waits[worst]["rounds"]
     backup, size = rounds.get("backup", 0) + 1, rounds.get("workers", 0)
@@ -419,6 +422,7 @@ def _imbalance(
         for name, server in servers.items()
     }
     whole = sum(moved.values())
+    # A little traffic is never even, and nobody waits for it.
     if len(moved) < 2 or whole < LEAST_BYTES:
         return
     mean = whole / len(moved)

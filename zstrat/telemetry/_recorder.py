@@ -135,6 +135,7 @@ class Recorder:
         steps.eager += times.eager
         steps.idle += times.idle
         steps.stalled += times.stalled
+        # At once, not in a digest: there are as many as servers, not as steps.
         for server, seconds in times.stalls.items():
             self._stalls.add(f"ps:{server}", seconds, now)
         if self._capture is not None:
@@ -148,6 +149,7 @@ class Recorder:
 
     def spent(self, phase: Phase, step: int, began: float, ended: float) -> None:
         """Records a phase of a step other than those in `StepTimes`."""
+        # One flat list a phase: appending three numbers makes no object that lasts.
         spans = self._spans.get(phase)
         if spans is None:
             spans = self._spans[phase] = []
@@ -292,6 +294,7 @@ class Recorder:
         return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
+        """Sorts steps that only waited and ran; there is no capture."""
         waited, ran = rows.T
         self.count("steps_per_s", len(rows), now)
         self._shares.add("compute", float(ran.sum()), now)
@@ -299,6 +302,7 @@ class Recorder:
         self._phases[Phase.COMPUTE].add_many(ran, now)
 
     def _digest_full(self, rows: np.ndarray, now: float) -> None:
+        """Sorts steps that drew, pulled, or ran in a capture."""
         number, received, prepared, ran, ended = rows.T[:5]
         drew, asked, arrived, pulled, examples = rows.T[5:]
         self.count("steps_per_s", len(rows), now)
@@ -387,6 +391,7 @@ def log_file() -> str:
     try:
         if not stat.S_ISREG(os.fstat(2).st_mode):
             return ""
+        # As bytes: a name need not be UTF-8, and the report has to be.
         return os.readlink(b"/proc/self/fd/2").decode("utf-8", "replace")
     except OSError:
         return ""

@@ -56,6 +56,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     Args:
         tasks: The reports by task name, such as "worker:0".
     """
+    # All tasks together: numpy takes a thousand histograms in the time of a few.
     phases = HistogramTable(_windows(tasks, "phases"))
     stale = HistogramTable(_windows(tasks, "staleness"), Unit.COUNTS)
     entries = {name: _task(name, task, phases, stale) for name, task in tasks.items()}
@@ -129,6 +130,7 @@ def _last_program(programs: Iterable[dict[str, Plain]]) -> dict[str, Plain]:
 def _of_program(programs: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
     """Returns ``rounds``, ``largest_lead`` and ``leases``, from the newest metrics that
     the program has sent to a worker."""
+    # Each worker has what the program sent to it last: only one of them is the newest.
     sent = [_part(program, "metrics") for program in programs]
     newest = max(sent, key=lambda metrics: _number(metrics.get("at")), default={})
     rounds, lead = _part(newest, "rounds"), newest.get("largest_lead")
@@ -195,6 +197,7 @@ def _job(name: str) -> str:
 
 
 def _part(values: Mapping[str, Plain], name: str) -> dict[str, Plain]:
+    # A task of another version may report something else there.
     part = values.get(name)
     return part if isinstance(part, dict) else {}
 

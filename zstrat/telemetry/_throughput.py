@@ -177,6 +177,7 @@ class Throughput:
         began, had = times[first], marks[first].after if first else marks[0].before
         if now - span - began > 1.5 * max(gap, MARK):  # it begins in a pause
             began, had = now - span, marks[first + 1].before
+        # Over a second at least: two marks may be next to each other.
         return (total - had) / max(now - began, MARK)
 
 
@@ -230,6 +231,7 @@ class TimeShares:
         if not seconds:
             return
         second = math.floor(now)
+        # By whole seconds of the clock: old ones fall out of the ring by themselves.
         if not self._ring or self._ring[-1][0] != second:
             self._ring.append((second, Counter()))
         self._ring[-1][1][name] += seconds  # type: ignore[assignment]

@@ -133,6 +133,7 @@ def _children() -> set[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
+    # By thread: the kernel lists a child with the thread that made it.
     found: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         try:
@@ -187,6 +188,7 @@ async def in_thread(
 async def _leave(stack: contextlib.ExitStack, error: BaseException | None) -> bool:
     kind = None if error is None else type(error)
     trace = None if error is None else error.__traceback__
+    # A cancelled test leaves it, too, and to the end: on a thread that nobody cancels.
     return bool(await on_own_thread(partial(stack.__exit__, kind, error, trace)))
 
 
@@ -310,6 +312,7 @@ class DaemonCluster(RelayedCluster):
         Raises:
             UnavailableError, DeadlineExceededError: It does not restart.
         """
+        # Restarted whatever the block raises: other faults of the test may follow.
         self.local.kill(task)
         try:
             yield

@@ -129,6 +129,7 @@ def through_the_codec(message: Message) -> Message:
     Raises:
         TypeError, ValueError, ProtocolError: It cannot be encoded or decoded.
     """
+    # Bytes, as from a socket: a receiver that writes to an array fails here, too.
     header, arrays = encode(message)
     _, received = decode(header, [array.tobytes() for array in arrays], _LIMITS)
     return received
@@ -184,6 +185,7 @@ class FakeRemote:
         """
         if not self.alive:
             raise PeerLostError(self.name, "it is not connected")
+        # One refusal for one notice: a test says how often it fails.
         if self.refusals and (error := self.refusals[0](message)) is not None:
             del self.refusals[0]
             raise error
@@ -386,6 +388,7 @@ class FakeLink:
     def _carry(self, message: Message, future: Reply | None) -> None:
         # Encoded now: the sender may write to its arrays as soon as this returns.
         received = through_the_codec(message)
+        # Later, as on a network: the sender has returned when the message arrives.
         if self.held is not None:
             self.held.append((received, future))
         else:

@@ -143,6 +143,7 @@ class Relay:
         sink.close()
 
     async def _reset(self, every: int) -> None:
+        # Every n-th, so that a peer with several connections loses only some of them.
         for here, there in list(self._pairs.items())[::every]:
             here.transport.abort()
             there.transport.abort()

@@ -62,6 +62,7 @@ class DeviceAssignment:
         owners: dict[tuple[int, ...], tuple[int, int]] = {}
         for replica, core in np.ndindex(self._cores.shape[:2]):
             place = self.coordinates(replica, core)
+            # A core computes one logical core: jax could not place two on it.
             if place in owners:
                 raise ValueError(
                     f"core_assignment assigns the core at {place} to both (replica, "
@@ -351,6 +352,7 @@ class Packing:
     def in_rings(self) -> np.ndarray:
         """Cores ``[replicas, cores, 4]``: the replicas one after the other in a ring of
         blocks, the chips of each in a ring, the cores of a chip together."""
+        # Whole chips, so that all cores of one follow each other in the numbering.
         chips = np.array(ring(self.shape[:3]), np.int32)
         blocks = np.array(ring(self.grid()[:3]), np.int32) * self.shape[:3]
         found = np.empty((len(blocks), len(chips), self.mesh[3], 4), np.int32)
@@ -406,6 +408,7 @@ def packing(
             f"computation footprint {list(found.footprint)} does not fit in TPU "
             f"topology shape {list(found.mesh)}"
         )
+    # After the footprint: of a block that does not fit the count would be 0.
     room = math.prod(found.counts)
     if replicas > room:
         raise ValueError(

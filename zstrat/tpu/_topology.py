@@ -68,6 +68,7 @@ class Topology:
             mesh_shape, device_coordinates = _parsed(serialized)
         self._mesh_shape = _mesh(mesh_shape)
         self._coordinates = _coordinates(device_coordinates, self._mesh_shape)
+        # Coordinates to device: two devices at one place make fewer entries.
         self._places = {
             (*map(int, self._coordinates[task, device]),): (task, device)
             for task, device in np.ndindex(self._coordinates.shape[:2])
@@ -189,6 +190,7 @@ def _coordinates(given: Any, mesh: np.ndarray) -> np.ndarray:
             f"devices per task, {RANK}], its minor dimension the rank of the mesh; got "
             f"{found.dtype} {list(found.shape)}"
         )
+    # The first one that is outside, if any.
     for task, device in np.argwhere(((found < 0) | (found >= mesh)).any(axis=2)):
         raise ValueError(
             f"`device_coordinates` must be >= 0 and within the mesh {mesh.tolist()}: "
@@ -210,6 +212,7 @@ def _require_apart(coordinates: np.ndarray, places: int) -> None:
 
 
 def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
+    # Other programs made these bytes, so sizes are compared before arrays are made.
     message = decode(serialized)
     mesh = tuple(_mesh(np.asarray(message.mesh_shape, np.int64)).tolist())
     sizes = message.num_tasks, message.num_tpu_devices_per_task
@@ -404,6 +407,7 @@ def _of_devices(
             f"the processes of this job have {counts} devices: expected the same "
             "number in each"
         )
+    # Only if all have coordinates; a mesh of some would have holes that are cores.
     places = [[_place(device) for device in devices] for devices in tasks]
     found = np.array([[p for p in row if p is not None] for row in places], np.int64)
     if found.shape == (len(tasks), counts[0], RANK):
@@ -494,6 +498,8 @@ def experimental_connect_to_cluster(
         return
     import jax
 
+    # Asked of jax.distributed first: `process_count` alone would initialize devices,
+    # after which the processes could not be connected any longer.
     joined = jax.process_count() if jax.distributed.is_initialized() else 1
     if joined != tasks:
         raise RuntimeError(

@@ -58,7 +58,7 @@ class ParquetRows(TableRows):
         return replace(self, paths=paths, groups=groups)
 
     def shard(self, parts: int, index: int) -> Recipe:
-        """Row groups, where each part gets one; else single rows."""
+        """Returns some of the row groups, if each part gets one; else single rows."""
         if parts <= len(self.groups):
             return self.every(parts, index)
         # Named: a dataclass with slots is another class than ``__class__`` here.
@@ -124,6 +124,7 @@ def parquet_rows(paths: tuple[str, ...], columns: Sequence[str] | None) -> Parqu
     for path in paths:
         with _opened(path) as file:
             fields = _fields(file.schema_arrow, columns, path)
+            # All are compared now: a file that differs would fail deep in a pass.
             _require_same(fields, wanted or fields, path, paths[0])
             wanted = wanted or fields
             meta = file.metadata
@@ -179,6 +180,11 @@ def _load(path: str, group: int, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _spec(kind: Any, name: str) -> Spec:
+    """Returns what a column of this type becomes.
+
+    Raises:
+        TypeError: It does not become an array; names the column and its type.
+    """
     arrow, _ = _pyarrow()
     types = arrow.types
     if types.is_dictionary(kind):

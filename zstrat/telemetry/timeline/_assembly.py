@@ -135,6 +135,7 @@ def without_overlaps(
     rows: list[TimelineRow] = []
     left: list[TimelineSpan] = []
     for span in sorted(spans, key=lambda span: (span.began, span.ended)):
+        # The first row with room: spans are sorted by their begin, so rows are few.
         row = next((row for row in rows if row.spans[-1].ended <= span.began), None)
         if row is None and len(rows) < limit:
             row = TimelineRow(f"{name} {len(rows) + 1}" if rows else name)
@@ -289,6 +290,7 @@ class _Assembly:
 
 def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
     """Makes the curves of closures queued in the program and of those at workers."""
+    # The program notes events, not numbers: a queue's length is the sum of its changes.
     changes = [(ended, 1, 0) for _, _, ended in notes.scheduled]
     changes += [(at, -count, count) for _, count, _, at in notes.dispatched]
     changes += [(at, 0, -count) for count, at in notes.ended]
@@ -341,6 +343,7 @@ def write_timeline(timeline: Timeline, path: Path) -> int:
     Raises:
         OSError: The file cannot be written; a previous file is kept.
     """
+    # In the same folder: a rename to another file system would be a copy.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
@@ -405,6 +408,7 @@ def _of_task(
             place = {"pid": pid, "tid": tid, "ts": begin / 1e3}
             took = {"dur": (end - begin) / 1e3, "args": dict(span.details)}
             yield {"ph": "X", "name": span.name, "cat": CATEGORY, **took, **place}
+            # After their span in the file, at its time: a viewer binds them to it so.
             for tip in arrows.get(id(span), ()):
                 yield {**tip, **place}
     for curve in task.curves:

@@ -100,6 +100,7 @@ class ClockLine:
 
     def ours(self, theirs: float) -> float:
         """Converts a time of the other clock to the local clock."""
+        # Along the line, also beyond its ends: a span may have begun before the first.
         offset = self.first.offset + self.drift * (theirs - self.first.at)
         return theirs - offset
 
@@ -230,6 +231,7 @@ class ProgramNotes:
             self.fetched.append((began, ended))
 
     def _has_room(self, count: int) -> bool:
+        # What comes after the last step is nobody's, and does not count as cut off.
         if self._is_over:
             return False
         self.is_full |= count >= self._limit
