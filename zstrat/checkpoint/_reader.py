@@ -227,7 +227,7 @@ class CheckpointFiles:
     def fill(self, out: np.ndarray, tensor: StoredTensor, start: int) -> None:
         """Writes the rows from ``start`` on of a tensor, as many as ``out`` has; rows
         that no file has stay as they are. Raises: As `TensorReader`."""
-        # A count or a scalar is not cut: the piece that stands for the first row has it.
+        # A count or a scalar is not cut: the piece for the first row has it.
         if not (tensor.by_rows and tensor.shape):
             piece, _, _ = tensor.within(start, start)[0]
             self[piece.file].read_into(piece.name, 0, out)

@@ -136,9 +136,11 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
         case Foreign():
             return KnownShapes(recipe.batch_size, ranks=recipe.ranks)
         case Several():
-            found = _of_several(recipe, [shapes_of(each) for each in recipe.sources])
+            found = _shapes_of_several(
+                recipe, [shapes_of(each) for each in recipe.sources]
+            )
         case Derived():
-            found = _of_one(recipe, shapes_of(recipe.source))
+            found = _shapes_of_one(recipe, shapes_of(recipe.source))
         case IndexedPass():
             source = recipe.source
             found = KnownShapes(source.batch, True, source.drop_remainder)
@@ -161,7 +163,7 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
     )
 
 
-def _of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
+def _shapes_of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
     sizes = {each.batch_size for each in sources}
     are_whole = all(each.is_whole for each in sources)
     return KnownShapes(
@@ -173,7 +175,7 @@ def _of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
     )
 
 
-def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
+def _shapes_of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
     by_function = max(ShapePromise.AS_MADE, source.promise)
     match recipe:
         case Repeated() | Shuffled():
@@ -294,7 +296,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     """
     if workers == 1:
         return _unhinted(recipe)
-    if not any(isinstance(each, Hinted) for each in _line(recipe)):
+    if not any(isinstance(each, Hinted) for each in _chain(recipe)):
         raise ValueError(
             "AutoShardPolicy.HINT: the dataset does not say where to shard it: call "
             "dataset.shard(zs.data.SHARD_HINT, zs.data.SHARD_HINT) at that place "
@@ -314,7 +316,7 @@ def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
     by number, so that all workers have to see these in one order; None: no elements
     are."""
     if policy is AutoShardPolicy.HINT:
-        hints = (n for n, each in enumerate(_line(recipe)) if isinstance(each, Hinted))
+        hints = (n for n, each in enumerate(_chain(recipe)) if isinstance(each, Hinted))
         return next(hints, None)
     # DATA shards the elements that come out; files are sharded as a whole, in no order.
     return 0 if policy is AutoShardPolicy.DATA else None
@@ -362,7 +364,7 @@ def walk(recipe: Recipe) -> Iterator[Recipe]:
             yield from walk(source)
 
 
-def _line(recipe: Recipe) -> Iterator[Recipe]:
+def _chain(recipe: Recipe) -> Iterator[Recipe]:
     """Yields the recipe and what it is made of, up to where that is several."""
     yield recipe
     while isinstance(recipe, Derived):
@@ -371,7 +373,7 @@ def _line(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _source(recipe: Recipe) -> Recipe:
-    *_, source = _line(recipe)
+    *_, source = _chain(recipe)
     return source
 
 

@@ -34,8 +34,8 @@ from ._operation import (
     ProgressBar,
     at_rest,
     clusters_of,
+    retried_if_restored,
     run_blocking,
-    steadily,
 )
 from ._save import saved_components
 from ._snapshot_sources import PinnedSnapshot, stream
@@ -88,7 +88,7 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
         return final
     graph = _values_graph(source)
     components = saved_components(graph)
-    await steadily(components, lambda: _stream(graph, components, final))
+    await retried_if_restored(components, lambda: _stream(graph, components, final))
     return final
 
 
@@ -208,7 +208,9 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
     if not isinstance(source, str | os.PathLike):
         graph = _values_graph(source)
         components = saved_components(graph)
-        yield from run_blocking(steadily(components, lambda: _read(graph, components)))
+        yield from run_blocking(
+            retried_if_restored(components, lambda: _read(graph, components))
+        )
         return
     folder = absolute(source)
     with CheckpointFiles(folder) as files:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zstrat.ps import PsClient
     from zstrat.variables import OptimizerHandle, VariableHandle
 
-    from ._match import Found, Load
+    from ._match import Load, MatchResult
     from ._operation import ClusterMoment, Run
     from ._tensors import StoredNode
 
@@ -75,7 +75,9 @@ async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
         await disk(verify, folder, manifest, on_bytes=progress.add)
 
 
-async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMoment]:
+async def load(
+    folder: str, found: MatchResult, disk: FileThread
+) -> list[ClusterMoment]:
     """Loads what a matching has found, between two steps of each cluster: each step is
     over before, or begins afterwards, with the values and the data of the checkpoint.
 
@@ -92,7 +94,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
     for optimizer, variable in found.partly:
         # So that servers know its other slots, and their initial values.
         await optimizer.bind_async(variable)
-    local, servers = sorted_loads(folder, found.loads)
+    local, servers = loads_by_server(folder, found.loads)
     files = CheckpointFiles(folder)
     # Also the clusters whose iterators alone are restored: their steps draw data.
     resting = [cluster for cluster, _ in servers] + [
@@ -116,7 +118,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
                 for each in windows:
                     await restore_windows(cluster, each, files, disk)
             await disk(_load_local, local, files)
-            await _all(
+            await _all_done(
                 load_server(cluster.client, cluster.run_async, server, files, disk)
                 for cluster, server in servers
             )
@@ -133,7 +135,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
     return moments
 
 
-def sorted_loads(
+def loads_by_server(
     folder: str, loads: Sequence[Load]
 ) -> tuple[
     list[tuple[VariableHandle, Load, int]], list[tuple[ClusterSession, LoadingServer]]
@@ -162,12 +164,12 @@ def sorted_loads(
                 ps = component.spec.ps
                 new = cluster, LoadingServer(ps)
                 _, server = servers.setdefault((id(cluster), ps), new)
-                _ask(server, folder, component, load, start)
+                _add_entries(server, folder, component, load, start)
             start += component.shape[0] if component.shape else 0
     return local, list(servers.values())
 
 
-async def _all(works: Iterable[Any]) -> None:
+async def _all_done(works: Iterable[Any]) -> None:
     """Awaits all of them; then raises the first error."""
     # A task group would cancel the others while they write values.
     for outcome in await asyncio.gather(*works, return_exceptions=True):
@@ -175,7 +177,7 @@ async def _all(works: Iterable[Any]) -> None:
             raise outcome
 
 
-def _ask(
+def _add_entries(
     server: LoadingServer,
     folder: str,
     component: VariableHandle,
@@ -408,7 +410,7 @@ class SavedServers:
 
         async with FileThread() as disk:
             try:
-                await _all(
+                await _all_done(
                     load_server(client, run, server, files, disk)
                     for server in self.servers
                 )
@@ -443,28 +445,30 @@ async def remember_saved(
 
 
 async def remember(
-    path: str, found: Found, moments: Sequence[ClusterMoment]
+    path: str, found: MatchResult, moments: Sequence[ClusterMoment]
 ) -> list[str]:
     """Has clusters remember a checkpoint that was restored, as `remember_saved` does
     for one that was saved; returns what it lacks."""
     lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
-            point = _point(path, found, cluster)
+            point = _saved_servers(path, found, cluster)
             if not point.variables:
                 continue  # it has iterators alone: no server can be restored from it
             lacks += await cluster.remember(point, cut, restores)
     return lacks
 
 
-def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
+def _saved_servers(
+    path: str, found: MatchResult, cluster: ClusterSession
+) -> SavedServers:
     loads = [
         load
         for load in found.loads
         if any(cluster_of(part) is cluster for part in load.variable.components)
     ]
     values = [load for load in loads if load.optimizer is None]
-    _, servers = sorted_loads(path, loads)
+    _, servers = loads_by_server(path, loads)
     optimizers = {
         value.id
         for value, _ in found.pairs

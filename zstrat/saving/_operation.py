@@ -68,7 +68,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-_held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
+_blocked_loop: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
     "zstrat_held_up", default=None
 )
 """The loop that stands still until a blocking call returns, if any. Set by
@@ -88,13 +88,13 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         loop = None
-    token = _held_up.set(loop)
+    token = _blocked_loop.set(loop)
     try:
         if twin:
             warn_of_blocking(twin)
         # A loop for this call alone: nothing else can hold it up or cancel its tasks.
         portal = Portal("zstrat saving")
-        portal.at_close(_others_over)
+        portal.at_close(_cancelled_tasks_ended)
         try:
             return portal.run(work, math.inf, "saving or restoring")
         finally:
@@ -103,13 +103,13 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         hide_frames(error)
         raise
     finally:
-        _held_up.reset(token)
+        _blocked_loop.reset(token)
         # Ctrl-C before a caller had it: Python would warn that it was never awaited.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()
 
 
-async def _others_over() -> None:
+async def _cancelled_tasks_ended() -> None:
     """Waits for what Ctrl-C has cancelled to clean up; else the end of the loop would
     cancel that, too."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -153,7 +153,7 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
             if not turn.keys.isdisjoint(keys):
                 keys |= turn.keys
                 loops.add(turn.loop)
-        if _held_up.get() in loops:
+        if _blocked_loop.get() in loops:
             raise RuntimeError(
                 "a save or restore of the same objects is under way on the event loop "
                 "of this thread, which a blocking call would hold up: await that one "
@@ -349,11 +349,11 @@ async def at_rest(
         yield moments
 
 
-async def steadily(
+async def retried_if_restored(
     variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
 ) -> T:
-    """Carries out what may be done twice; again if it failed because a parameter server
-    was lost that was filled again, or came back, meanwhile, or had its place taken.
+    """Carries out work that may be done twice; repeats it if it failed because a
+    parameter server was lost that was then restored, was replaced, or came back.
 
     Raises:
         PSUnavailableError: One did not come back, or could not be filled.

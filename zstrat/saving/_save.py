@@ -20,7 +20,7 @@ from zstrat.transport import to_its_end
 from zstrat.variables import HashTable
 
 from ._load import remember_saved
-from ._operation import FileThread, ProgressBar, clusters_of, steadily
+from ._operation import FileThread, ProgressBar, clusters_of, retried_if_restored
 from ._snapshot_sources import PinnedSnapshot, PinnedWindows, WorkerLostError, stream
 from ._tables import taken_from, with_base
 from ._tensors import logical_tensors, plain_graph
@@ -86,7 +86,7 @@ async def save(
     # not asked for its windows again.
     while True:
         try:
-            await steadily(
+            await retried_if_restored(
                 variables, lambda: _save(graph, variables, path, metadata, base)
             )
             return

@@ -181,7 +181,7 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
     """Returns what a checkpoint has of a table: values and slots, beside their ids."""
     beside, found = value.beside, list[TableTensor]()
     assert beside is not None
-    for leaf, ids in _kept(value.variable).items():
+    for leaf, ids in _bookkeeping_leaves(value.variable).items():
         if leaf in beside:
             found += _tensors_of(folder, 0, leaf, beside[leaf], beside.get(ids))
     for load in loads:
@@ -196,7 +196,7 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
     return sorted(found, key=lambda x: (x.path in later) * (1 + (x.leaf != GONE)))
 
 
-def _kept(table: AbstractVariable) -> dict[str, str]:
+def _bookkeeping_leaves(table: AbstractVariable) -> dict[str, str]:
     """Returns what else a table keeps of its ids, each with what has their ids."""
     assert isinstance(table, HashTable)
     uses = {USES: IDS, CLOCK: "", TIMES: ""} if table.tracks else {}
@@ -277,7 +277,7 @@ def _batches(
         for start in range(0, max(count, 1), step):
             stop = min(start + step, count)
             ids = reader.read(ids_name, start, stop)
-            own = _own(table.spec, ids)
+            own = _rows_of_part(table.spec, ids)
             if not own.size and sent:
                 continue
             rows = [reader.read(x.name, start, stop)[own] for x in tensors]
@@ -285,7 +285,7 @@ def _batches(
             leaves, arrays, sent = [], [], True
 
 
-def _own(spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
+def _rows_of_part(spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
     """Returns the places of those ids that a part has."""
     assert spec.buckets is not None
     buckets = buckets_of(hashes_of(ids))

@@ -74,15 +74,15 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     # Several may name one cause; a reader sees the largest share first.
     for name, worker in workers.items():
-        found += _of_worker(name, worker, servers, metrics)
+        found += _worker_limits(name, worker, servers, metrics)
     for name, rounds in metrics.get("rounds", {}).items():
-        found += _of_rounds(name, rounds, workers)
+        found += _round_limits(name, rounds, workers)
     if full:
-        found.append(_full(queued))
+        found.append(_full_queue_limit(queued))
     for name, server in servers.items():
-        found += _of_server(name, server)
-    found += _imbalance(servers, workers)
-    found += _stale(metrics.get("staleness", {}), len(workers))
+        found += _server_limits(name, server)
+    found += _imbalance_limits(servers, workers)
+    found += _staleness_limits(metrics.get("staleness", {}), len(workers))
     return sorted(found, key=lambda limit: -limit.share)
 
 
@@ -97,7 +97,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     holding_up = [
         limit
         for name, rounds in metrics.get("rounds", {}).items()
-        for limit in _of_rounds(name, rounds, workers)
+        for limit in _round_limits(name, rounds, workers)
     ]
     if holding_up:
         worst = max(holding_up, key=lambda limit: limit.share)
@@ -121,7 +121,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     # All are about equally fast: the one that waits most shows what limits them.
     if rates[name] >= SLOWER * median:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
-    of_worker = _of_worker(name, worker, servers, metrics)
+    of_worker = _worker_limits(name, worker, servers, metrics)
     found = sorted(of_worker, key=lambda limit: -limit.share)
     if not found:
         return {"task": name, "why": "has no bottleneck"}
@@ -155,7 +155,7 @@ def _of_job(tasks: Mapping[str, Any], job: str) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _of_worker(
+def _worker_limits(
     name: str,
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
@@ -177,18 +177,22 @@ def _of_worker(
                 words = f"{words} {percent(share)} of its time"
                 numbers = _numbers(what, worker)
                 limit = Limit(name, what, share, words, advice, numbers)
-                found.append(_long(limit, worker))
+                found.append(_with_long_phase(limit, worker))
             # Before the plain pull: in rounds a wait for values is one for others.
             case "pull" if metrics.get("rounds"):
-                found.append(_long(_round_pull(name, share, worker), worker))
+                found.append(
+                    _with_long_phase(_round_pull_limit(name, share, worker), worker)
+                )
             case "idle" if queued and metrics.get("largest_lead") is not None:
-                found.append(_ahead(name, share, worker))
+                found.append(_lead_limit(name, share, worker))
             case "pull":
-                found.append(_long(_pull(name, share, worker, servers), worker))
+                found.append(
+                    _with_long_phase(_pull_limit(name, share, worker, servers), worker)
+                )
             case "push":
-                found.append(_push(name, share, worker, servers))
+                found.append(_push_limit(name, share, worker, servers))
             case _:
-                found.append(_queue(name, share, worker, queued, full))
+                found.append(_idle_limit(name, share, worker, queued, full))
     return found
 
 
@@ -206,7 +210,7 @@ _OWN: Final = {
 """Bottlenecks of a worker that other tasks do not cause, with advice."""
 
 
-def _pull(
+def _pull_limit(
     name: str,
     share: float,
     worker: Mapping[str, Any],
@@ -217,7 +221,7 @@ def _pull(
     sent = {
         name: server.get("bytes_out_per_s", 0.0) for name, server in servers.items()
     }
-    blamed = _most(worker.get("slow_pulls", {})) or _most(sent)
+    blamed = _name_of_largest(worker.get("slow_pulls", {})) or _name_of_largest(sent)
     numbers = _numbers("pull", worker)
     words = f"waits for values: pull is {percent(share)} of its time"
     if not blamed:
@@ -252,7 +256,7 @@ def _pull(
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
 
 
-def _round_pull(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+def _round_pull_limit(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     return Limit(
         name,
         "pull",
@@ -265,7 +269,7 @@ def _round_pull(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     )
 
 
-def _ahead(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+def _lead_limit(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     return Limit(
         name,
         "lead",
@@ -278,7 +282,7 @@ def _ahead(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     )
 
 
-def _of_rounds(
+def _round_limits(
     optimizer: str, rounds: Mapping[str, Any], workers: Mapping[str, Mapping[str, Any]]
 ) -> Iterable[Limit]:
     recent = rounds.get("recent", {})
@@ -289,13 +293,13 @@ def _of_rounds(
     if not count or not seconds or whole < NOTABLE * seconds:
         return
     # Waits of a round are those for its last contribution alone: all others were there.
-    worst, share = _most(held), min(1.0, whole / seconds)
+    worst, share = _name_of_largest(held), min(1.0, whole / seconds)
     last = waits[worst]["rounds"]
     backup, size = rounds.get("backup", 0) + 1, rounds.get("workers", 0)
     # The others do without the last one, too, what they do while they wait for it.
     # At least a thousandth of the time: the waits may fill all of it.
     without = count / max(seconds - whole, 0.001 * seconds)
-    alone = sorted(map(_alone, workers.values()), reverse=True)
+    alone = sorted(map(_rate_without_waits, workers.values()), reverse=True)
     # A round is as fast as its slowest worker, of those that it still waits for.
     if 0 < size - backup <= len(alone):
         without = min(without, alone[size - backup - 1])
@@ -320,7 +324,7 @@ def _of_rounds(
     yield Limit(worst, "round", share, words, advice, numbers)
 
 
-def _alone(worker: Mapping[str, Any]) -> float:
+def _rate_without_waits(worker: Mapping[str, Any]) -> float:
     """Returns the steps per second of a worker that waits for nobody."""
     time = worker.get("time", {})
     busy = sum(time.get(what, 0.0) for what in ("draw", "compute", "push"))
@@ -328,7 +332,7 @@ def _alone(worker: Mapping[str, Any]) -> float:
     return rate / busy if busy else math.inf
 
 
-def _push(
+def _push_limit(
     name: str,
     share: float,
     worker: Mapping[str, Any],
@@ -344,14 +348,14 @@ def _push(
         "push all variables of a step in one call"
     )
     busy = {name: server.get("busy", 0.0) for name, server in servers.items()}
-    blamed = _most(busy)
+    blamed = _name_of_largest(busy)
     if blamed and busy[blamed] >= BUSY:
         numbers["busy"] = busy[blamed]
         words += f"; {blamed} spends {percent(busy[blamed])} of its time on updates"
     return Limit(name, "push", share, words, advice, numbers)
 
 
-def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
+def _with_long_phase(limit: Limit, worker: Mapping[str, Any]) -> Limit:
     """Adds the current phase to the limit if it has lasted for long."""
     now: Mapping[str, Any] = worker.get("now") or {}
     seconds = now.get("seconds", 0.0)
@@ -362,7 +366,7 @@ def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
     return replace(limit, words=words, numbers=numbers)
 
 
-def _queue(
+def _idle_limit(
     name: str, share: float, worker: Mapping[str, Any], queued: int, full: bool
 ) -> Limit:
     words = f"is idle for {percent(share)} of its time"
@@ -386,7 +390,7 @@ def _queue(
     return Limit(name, "queue", share, words, advice, numbers)
 
 
-def _full(queued: int) -> Limit:
+def _full_queue_limit(queued: int) -> Limit:
     """Makes a remark with share 0, as no worker waits for it."""
     return Limit(
         "program",
@@ -398,7 +402,7 @@ def _full(queued: int) -> Limit:
     )
 
 
-def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
+def _server_limits(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
     busy = min(1.0, server.get("busy", 0.0))
     if busy < BUSY:
         return
@@ -414,7 +418,7 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
     )
 
 
-def _imbalance(
+def _imbalance_limits(
     servers: Mapping[str, Mapping[str, Any]], workers: Mapping[str, Mapping[str, Any]]
 ) -> Iterable[Limit]:
     moved = {
@@ -426,7 +430,7 @@ def _imbalance(
     if len(moved) < 2 or whole < LEAST_BYTES:
         return
     mean = whole / len(moved)
-    name = _most(moved)
+    name = _name_of_largest(moved)
     if moved[name] < UNEQUAL * mean:
         return
     waits = [worker.get("time", {}).get("pull", 0.0) for worker in workers.values()]
@@ -441,7 +445,7 @@ def _imbalance(
     )
 
 
-def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
+def _staleness_limits(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
     # Between a pull and its push every other worker pushes once.
     usual = max(1, workers - 1)
@@ -459,7 +463,7 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     )
 
 
-def _most(amounts: Mapping[str, float]) -> str:
+def _name_of_largest(amounts: Mapping[str, float]) -> str:
     """Returns the name of the largest amount; "" if there is none."""
     # Equal amounts by name, so that the answer does not change from look to look.
     return max(amounts, key=lambda name: (amounts[name], name), default="")
