@@ -140,7 +140,7 @@ def test_signals_are_as_before_if_no_group_forms(tmp_path, monkeypatch):
     def no_group(*_, **__):
         raise zs.PeerLostError("worker:1", "it was never there")
 
-    monkeypatch.setattr("zstrat.saving._preemption.Group", no_group)
+    monkeypatch.setattr(zs.collectives.Group, "_form_now", no_group)
     cluster = ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
     resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=0)
     with pytest.raises(zs.PeerLostError):
