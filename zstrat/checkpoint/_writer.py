@@ -132,6 +132,7 @@ class AppendedFile:
         part = np.frombuffer(view[: DIRECT_FROM_BYTES - self._held], _BYTE)
         self._stage[self._held : self._held + len(part)] = part
         self._held += len(part)
+        # Full, it is a whole number of blocks: another direct transfer.
         if self._held == DIRECT_FROM_BYTES:
             self._flush()
         return len(part)

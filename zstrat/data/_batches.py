@@ -121,6 +121,7 @@ def rows_of(element: Element, what: str) -> int:
                 f"Cannot unbatch an input with scalar components: `{what}` takes "
                 f"batches, and component {path or 0} is a scalar"
             )
+    # A structure without leaves has no rows either: then there is no size at all.
     sizes = sorted({shape[0] for _, shape in found})
     if len(sizes) != 1:
         raise ValueError(

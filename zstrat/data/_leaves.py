@@ -42,6 +42,7 @@ _DATA: Final = (
 )
 
 
+# These are known by their attributes: no library is imported to ask what something is.
 @runtime_checkable
 class Array(Protocol):
     """An array, numpy's or of another library."""

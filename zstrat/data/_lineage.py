@@ -192,6 +192,7 @@ def _shapes_of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
         case Unbatched():
             return KnownShapes(promise=ShapePromise.AS_MADE)
         case Interleaved():
+            # Known once a pass has called the function; until then it may be anything.
             made = recipe.made.last
             found = ShapePromise.ROWS if made is None else shapes_of(made).promise
             return KnownShapes(promise=max(ShapePromise.AS_MADE, found))

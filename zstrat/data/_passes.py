@@ -320,6 +320,8 @@ class Filtered(Reordered):
 
     def _judged(self, element: Element) -> bool:
         answer = self.predicate(*arguments(element))
+        # Nothing else, though Python has a truth of it: an array of several, or a None
+        # of a function without `return`, is a mistake that would drop elements.
         is_bool = isinstance(answer, bool | np.bool_)
         if not is_bool:
             array = np.asarray(answer)
@@ -501,4 +503,5 @@ class Prefetched(PassThrough):
 def arguments(element: Element) -> tuple[Any, ...]:
     """Returns the arguments of a mapped function: as in TF, the components of a plain
     tuple."""
+    # A named tuple is one argument: the function reads its fields by their names.
     return element if type(element) is tuple else (element,)

@@ -62,6 +62,7 @@ class TensorSpec:
         dtype: Any = np.float32,
         name: str | None = None,
     ) -> None:
+        # Normalized, past the frozen class: equal specs compare equal however given.
         sizes = tuple(None if size is None else index(size) for size in shape)
         object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "dtype", _dtype(dtype))
@@ -117,6 +118,7 @@ def first_axis(spec: Spec) -> int | None:
 def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | None:
     """Returns the first axis of all shapes. None if they differ in it, or one has none,
     or is not known itself (None), or there are no shapes."""
+    # Slices, as the shape of a scalar has no first entry.
     sizes = {None if shape is None else shape[:1] for shape in shapes}
     if len(sizes) != 1:
         return None
@@ -300,6 +302,7 @@ def _dtype(given: Any) -> np.dtype[Any]:
     if given is bytes or given == "string":
         return TEXT
     dtype = np.dtype(given)
+    # numpy's dtypes of text have a length in them, which differs from batch to batch.
     return np.dtype(str) if dtype.kind == "U" else dtype
 
 

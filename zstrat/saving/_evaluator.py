@@ -133,6 +133,7 @@ class SidecarEvaluator:
             # Else the manager may be deleting it: it keeps only the newest ones.
             if isinstance(error, NotFoundError) and _version(path) is not None:
                 raise  # it is there, and lacks something: trying again will not help
+            # Once for each checkpoint: it is tried again every second.
             if self._complained != path:
                 self._complained = path
                 log.warning("%s is left out, and tried again: %s", path, error)

@@ -131,6 +131,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
 
 def held(value: Any) -> dict[str, Any]:
     """Returns what an object holds, by name; nothing if it is a leaf."""
+    # Leaves first: a list may hold a million numbers, and jax is slow to ask.
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}
@@ -178,6 +179,7 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
 def escaped(name: str) -> str:
     """Returns the name as a part of a path: no two names give one, and none begins with
     one dot followed by a small letter (as ``.slots`` does)."""
+    # Dots first: those of ".S" must stay single.
     return name.replace(".", "..").replace("/", ".S")
 
 

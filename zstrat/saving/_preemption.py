@@ -181,7 +181,7 @@ class PreemptionCheckpointHandler:
         config = termination_config or TerminationConfig()
         self._config = config
         self._countdown = Countdown(config.grace_period or 0.0)
-        self._asked_at = -_PAUSE
+        self._asked_at = -_PAUSE  # so that the first run asks at once
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._rank, self._trains_in_sync = _part(cluster_resolver)
         self._group: Group | None = None

@@ -310,6 +310,7 @@ def _batches(
     tensors: Iterable[SourceTensor],
 ) -> Iterable[list[tuple[SourceTensor, int, int]]]:
     """Tensors cut into pieces, ``(tensor, offset, size)``; a few at a time."""
+    # Batches reach over the ends of tensors: small ones are fetched side by side.
     batch = []
     for tensor in tensors:
         total = tensor.info.nbytes

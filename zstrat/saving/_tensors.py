@@ -123,6 +123,7 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
                 at[component.spec.key].get(_number(optimizer), {})
                 for component in variable.value.components
             ]
+            # In order, each once; a component that no gradient has reached has none.
             leaves = dict.fromkeys(leaf for each in slots for leaf in each)
             found += [_logical(variable, optimizer, leaf, at) for leaf in leaves]
     return found

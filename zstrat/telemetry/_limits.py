@@ -163,6 +163,7 @@ def _worker_limits(
 ) -> list[Limit]:
     queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     time: Mapping[str, float] = worker.get("time", {})
+    # At most 1: a phase that has not ended is counted from its begin.
     shares = {
         what: min(1.0, time.get(what, 0.0))
         for what in ("draw", "compute", "pull", "push", "idle")

@@ -170,6 +170,8 @@ class Throughput:
         span, gap = window(times, now), usual_gap(times, now)
         if not marks or now - times[-1] > span:
             return 0.0
+        # The time since the last mark counts only when it is longer than usual: until
+        # then a long step would seem to slow down, and jump back at its end.
         if now - times[-1] <= 1.5 * gap and gap > 1.5 * MARK:
             now, _, total = marks[-1]  # the next one is under way, and has not ended
         # From the last mark before the window on: a rate is between two marks.

@@ -338,6 +338,7 @@ class FakeLink:
         hello = hello or self._hello
         if hello is None:
             raise ValueError(f"{self.name} was never connected: pass its hello")
+        # A new number: what was sent on the connection before does not arrive.
         self.peer = self._hello = hello
         self._connection += 1
         waiters, self._waiters = self._waiters, []

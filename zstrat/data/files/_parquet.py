@@ -229,6 +229,7 @@ def _values(column: Any, where: str) -> Element:
     types = arrow.types
     if types.is_dictionary(column.type):  # text as numbers, each with its meaning
         column = column.dictionary_decode()
+    # First of all: pyarrow would make floats of integers, with NaN in place of a null.
     if column.null_count:
         raise ValueError(
             f"{where} has {column.null_count} values that are null, for which arrays "

@@ -270,6 +270,7 @@ def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
     # The names are sent as well, as another version may have another order.
     phases = np.array([index[span.phase] for span in spans], np.uint8)
     times = np.array([(span.began, span.ended) for span in spans], np.float64)
+    # Bytes, too, as float64, which has all integers up to 2**53.
     traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)
     columns: list[np.ndarray] = [steps, phases, times.reshape(-1, 2).T, traffic.T]
     return [str(name) for name in names], columns

@@ -76,6 +76,7 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
         trace = first_trace + numbers[oldest]
         return SpanContext(trace, numbers[span], is_remote=False, trace_flags=sampled)
 
+    # Rounded once, at the begin: nanoseconds since 1970 do not fit a float64.
     start = earliest(timeline)
     began, scope = round((day + start) * 1e9), InstrumentationScope("zstrat")
     made = []
