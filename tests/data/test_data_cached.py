@@ -143,6 +143,31 @@ def test_what_has_no_place_in_a_file(tmp_path, element, words):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "3",
+        "[1]",
+        '{"record": "x"}',
+        '{"record": 1e99}',
+        '{"record": 9e18}',
+        '{"array": 3}',
+        '{"array": ["<f5", [1]]}',
+        '{"array": ["<f4", ["x"]]}',
+        '{"texts": [[2], 7, []]}',
+        '{"dict": []}',
+    ],
+)
+def test_a_line_that_describes_no_element_names_the_file(tmp_path, line):
+    path = tmp_path / "kept"
+    dataset = Dataset.range(2).cache(path)
+    list(dataset)
+    head, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(b"\n".join([head, line.encode(), rest]))
+    with pytest.raises(ValueError, match="kept is damaged or cut off"):
+        list(dataset)
+
+
 def test_a_file_that_is_cut_off_or_of_somebody_else(tmp_path):
     path = tmp_path / "kept"
     dataset = Dataset.from_tensor_slices(np.arange(40).reshape(4, 10)).cache(path)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from strikes import is_struck
 
-from zstrat.errors import NotFoundError
+from zstrat.errors import DataLossError, NotFoundError
 from zstrat.saving import (
     Checkpoint,
     CheckpointManager,
@@ -204,6 +204,20 @@ def test_orbax(model, tmp_path):
         read = read.get("m", read)
         np.testing.assert_array_equal(read["emb"], rows)
         assert read["a/b"]["0"] == 3.0
+
+
+@pytest.mark.parametrize("export", [export_safetensors, export_orbax])
+def test_a_flipped_bit_of_a_checkpoint_is_not_exported(export, model, tmp_path):
+    if export is export_orbax:
+        pytest.importorskip("orbax.checkpoint")
+    path = Checkpoint(m=model[0]).save(tmp_path / "c")
+    (part,) = (tmp_path / "c-1").glob("part-*")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(DataLossError, match=part.name):
+        export(path, tmp_path / "out")
+    assert [each.name for each in tmp_path.glob("out*")] == []
 
 
 class Terminal(io.StringIO):

@@ -134,6 +134,20 @@ def test_all_processes_save_after_the_same_run(tmp_path):
         assert (handler.total_run_calls, v.numpy()) == left[0]
 
 
+def test_signals_are_as_before_if_no_group_forms(tmp_path, monkeypatch):
+    before = [signal.getsignal(each) for each in SIGNALS]
+
+    def no_group(*_, **__):
+        raise zs.PeerLostError("worker:1", "it was never there")
+
+    monkeypatch.setattr(zs.collectives.Group, "_form_now", no_group)
+    cluster = ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+    with pytest.raises(zs.PeerLostError):
+        Handler(resolver, Checkpoint(), tmp_path / "all")
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
 def test_bad_arguments(tmp_path):
     manager = CheckpointManager(Checkpoint(), tmp_path / "a", 1)
     with pytest.raises(zs.InvalidArgumentError, match="checkpoint_dir"):

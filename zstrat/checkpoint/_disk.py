@@ -39,7 +39,7 @@ _NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def blamed(path: str, what: str) -> Iterator[None]:
-    """Errors of the system about ``path`` as errors that say what to do about them.
+    """Raises errors of the system about ``path`` as errors that say what to do.
 
     Raises:
         ResourceExhaustedError: The disk or a quota is full.
@@ -84,7 +84,7 @@ def local_path(path: str | bytes | os.PathLike[str]) -> str:
                 f"{text!r:.300}: expected a path, got an address: checkpoints are in "
                 "folders of the machine; mount that one, and give its path here"
             )
-        text = f"/{rest.lstrip('/')}"  # as by TF
+        text = f"/{rest.lstrip('/')}"  # file:/x and file:///x, as by TF
     if "\0" in text:
         raise ValueError(f"{text!r:.300}: expected a path, which has no null in it")
     return text
@@ -128,6 +128,7 @@ def write_all(descriptor: int, data: Buffer) -> None:
 
 def send_off(descriptor: int, start: int, stop: int) -> None:
     """Has the system begin to bring these bytes to the disk, without waiting for it."""
+    # DONTNEED starts the write of dirty pages, and frees those that are written.
     with contextlib.suppress(OSError):  # a hint, and some file systems take none
         os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
@@ -135,6 +136,7 @@ def send_off(descriptor: int, start: int, stop: int) -> None:
 def bytes_of(data: Buffer) -> memoryview:
     """Returns a view of contiguous data, byte by byte."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    # A view of no bytes cannot be cast: its shape has a zero.
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
@@ -162,11 +164,14 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            # After the fsync: a file system may write the name before the bytes, and a
+            # crash would leave an empty file in the place of the old one.
             os.replace(temporary, path)
         except BaseException:  # to the writer; no half file is left behind
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        # Without it the rename itself may be lost in a crash.
         sync_folder(os.path.dirname(path))
 
 

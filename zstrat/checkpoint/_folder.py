@@ -73,7 +73,8 @@ class FolderLock:
         self._end()
 
     def forget(self) -> None:
-        """In a forked process, which does not have the lock."""
+        """Closes the descriptor in a forked process, which does not have the lock."""
+        # Closed, not unlocked: the lock is of the open file, which the parent shares.
         if self._end.detach() is not None:
             os.close(self._descriptor)
 
@@ -88,8 +89,8 @@ _held: Final[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """After a fork: the parent has the locks, and holds them as long as it lives; the
-    child would hold them for longer."""
+    """Closes all locks in the child of a fork: the parent holds them as long as it
+    lives, and the child would hold them for longer."""
     for lock in list(_held):
         lock.forget()
     _held.clear()
@@ -110,6 +111,7 @@ def _locked(path: str) -> int:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             _lock(descriptor, path)
+            # A lock on a file without a name would keep nobody out.
             if _is_still(path, descriptor):
                 return descriptor
         except BaseException:  # to the caller who wants the lock
@@ -193,8 +195,10 @@ class CheckpointFolder:
             )
         self.path = path
         self.mark = secrets.token_hex(4)
+        # Only the last folder: a misspelt path above it is an error of the user.
         with blamed(path, "creating"), contextlib.suppress(FileExistsError):
             os.mkdir(path)
+        # Swept under the lock: parts of a writer that is at work look like garbage.
         self._lock = FolderLock(os.path.join(path, LOCK))
         self._sweep()
 
@@ -230,6 +234,8 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Removes what no manifest names, and lets the next writer in."""
+        # After a commit this removes the files of the checkpoint before; after an error
+        # those of this one.
         with contextlib.suppress(OSError):
             self._sweep()
         self._lock.release()
@@ -269,6 +275,8 @@ def remove(path: str) -> bool:
         return False
     try:
         with FolderLock(os.path.join(path, LOCK)):
+            # The manifest first, and on the disk: a crash leaves no checkpoint without
+            # its files.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, MANIFEST))
                 sync_folder(path)

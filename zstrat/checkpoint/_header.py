@@ -111,6 +111,7 @@ def encode_header(
     """
     entries: dict[str, Any] = {}
     notes = dict(metadata)
+    # Offsets in the order of the tensors: the writer appends their bytes as they come.
     at = 0
     for info in tensors:
         if not info.name or info.name == "__metadata__" or info.name in entries:
@@ -132,6 +133,7 @@ def encode_header(
         at += info.nbytes
     whole = {"__metadata__": notes, **entries} if notes else entries
     text = json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    # The format allows spaces at the end of a header, for just this.
     text += b" " * (-(PREFIX.size + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise ValueError(
@@ -147,6 +149,7 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
     Raises:
         DataLossError: The file cannot have such a header.
     """
+    # Checked before anything is read by it: the number may be any.
     if len(prefix) < PREFIX.size:
         raise DataLossError(
             file, "", f"cut short: {size} bytes are not a safetensors file"
@@ -173,7 +176,8 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
     """
     entries = _json(text, file)
     metadata = entries.pop("__metadata__", {})
-    if not _is_texts(metadata):
+    is_dict = type(metadata) is dict
+    if not (is_dict and all(type(text) is str for text in metadata.values())):
         raise DataLossError(file, "", "damaged header: __metadata__ must be texts")
     start = PREFIX.size + len(text)
     found = [_entry(name, each, metadata, file) for name, each in entries.items()]
@@ -199,6 +203,7 @@ def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
 
 
 def _json(text: bytes, file: str) -> dict[str, Any]:
+    # JSON allows a name twice, and readers differ in which value they take.
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) != len(pairs):
             raise ValueError("a name is there twice")
@@ -213,25 +218,24 @@ def _json(text: bytes, file: str) -> dict[str, Any]:
     return entries
 
 
-def _is_texts(metadata: Any) -> bool:
-    return type(metadata) is dict and all(type(v) is str for v in metadata.values())
-
-
 def _entry(
     name: str, entry: Any, metadata: Mapping[str, str], file: str
 ) -> tuple[TensorInfo, int]:
     """Returns a tensor and its offset after the header."""
     match entry:
         case {"dtype": str(stored), "shape": [*dims], "data_offsets": [start, end]} if (
+            # By exact type: True is an int to `isinstance`.
             all(type(n) is int and 0 <= n < 2**63 for n in (*dims, start, end))
         ):
             pass
         case _:
             raise DataLossError(file, name, f"damaged header: {entry!r:.80}")
+    # Other programs read what stands there; our own dtype is in the notes beside it.
     info = TensorInfo(name, _KNOWN.get(stored, ""), tuple(dims))
     if (real := metadata.get(_MARK + name)) is not None:
         shape = info.shape[:-1] if real == "complex128" else info.shape
         info = TensorInfo(name, real, shape)
+        # The note and the entry must agree, or a flipped bit would change a dtype.
         if real not in DTYPES or _stored(info) != (stored, tuple(dims)):
             raise DataLossError(file, name, f"damaged header: {real!r:.40} as {stored}")
     if not info.dtype:

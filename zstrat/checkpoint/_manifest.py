@@ -80,7 +80,10 @@ class StoredTensor:
         """Returns the pieces that have any of rows ``[start, stop)``: which of their
         own rows ``[first, last)``. Where there are no rows to cut: the piece whole."""
         if not self.by_rows:
-            return [(self._standing_for(start), 0, 0)]
+            # A row that no gradient had reached is in no piece: it takes what the first
+            # one has.
+            around = (p for p in self.pieces if p.start <= start < p.stop)
+            return [(next(around, self.pieces[0]), 0, 0)]
         if not self.shape or not self.shape[0]:
             return [(piece, 0, 0) for piece in self.pieces[:1]]
         found = []
@@ -89,11 +92,6 @@ class StoredTensor:
             if first < last:
                 found.append((piece, first - piece.start, last - piece.start))
         return found
-
-    def _standing_for(self, row: int) -> StoredPiece:
-        # A row that no gradient had reached is in no piece: it takes what the first
-        # one has.
-        return next((p for p in self.pieces if p.start <= row < p.stop), self.pieces[0])
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -129,7 +127,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes, file: str) -> Manifest:
-        """Inverse of `encode`.
+        """Decodes the bytes of `encode`.
 
         Raises:
             DataLossError: Names ``file`` and what is wrong with it.
@@ -208,6 +206,7 @@ class Manifest:
                 words += "that `save` returned"
             raise NotFoundError(f"{folder} is not a checkpoint: {words}") from None
         manifest = Manifest.decode(data, path)
+        # Sizes alone, which cost a call a file: digests are compared by `verify`.
         manifest._require_files(folder)
         return manifest
 
@@ -258,6 +257,7 @@ def _tensor(name: str, plain: Any, files: Mapping[str, int], file: str) -> Store
     tensor = StoredTensor(dtype, tuple(shape), pieces, by_rows)
     ends = [0, *(piece.stop for piece in pieces)]
     grows = all(p.start >= end for p, end in zip(pieces, ends, strict=False))
+    # The last one ends within the tensor; as they grow, so do all others.
     if by_rows:
         grows &= pieces[-1].stop <= (shape[0] if shape else 0)
         grows &= bool(shape) or len(pieces) == 1

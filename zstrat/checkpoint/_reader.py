@@ -49,6 +49,7 @@ class TensorReader:
             size = os.fstat(self._file).st_size
             prefix = os.pread(self._file, PREFIX.size, 0)
             length = header_length(prefix, size, path)
+            # At most the bytes of the file: no header makes this allocate more.
             text = bytearray(length)
             self._fill(memoryview(text), PREFIX.size, "")
             self._header = decode_header(bytes(text), size, path)
@@ -124,6 +125,7 @@ class TensorReader:
                 f"{self.path}: {name!r} ({info}) ends before that: {out.nbytes} bytes "
                 f"from row {start} on are wanted, and it has {info.nbytes} in all"
             )
+        # As bytes: arrays of bfloat16 and its kin have no buffer protocol.
         view = out.reshape(-1).view(np.uint8).data
         self._fill(view, self._header.places[name].offset + offset, name)
 
@@ -136,6 +138,7 @@ class TensorReader:
         info = self.info(name)
         at, left = self._header.places[name].offset, info.nbytes
         buffer = memoryview(bytearray(min(PIECE, left)))
+        # One buffer for all parts: a table of 100 GB is checked in 4 MiB of memory.
         while left:
             part = buffer[: min(PIECE, left)]
             self._fill(part, at, name)
@@ -143,7 +146,7 @@ class TensorReader:
             at, left = at + len(part), left - len(part)
 
     def checked(self, name: str, digest: str) -> Iterator[memoryview]:
-        """`parts`; after the last one it is known whether all are as written.
+        """Yields what `parts` does, and compares all of it with a digest at the end.
 
         Raises:
             NotFoundError: The file has no such tensor.
@@ -190,6 +193,7 @@ class TensorReader:
                 except OSError as error:
                     if error.errno != errno.EIO:
                         raise
+                    # A block that the disk cannot read is damage, as a flipped bit is.
                     raise DataLossError(
                         self.path, name, f"at byte {at}: {error}"
                     ) from None
@@ -223,6 +227,7 @@ class CheckpointFiles:
     def fill(self, out: np.ndarray, tensor: StoredTensor, start: int) -> None:
         """Writes the rows from ``start`` on of a tensor, as many as ``out`` has; rows
         that no file has stay as they are. Raises: As `TensorReader`."""
+        # A count or a scalar is not cut: the piece for the first row has it.
         if not (tensor.by_rows and tensor.shape):
             piece, _, _ = tensor.within(start, start)[0]
             self[piece.file].read_into(piece.name, 0, out)
@@ -259,6 +264,7 @@ def verify(
         DataLossError: Names the file and the tensor that differ.
         OSError: As the system says.
     """
+    # File by file, so that each is opened once.
     by_file: dict[str, list[tuple[StoredTensor, StoredPiece]]] = defaultdict(list)
     for tensor in manifest.tensors.values():
         for piece in tensor.pieces:
@@ -270,6 +276,7 @@ def verify(
                 for tensor, piece in pieces:
                     on_bytes(_verify_piece(reader, tensor, piece))
         except NotFoundError as error:
+            # The manifest named it when it was read.
             raise DataLossError(path, "", f"the file changed: {error}") from error
 
 

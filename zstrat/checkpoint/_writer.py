@@ -81,11 +81,13 @@ class AppendedFile:
         return self._file >= 0
 
     def append(self, data: Buffer) -> None:
-        """Contiguous bytes, which are not read afterwards."""
+        """Writes contiguous bytes, or copies them: their memory may be reused after."""
         view = bytes_of(data)
         with self._removed_if_it_fails():
             while view and self._is_direct:
                 whole = _whole_blocks(view)
+                # From where it is, without a copy, if the stage can be emptied first:
+                # that takes whole blocks, too.
                 if whole and self._held % BLOCK == 0:
                     self._flush()
                     self._write(view[:whole])
@@ -95,8 +97,9 @@ class AppendedFile:
             self._write(view)
 
     def finish(self) -> None:
-        """Brings all of it to the disk, and closes it."""
+        """Brings all bytes to the disk, and closes the file."""
         with self._removed_if_it_fails():
+            # The end of the file rarely fills a block, so it goes through the cache.
             if self._is_direct:
                 self._become_plain()
             self._flush()
@@ -108,6 +111,7 @@ class AppendedFile:
         """Removes the file, unless it was finished; may be called again."""
         if self._file < 0:
             return
+        # Forgotten before it is closed: another file may get the number at once.
         descriptor, self._file = self._file, -1
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -128,6 +132,7 @@ class AppendedFile:
         part = np.frombuffer(view[: DIRECT_FROM_BYTES - self._held], _BYTE)
         self._stage[self._held : self._held + len(part)] = part
         self._held += len(part)
+        # Full, it is a whole number of blocks: another direct transfer.
         if self._held == DIRECT_FROM_BYTES:
             self._flush()
         return len(part)
@@ -139,6 +144,7 @@ class AppendedFile:
     def _write(self, view: memoryview) -> None:
         if self._is_direct:
             view = self._transfer(view)
+        # What is left, or all of it, goes through the cache.
         write_all(self._file, view)
         self._written += view.nbytes
         if self._written - self._sent >= AHEAD:
@@ -221,11 +227,13 @@ class TensorWriter:
         """Bytes that the tensor in work lacks."""
         self._file = AppendedFile(path, self.size)
         self._begin()
+        # The header is a multiple of a block, so the tensors begin at one.
         self._put(header)
 
     def write(self, data: Buffer) -> None:
-        """The next elements, in C order and little endian: bytes, or a contiguous
-        array or memoryview of bytes; may end one tensor and begin the next.
+        """Writes the next elements, in C order and little endian: bytes, or a
+        contiguous array or memoryview of bytes. They may end one tensor and begin the
+        next.
 
         Raises:
             ValueError: More bytes than the tensors have.
@@ -238,6 +246,7 @@ class TensorWriter:
             )
         self._put(view)
         self._missing -= view.nbytes
+        # One call may end several tensors; each has its own digest.
         while view:
             part = view[: self._left]
             self._digest.update(part)

@@ -89,7 +89,7 @@ def arrays_of(codec: Codec) -> int:
 def decode_gradient(
     codec: Codec, shape: tuple[int, ...], arrays: Sequence[np.ndarray], block: int
 ) -> np.ndarray:
-    """Returns the array, float32 of ``shape``.
+    """Decodes the arrays of `encode_gradient` to float32 of ``shape``.
 
     Args:
         block: Numbers with one scale.
@@ -106,6 +106,7 @@ def decode_gradient(
         coded = size if codec in (Codec.BFLOAT16, Codec.INT8) else (size + 1) // 2
         sizes = (coded, -(-size // block))
         expected = list(zip(_DATA[codec], sizes, strict=False))
+    # All sizes follow from the shape: a peer cannot make this read past an array.
     if got != expected:
         raise InvalidArgumentError(
             f"codec {codec.name}, an array of shape {shape}: expected arrays of "
@@ -120,6 +121,8 @@ def decode_gradient(
         values = data.astype(np.float32)
         values /= 127
     else:
+        # By a table of bytes, two numbers at a time. Where there is an odd number of
+        # them the last nibble is only padding.
         values = _BYTES[codec].take(data, axis=0).reshape(-1)[:size]
     whole = size - size % block
     if whole:
@@ -136,10 +139,16 @@ def kept_of(count: int, each: int) -> int:
 
 
 def _spread(size: int, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Decodes TOP_K: the numbers at their places, zeros elsewhere.
+
+    Raises:
+        InvalidArgumentError: The lengths or places are not those of ``size`` numbers.
+    """
     values = np.zeros(size, np.float32)
     if not size and not len(places):
         return values
     chunks, last = divmod(size, CHUNK)
+    # The share is not sent: it follows from the two lengths, up to a rounding.
     near = len(places) * CHUNK // max(size, 1)
     found = [
         each
@@ -173,7 +182,7 @@ def encode_gradient(
     seed: int | None,
     density: float = 1.0,
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays that stand for a floating-point array, for `decode_gradient`.
+    """Encodes a floating-point array as a few others, for `decode_gradient`.
 
     Args:
         block: Numbers with one scale.
@@ -187,9 +196,11 @@ def encode_gradient(
         return _largest(flat, density)
     import jax  # here, as parameter servers only decode
 
+    # Padded to one of few sizes, as each is compiled; what is padded is cut off again.
     size = len(flat)
     if more := _rounded(-(-size // block)) * block - size:
         flat = np.pad(flat, (0, more))
+    # On the CPU, wherever the step runs: the bytes go to the network from there.
     with jax.default_device(_cpu()):
         mixed = np.uint32(0 if seed is None else _mixed_seed(seed))
         codes, scales = _program(codec, block, seed is None)(flat, mixed)
@@ -208,6 +219,7 @@ def _largest(flat: np.ndarray, density: float) -> tuple[np.ndarray, ...]:
     each = max(1, min(CHUNK, round(density * CHUNK)))
     whole = len(flat) - len(flat) % CHUNK
     places: list[np.ndarray] = []
+    # All full chunks at once, then the rest, which keeps fewer.
     for part in (flat[:whole].reshape(-1, CHUNK), flat[None, whole:]):
         if not part.size:
             continue
@@ -224,7 +236,7 @@ def _largest(flat: np.ndarray, density: float) -> tuple[np.ndarray, ...]:
 
 
 def _mixed_seed(seed: int) -> int:
-    """32 bits of an integer of any size."""
+    """Mixes an integer of any size to 32 bits."""
     mixed = 0
     while True:
         mixed = (mixed ^ seed) * 0x9E3779B1 & 0xFFFFFFFF
@@ -258,12 +270,14 @@ def _program(codec: Codec, block: int, is_nearest: bool) -> Callable[..., Any]:
     def whole(x: Any, most: int, chance: Any) -> Any:
         """Integers for numbers of at most 1."""
         scaled = x * most
+        # floor(x + u) with u uniform in [0, 1) is x in the mean.
         rounded = jnp.round(scaled) if is_nearest else jnp.floor(scaled + chance)
         return jnp.clip(rounded, -most, most)
 
     def exponent(x: Any, chance: Any) -> Any:
         """Nibbles of E3M0 for numbers of at most 1."""
         size = jnp.abs(x)
+        # The exponent of a float32 is in its bits, and exact: log2 may be one off.
         bits = jax.lax.bitcast_convert_type(size, jnp.int32) >> 23
         below = jnp.clip(bits - 120, 0, 7)  # 127 - 7: 2**-6 is level 1
         power = jax.lax.bitcast_convert_type((below + 120) << 23, jnp.float32)
@@ -277,6 +291,7 @@ def _program(codec: Codec, block: int, is_nearest: bool) -> Callable[..., Any]:
         blocks = flat.reshape(-1, block)
         scales = jnp.max(jnp.abs(blocks), axis=1)
         scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+        # Below it a number is subnormal, and its inverse may be infinite.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, 0, scales)
         # A CPU takes the inverse of the largest scales for 0.
         shrink = jnp.where(scales > 2.0**64, np.float32(2**-64), 1)

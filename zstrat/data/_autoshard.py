@@ -97,7 +97,11 @@ class Allotment:
         Args:
             place: The pass is the one in which this is; None: a fresh one.
         """
-        return self.recipe.begun() if place is None else place.passed(self.recipe)
+        return (
+            self.recipe.begin_pass()
+            if place is None
+            else place.resumed_pass(self.recipe)
+        )
 
     def before(self, steps: int) -> tuple[int, int]:
         """Returns what comes before step ``steps`` of a pass: the number of batches
@@ -109,6 +113,8 @@ class Allotment:
         if self.policy is AutoShardPolicy.DATA:
             return steps, 0  # a step is a batch, whatever its rows
         replicas = self.worker.count * self.worker.replicas
+        # A cycle of `batch_sizes_for_worker` takes one global batch in as many steps as
+        # there are workers, if each of its pieces has a row.
         if size >= replicas and self.shapes.is_even:
             return divmod(steps, self.worker.count)
         return 0, steps
@@ -140,6 +146,7 @@ def as_dataset(source: Any) -> Dataset:
     """
     if isinstance(source, Dataset):
         return source
+    # A pytree that can be iterated counts as what it yields, as a loader of batches.
     is_data = isinstance(source, dict | tuple | np.ndarray)
     if is_data or (not isinstance(source, Iterable) and node_of(source) is not None):
         return Dataset.from_tensor_slices(source)
@@ -170,12 +177,14 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     dataset = as_dataset(source)
     recipe = dataset.recipe
     shapes = lineage.shapes_of(recipe)
+    # One replica of one worker takes elements as they are, batched or not.
     if worker.count * worker.replicas > 1 and 0 in (shapes.ranks or ()):
         raise not_batched()
     files = lineage.file_count(recipe)
     wanted = dataset.options().auto_shard_policy
     policy = sharing_policy(wanted, worker.count, files)
     sharded_at = lineage.sharded_operation(recipe, policy) if worker.count > 1 else None
+    # Before the recipe is rewritten: ``sharded_at`` counts its operations.
     if sharded_at is not None and lineage.order_differs(recipe, sharded_at):
         warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
     if sharded_at is not None and lineage.has_no_order(recipe, sharded_at):
@@ -185,7 +194,9 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
     # Apart: one worker may look into the dataset before, and the others not.
-    return Allotment(recipe.apart(), worker, policy, shapes.batch_size, sharded_at)
+    return Allotment(
+        recipe.with_own_count(), worker, policy, shapes.batch_size, sharded_at
+    )
 
 
 def not_batched() -> ValueError:

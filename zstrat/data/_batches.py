@@ -19,9 +19,17 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
-from ._leaves import ending, node_of
+from ._elements import ending
+from ._leaves import node_of
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
-from ._spec import TensorSpec, first_axis, kept, row_spec, stacked_spec, unknown
+from ._spec import (
+    TensorSpec,
+    first_axis,
+    lossless_cast,
+    row_spec,
+    stacked_spec,
+    unknown,
+)
 from ._tree import is_record, leaves, mapped, require_joint, stacked, with_leaves
 
 if TYPE_CHECKING:
@@ -73,10 +81,10 @@ class Rebatched(Derived):
         with ending(self.source.elements()) as elements:
             for element in elements:
                 rows = rows_of(element, "rebatch")
-                if rows:
+                if rows:  # `_taken` could not end at one without rows
                     waiting.append(element)
                 count += rows
-                while count >= wanted:
+                while count >= wanted:  # a large batch may have rows for several
                     yield _taken(waiting, wanted)
                     count -= wanted
                     wanted = next(sizes)
@@ -113,6 +121,7 @@ def rows_of(element: Element, what: str) -> int:
                 f"Cannot unbatch an input with scalar components: `{what}` takes "
                 f"batches, and component {path or 0} is a scalar"
             )
+    # A structure without leaves has no rows either: then there is no size at all.
     sizes = sorted({shape[0] for _, shape in found})
     if len(sizes) != 1:
         raise ValueError(
@@ -149,6 +158,7 @@ def appended(parts: Sequence[Element]) -> Element:
     Raises:
         ValueError: The parts differ in structure, or in the shape of a row.
     """
+    # Leaf by leaf: structures of parts need not be the same object, only alike.
     by_path = [dict(leaves(part)) for part in parts]
     if any(found.keys() != by_path[0].keys() for found in by_path):
         raise ValueError(
@@ -171,6 +181,7 @@ def _concatenated(column: list[Any], path: str) -> np.ndarray:
     try:
         found = np.concatenate(column)
     except TypeError:
+        # numpy's words do not say which component; where kinds differ ours do.
         require_joint(column, np.dtype(object), path)
         raise
     require_joint(column, found.dtype, path)
@@ -200,9 +211,11 @@ class PaddedBatches(Batching):
         """Whether every length was given, whatever the elements are."""
         return self.shapes is not None and None not in _lengths(self.shapes)
 
-    def joined(self, chunk: list[Any]) -> Element:
-        elements = [self.source.one(item) for item in chunk]
-        stacked([mapped(_no_shape, element) for element in elements])  # alike?
+    def join_batch(self, chunk: list[Any]) -> Element:
+        elements = [self.source.element_of(item) for item in chunk]
+        # Refuses elements of different kinds or structures. Their lengths may differ,
+        # so leaves are compared as scalars of their dtypes.
+        stacked([mapped(_no_shape, element) for element in elements])
         found = [dict(leaves(element)) for element in elements]
         shapes = self._per_leaf(elements[0], self.shapes, "padded_shapes")
         values = self._per_leaf(elements[0], self.values, "padding_values")
@@ -217,7 +230,8 @@ class PaddedBatches(Batching):
         if source is None:
             return None
         shapes = iter(self._per_leaf(source, self.shapes, "padded_shapes"))
-        is_known = self.source.spec(unknown) is not None  # not of one element alone
+        # A look at one element says nothing of the lengths of others.
+        is_known = self.source.spec(unknown) is not None
 
         def padded(leaf: TensorSpec) -> TensorSpec:
             shape = next(shapes)
@@ -238,6 +252,7 @@ class PaddedBatches(Batching):
 def _flatten(
     element: Element, given: Any, name: str, path: str, out: list[Any]
 ) -> None:
+    # One value or shape for all leaves is handed down to each.
     is_whole = given is None or _is_scalar(given)
     if isinstance(element, dict):
         alike = isinstance(given, dict) and given.keys() == element.keys()
@@ -297,6 +312,7 @@ def _sizes(shape: Any) -> tuple[int | None, ...]:
 
 
 def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndarray:
+    """Stacks one component of several elements, filled up to one shape."""
     arrays = [_as_array(leaf) for leaf in column]
     found = {array.ndim for array in arrays}
     if len(found) > 1:
@@ -311,15 +327,17 @@ def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndar
     filler = _filler(value, dtype, path)
     if dtype.kind == "U":  # as long as the text that fills it up, if that is longer
         dtype = np.result_type(dtype, np.asarray(filler).dtype)
+    # Filled as a whole, then overwritten: one call, whatever the number of gaps.
     batch = np.full((len(arrays), *target), filler, dtype)
     for number, array in enumerate(arrays):
         filled: tuple[Any, ...] = (number, *map(slice, array.shape))
+        # A scalar as such: in an array of objects an array of no axes stays an array.
         batch[filled] = array if array.ndim else array[()]
     return batch
 
 
 def _as_array(leaf: Any) -> np.ndarray:
-    if is_record(leaf):
+    if is_record(leaf):  # as an object: numpy's "S" drops zeros at the end
         leaf = np.array(leaf, object)
     return np.asarray(leaf)
 
@@ -352,7 +370,12 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
     if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
         return value
     is_date = array.dtype.kind == dtype.kind and dtype.kind in "mM"
-    cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
+    # NaT is unequal to itself: `lossless_cast` would take it for a changed value.
+    cast = (
+        array.astype(dtype)
+        if is_date and np.isnat(array)
+        else lossless_cast(array, dtype)
+    )
     if array.dtype.kind == "c" and dtype.kind != "c":
         cast = None  # also without an imaginary part, as in TF
     if cast is None:

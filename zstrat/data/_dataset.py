@@ -16,15 +16,18 @@ import numpy as np
 
 from . import _passes as passes
 from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
+from ._cached import Cached
+from ._elements import ending
 from ._leased import LeasedSource
 from ._lineage import Hinted, Opted, options_of
 from ._parallel import threads_of
 from ._position import DatasetIterator
 from ._replica_rows import SHARD_HINT, Options
 from ._several import Concatenated, Interleaved
+from ._shuffled import Shuffled, first_element_spec
 from ._sources import Sources
-from ._spec import common_spec, unknown
-from ._whole_passes import Cached, Shuffled, folded, looked_at
+from ._spec import cast_state, common_spec, state_dtypes, unknown
+from ._tree import owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,6 +80,7 @@ class Dataset(Sources):
                 to give. Or an argument is wrong.
         """
         leased = LeasedSource(source, batch, shuffle_seed, epochs, drop_remainder)
+        # Now, on the machine of the user: workers would fail one after the other.
         leased.check()
         return cls(IndexedPass(leased))
 
@@ -128,7 +132,9 @@ class Dataset(Sources):
         _at_least("buffer_size", buffer_size, 1)
         drawn = seed is None and not reshuffle_each_iteration
         if drawn:
-            seed = secrets.randbits(63)  # one order, and it is for every pass
+            # One order for every pass: drawn now, and noted as drawn, since other
+            # processes that make the same dataset draw another one.
+            seed = secrets.randbits(63)
         how = (buffer_size, seed, reshuffle_each_iteration)
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
@@ -151,7 +157,7 @@ class Dataset(Sources):
                 f"index must be between 0 and {num_shards - 1} (currently index "
                 f"= {index}, num_shards = {num_shards})."
             )
-        return Dataset(self._recipe.part(num_shards, index))
+        return Dataset(self._recipe.shard(num_shards, index))
 
     def map(
         self,
@@ -219,6 +225,7 @@ class Dataset(Sources):
         """
         del deterministic
         _require_callable("map_func", map_func)
+        # As many datasets are open as are read side by side, or two.
         calls = threads_of(num_parallel_calls)
         length = (calls or 2) if cycle_length in (None, AUTOTUNE) else cycle_length
         block = 1 if block_length is None else block_length
@@ -253,6 +260,7 @@ class Dataset(Sources):
             raise TypeError(
                 f"`concatenate` takes a zs.data.Dataset, got {type(dataset).__name__}"
             )
+        # Without a look: it would draw an element of both, and run their functions.
         ours, theirs = (each.recipe.spec(unknown) for each in (self, dataset))
         if ours is not None and theirs is not None:
             common_spec(ours, theirs)
@@ -299,6 +307,7 @@ class Dataset(Sources):
             ValueError: A size is not positive, or there is none; while iterating: as
                 `unbatch`, or batches differ in structure or in the shape of their rows.
         """
+        # An integer of numpy has no length; anything else is a sequence of sizes.
         is_one = isinstance(batch_size, int | np.integer)
         sizes = tuple(map(index, [batch_size] if is_one else batch_size))  # type: ignore[arg-type]
         if not sizes:
@@ -350,7 +359,13 @@ class Dataset(Sources):
             raise ValueError(
                 "reduce() of an infinite dataset would not end: take() some elements"
             )
-        return folded(iter(self), initial_state, reduce_func)
+        state = first = owned(initial_state)
+        dtypes = state_dtypes(first)
+        with ending(iter(self)) as elements:
+            for number, element in enumerate(elements):
+                reduced = owned(reduce_func(state, element))
+                state = cast_state(reduced, first, dtypes, number)
+        return state
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Makes up to ``buffer_size`` elements ahead, on its own thread, which ends
@@ -419,7 +434,7 @@ class Dataset(Sources):
         Raises:
             OutOfRangeError: It is not known, and there is no element to inspect.
         """
-        return self._recipe.spec(looked_at)
+        return self._recipe.spec(first_element_spec)
 
     def __iter__(self) -> DatasetIterator:
         """Returns a fresh pass, whose place a `zs.Checkpoint` can save.
@@ -449,6 +464,7 @@ class Dataset(Sources):
         return size
 
     def __bool__(self) -> bool:
+        # Else Python would ask `__len__`, which raises where the length is not known.
         return True
 
     def __repr__(self) -> str:

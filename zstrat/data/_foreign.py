@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from ._leaves import SCALARS, Array, ending, require_data
+from ._elements import ending
+from ._leaves import SCALARS, Array, require_data
 from ._passes import INFINITE, UNKNOWN, Recipe
 from ._replica_rows import AutoShardPolicy
 from ._spec import common_first_axis
@@ -60,7 +61,7 @@ class Foreign(Recipe):
     def size(self) -> int:
         return self.count
 
-    def chance(self) -> str:
+    def why_order_varies(self) -> str:
         if self.is_read_once:
             return (
                 "its data are an iterator, which can be read once. Make them by "
@@ -89,6 +90,8 @@ def foreign(source: Iterable[Any]) -> Foreign:
     Raises:
         TypeError: It cannot be iterated.
     """
+    # Looked up, not imported: an object of a library is here only if somebody has
+    # imported that, and importing TensorFlow takes seconds.
     grain: Any = sys.modules.get("grain")
     if isinstance(source, TensorFlowDataset):
         return _of_tensorflow(source)
@@ -104,6 +107,7 @@ def foreign(source: Iterable[Any]) -> Foreign:
             "arrays (a dict or tuple of them), or any iterable of batches; got "
             f"{type(source).__name__}"
         )
+    # Not steady: a loader may write its next batch into the memory of the last one.
     return Foreign(source.__iter__, is_read_once=isinstance(source, Iterator))
 
 

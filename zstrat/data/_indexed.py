@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 import numpy as np
 
 from ._batches import IndexedPass, Rebatched, Unbatched
+from ._cached import Cached
+from ._elements import ClosingIterator
 from ._foreign import is_huggingface
-from ._leaves import Array, ClosingIterator
+from ._leaves import Array
 from ._lineage import Opted
 from ._parallel import in_order, numbered
 from ._passes import (
@@ -33,9 +35,9 @@ from ._passes import (
     Rows,
     SlicedPass,
 )
+from ._shuffled import Shuffled
 from ._sources import Sources
 from ._tree import as_element, gathered, leaves, mapped, stacked
-from ._whole_passes import Cached, Shuffled
 from .files import ParquetRows, Records, TableRows
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ def indexed(source: object) -> IndexedRows:
             "an IterableDataset of HuggingFace has no index: load it without "
             "streaming=True, or give zs.data.Dataset.from_parquet of its files"
         )
+    # A dict or tuple has a length and an index, too: it is a structure of arrays first.
     if isinstance(source, Sources):
         return _of_recipe(source.recipe)
     if isinstance(source, dict | tuple | Array):
@@ -117,6 +120,8 @@ def _of_recipe(recipe: Recipe) -> IndexedRows:
             return _Tables(recipe)
         case Records():
             return _RecordFiles(recipe)
+    # What remains changes the order or the number of examples, which leases decide: an
+    # argument of the leased dataset does the same.
     for kinds, what, remedy in _REMEDIES:
         if isinstance(recipe, kinds):
             raise ValueError(f"{what} in a dataset that is leased: {remedy}")
@@ -192,6 +197,7 @@ class _Items(IndexedRows):
     def read(self, block: int, rows: np.ndarray) -> Element:
         if self._takes_several:
             return as_element(self._data[rows.tolist()])
+        # Python's integers, which every class with an index takes.
         items = [self._data[row] for row in rows.tolist()]
         for item, row in zip(items, rows.tolist(), strict=True):
             if item is None:  # what a filter of grain leaves
@@ -217,6 +223,7 @@ class _Mapped(IndexedRows):
         return self._source.blocks
 
     def read(self, block: int, rows: np.ndarray) -> Element:
+        # Read as one batch, and mapped row by row: a file or table is opened once.
         batch = self._source.read(block, rows)
         each = (_row(batch, at) for at in range(len(rows)))
         if self._threads:
@@ -239,6 +246,7 @@ class _Sliced(IndexedRows):
     @cached_property
     def _ranges(self) -> list[range]:
         """The rows that are left of each block."""
+        # What is skipped or taken is counted through all blocks.
         ranges, start, stop = [], self._start, self._stop
         for size in self._source.blocks:
             ranges.append(range(size)[start:stop])
@@ -273,8 +281,10 @@ class _Tables(IndexedRows):
         return tuple(len(next(leaves(table.arrays))[1]) for table in tables)
 
     def read(self, block: int, rows: np.ndarray) -> Element:
+        # Taken out and put back, so that the first of the dict was unused the longest.
         table = self._open.pop(block, None)
         if table is None:
+            # Every n-th file of n, from this one on, is this one alone.
             (table,) = self._recipe.every(len(self.blocks), block).tables()
         self._open[block] = table
         if len(self._open) > OPEN_TABLES:
@@ -301,12 +311,14 @@ class _RecordFiles(IndexedRows):
         )
 
     def read(self, block: int, rows: np.ndarray) -> Element:
+        # The rows are consecutive: this is read in order alone (`is_sequential`).
         start, count = int(rows[0]), len(rows)
         if block != self._block or start < self._at:
             self.close()
             self._block, self._at, self._records = block, 0, self._of(block)
         skipped = start - self._at
         records = list(islice(self._records, skipped, skipped + count))
+        # A file that is shorter than when it was counted would give small batches.
         self._at = start + count
         if len(records) < count:
             raise ValueError(
@@ -314,7 +326,7 @@ class _RecordFiles(IndexedRows):
                 f"its dataset was built, and ends before number {self._at} now: give "
                 "files that nobody writes to"
             )
-        return self._recipe.many(records)
+        return self._recipe.batch_of(records)
 
     def close(self) -> None:
         if isinstance(self._records, ClosingIterator):

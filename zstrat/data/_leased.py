@@ -56,19 +56,23 @@ class Permutation:
         if not 1 <= size <= MOST:
             raise ValueError(f"expected 1 to 2**62 examples, got {size}")
         self.size: Final = size
+        # As square as can be: the halves mix best, and few numbers are outside.
         self._a = math.isqrt(size - 1) + 1
         self._b = -(-size // self._a)
+        # SeedSequence, as seeds and epochs are small numbers that differ in few bits.
         self._keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers at these positions, which are int64 below ``size``."""
         found: np.ndarray = self._cipher(np.asarray(positions, np.uint64))
+        # Cycle walking: a number outside is enciphered again until it is inside. As the
+        # cipher is a permutation that ends, and no two positions meet.
         while (outside := found >= self.size).any():
             found[outside] = self._cipher(found[outside])
         return found.astype(np.int64)
 
     def _cipher(self, numbers: Any) -> Any:
-        """One application of the cipher on [0, a * b), uint64."""
+        """Applies the cipher once to numbers of [0, a * b), uint64."""
         sizes = np.uint64(self._a), np.uint64(self._b)
         left, right = numbers % sizes[0], numbers // sizes[0]
         for number, key in enumerate(self._keys):
@@ -167,6 +171,7 @@ class LeasedSource:
         function, or of files whose records have to be counted."""
         if self.epochs is None:
             return INFINITE
+        # A function is called where the examples are read, which need not be here.
         rows = None if callable(self.source) else indexed(self.source)
         if rows is None or rows.is_sequential:
             return UNKNOWN
@@ -218,7 +223,7 @@ class LeasedReader:
         order, ends = self._order_of(lease.epoch)
         at, stop = lease.start, lease.start + lease.size
         parts = []
-        while at < stop:
+        while at < stop:  # a lease may reach over the ends of blocks
             place = int(np.searchsorted(ends, at, "right"))
             block = int(order[place])
             first = int(ends[place]) - int(self._blocks[block])
@@ -242,6 +247,7 @@ class LeasedReader:
 
     def _permuted(self, epoch: int, block: int, start: int, stop: int) -> np.ndarray:
         """Returns the rows of a block at these positions."""
+        # Of a file that is read from its start only the blocks are permuted.
         if self._seed is None or self._rows.is_sequential:
             return np.arange(start, stop)
         first, last = start // CHUNK, (stop - 1) // CHUNK
@@ -251,6 +257,7 @@ class LeasedReader:
 
     def _chunk(self, epoch: int, block: int, number: int) -> np.ndarray:
         key = epoch, block, number
+        # Taken out and put back: the last one of the dict is the last that was used.
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             assert self._seed is not None
@@ -290,11 +297,13 @@ class LeasedElements:
 
     def expect_none(self) -> None:
         """Forgets the expected leases, as their steps were cancelled."""
+        # A read that is under way ends on its thread; nobody looks at its result.
         self._expected.clear()
         self._reading.clear()
 
     def begin(self, leases: Iterable[Lease]) -> None:
         """Yields the batches of these leases next, and no others."""
+        # A step before may have failed without drawing all of its own.
         self._given.clear()
         self._given.extend(leases)
 
@@ -317,7 +326,8 @@ class LeasedElements:
         if self._reader.is_quick:
             return self._reader.read(lease)
         reading, expected = self._reading, self._expected
-        # Steps run in order: those before it have failed without drawing.
+        # Steps run in order: those before it have failed without drawing, and what was
+        # read for them is dropped.
         if lease in reading:
             while (first := next(iter(reading))) != lease:
                 del reading[first]
@@ -326,7 +336,7 @@ class LeasedElements:
             while expected.popleft() != lease:
                 pass
         results = reading.pop(lease, None)
-        if results is None:  # or it comes before all that are expected
+        if results is None:  # read ahead too late, or before all that are expected
             results = self._begun(lease)
         self._read_ahead()
         return result_of(results)
@@ -344,6 +354,7 @@ class LeasedElements:
 
     def _begun(self, lease: Lease) -> Results:
         """Starts to read on the thread, which is the only one that uses the reader."""
+        # One thread, made when it is needed: the reader is not safe for two.
         if self._caller is None:
             self._caller = Callers(1)
         results: Results = SimpleQueue()

@@ -1,6 +1,4 @@
-"""Draws the elements of a pass, and checks their leaves.
-
-The leaves of an element are numbers, booleans, text, records, and arrays of them.
+"""The leaves of an element: numbers, booleans, text, records, and arrays of them.
 
 numpy wraps whatever else a source gives into an array of one object, and a step would
 take that for one of its constants. So it is refused where it enters, with its place,
@@ -11,174 +9,20 @@ imported it; else no class can be registered with it.
 
 Law of leaves: nothing is converted or copied, and arrays of other libraries are not
 read: they may be on a device.
-
-A pass can look ahead and take back (`Elements`). A worker must know the shape of the
-first element before the first step runs, and must return what a cancelled step has
-drawn; a plain Python iterator can do neither. The elements themselves are opaque here:
-any pytree of arrays.
-
-Law: an element that was drawn and put back is drawn again before any other, in the
-order of the first drawing. One thread uses an `Elements` at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections import deque
 from collections.abc import Iterator
-from types import GeneratorType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Generic,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from zstrat.errors import ClosedError, OutOfRangeError
+from ._elements import ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
-
-
-T = TypeVar("T")
-
-
-@runtime_checkable
-class ClosingIterator(Protocol):
-    """An iterator that holds something open: a generator, a prefetching thread."""
-
-    def close(self) -> None: ...
-
-
-@contextlib.contextmanager
-def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Closes the iterator at the end of the block, if it is one that can be closed.
-
-    A pass that is given up ends its sources one after the other by this, not by the
-    garbage collector's whim.
-    """
-    # Asked now: at the end of the interpreter nobody can answer.
-    closing = iterator if isinstance(iterator, ClosingIterator) else None
-    try:
-        yield iterator
-    finally:
-        if closing is not None:
-            closing.close()
-
-
-class Elements(Generic[T]):
-    """A peekable iterator with push-back over any iterable.
-
-    ``name`` stands in the errors. Iterating raises StopIteration at the end, as Python
-    wants it; `draw` and `peek` raise `OutOfRangeError`.
-    """
-
-    def __init__(self, source: Iterable[T], name: str = "the dataset") -> None:
-        try:
-            self._source: Iterator[T] = iter(source)
-        except TypeError as error:
-            raise TypeError(
-                f"{name} must be iterable (a Dataset, a generator, a list of batches); "
-                f"it is a {type(source).__name__}"
-            ) from error
-        self.name: Final = name
-        self._ready: Final[deque[T]] = deque()
-        self._broken: tuple[Exception, TracebackType | None] | None = None
-        self._ended = False
-        self._closed = False
-
-    def __iter__(self) -> Elements[T]:
-        return self
-
-    def __next__(self) -> T:
-        if self._ready:
-            return self._ready.popleft()
-        if self._closed:
-            raise ClosedError(f"{self.name} is closed: build its iterator again")
-        if self._ended:
-            raise StopIteration
-        return self._advance()
-
-    def draw(self) -> T:
-        """Returns the next element.
-
-        Raises:
-            OutOfRangeError: There are no more.
-            ClosedError: After `close`.
-            Exception: Whatever the source raised, unchanged. A source that can continue
-                after its error does; of one that cannot (a generator), every later draw
-                raises that error again rather than to pass for its end; `ClosedError`
-                where that was Ctrl-C.
-        """
-        try:
-            return next(self)
-        except StopIteration:
-            raise OutOfRangeError(
-                f"End of sequence: {self.name} is exhausted"
-            ) from None
-
-    def peek(self) -> T:
-        """Returns the next element, which stays the next one. Raises as `draw` does."""
-        element = self.draw()
-        self.unread(element)
-        return element
-
-    def unread(self, element: T) -> None:
-        """Puts back what was drawn last; of several, the last one first."""
-        if not self._closed:
-            self._ready.appendleft(element)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def close(self) -> None:
-        """Ends the pass and closes the source (a generator's ``finally`` runs)."""
-        if self._closed:
-            return
-        self._closed = True
-        self._ready.clear()
-        if isinstance(self._source, ClosingIterator):
-            self._source.close()
-
-    def replace(self, source: Iterator[T]) -> None:
-        """Switches to another source; drops elements prefetched from this one.
-        Not after `close`."""
-        self._ready.clear()
-        self._broken, self._ended = None, False
-        before, self._source = self._source, source
-        if isinstance(before, ClosingIterator):
-            before.close()
-
-    def _advance(self) -> T:
-        try:
-            element = next(self._source)
-        except StopIteration:
-            if self._broken is not None:
-                error, trace = self._broken
-                raise error.with_traceback(trace) from None
-            self._ended = True
-            raise
-        except Exception as error:  # to the thread that draws; kept for the next one
-            self._broken = (error, error.__traceback__)
-            raise
-        except BaseException as error:  # Ctrl-C, to the thread that draws
-            if isinstance(self._source, GeneratorType) and not self._source.gi_frame:
-                what = f"{type(error).__name__} in a draw has ended this pass"
-                ended = ClosedError(f"{self.name}: {what}: begin another one")
-                self._broken = (ended, None)
-            raise
-        self._broken = None
-        return element
-
 
 Element = Any
 """Nested dicts, tuples and other classes that jax knows as pytrees, with numpy arrays,
@@ -186,7 +30,9 @@ numpy scalars or `bytes` as leaves."""
 
 SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic
+"""Leaves that are data whatever they hold."""
 _NO_NODES: Final = _PLAIN | np.ndarray | list | None
+"""Types of which jax need not be asked; a list is one array here, and no structure."""
 _TEXT: Final = str | bytes | None
 """Objects that an array may hold: text and records, and None where one is missing.
 """
@@ -196,6 +42,7 @@ _DATA: Final = (
 )
 
 
+# These are known by their attributes: no library is imported to ask what something is.
 @runtime_checkable
 class Array(Protocol):
     """An array, numpy's or of another library."""
@@ -259,7 +106,7 @@ class Node(NamedTuple):
     paths: tuple[str, ...]
     children: tuple[Any, ...]
     treedef: Any
-    """Above the children, equal for objects of one class and one static part."""
+    """Equal for objects of one class and one static part."""
 
     def rebuilt(self, children: Iterable[Any]) -> Any:
         """Returns an object of the same kind with other children."""
@@ -270,13 +117,16 @@ def node_of(value: Any) -> Node | None:
     """Returns the object opened, if jax knows its class as a pytree; None for any
     other, for lists, which are one array, and for what is sparse or ragged. Dicts and
     tuples are not asked about."""
+    # The plain ones first: this is asked of each leaf of each element.
     if isinstance(value, _NO_NODES) or _is_of_jax(value):
         return None
     jax: Any = sys.modules.get("jax")
     if jax is None or isinstance(value, Iterator) or _is_sparse(value):
         return None
     flatten = jax.tree_util.tree_flatten_with_path
+    # One level: whatever is below the object itself counts as a leaf.
     found, treedef = flatten(value, lambda node: node is not value)
+    # jax gives back itself what it has no pytree class for.
     if len(found) == 1 and found[0][1] is value:
         return None
     paths = tuple([jax.tree_util.keystr(path) for path, _ in found])
@@ -303,7 +153,8 @@ def require_data(element: Element) -> None:
         TypeError: As `require_text`.
     """
     for path, node in _unjudged(element, ""):
-        for place, leaf in _opened(node, path, _is_iterator):
+        # jax warns of an iterator that it is to open: it is a leaf, and refused.
+        for place, leaf in _opened(node, path, lambda x: isinstance(x, Iterator)):
             if not _is_data(leaf):
                 raise _no_data(leaf, place)
 
@@ -372,6 +223,7 @@ def _advice(leaf: object) -> str:
 
 def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
     """Yields what is neither plain structure nor plainly data, with its place."""
+    # By exact type: a subclass of dict or tuple may be a pytree class of its own.
     kind = type(element)
     if kind is dict:
         for key, item in element.items():
@@ -416,8 +268,9 @@ def _is_data(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return not leaf.dtype.hasobject or _is_text(leaf)
     if isinstance(leaf, Array):
+        # By its dtype alone: to convert an array of a device would copy it.
         return not (isinstance(leaf, Specified) and leaf.dtype == object)
-    try:
+    try:  # the rest is what numpy reads without copying: bytearrays, mapped files
         memoryview(leaf)
     except TypeError:
         return False
@@ -427,11 +280,6 @@ def _is_data(leaf: Any) -> bool:
 def _is_text(array: Any) -> bool:
     is_plain = array.dtype.kind == "O"  # else a record of several fields
     return is_plain and all(isinstance(x, _TEXT) for x in array.flat)
-
-
-def _is_iterator(node: object) -> bool:
-    """jax warns of it, where it is to say whether that is a leaf."""
-    return isinstance(node, Iterator)
 
 
 _TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._batches import IndexedPass, PaddedBatches, Rebatched, Unbatched
+from ._cached import Cached
 from ._foreign import Foreign
 from ._passes import (
     INFINITE,
@@ -35,9 +36,9 @@ from ._passes import (
 )
 from ._replica_rows import AutoShardPolicy, Options
 from ._several import Concatenated, Interleaved, Several
+from ._shuffled import Shuffled
 from ._spec import common_first_axis, first_axis, unknown
 from ._tree import leaves
-from ._whole_passes import Cached, Shuffled
 from .files import Files
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Opted(Reordered):
         return self.source.elements()
 
     def without_first(self, count: int) -> Recipe:
-        return self.of(self.source.without_first(count))
+        return self.with_source(self.source.without_first(count))
 
 
 def options_of(recipe: Recipe) -> Options:
@@ -135,9 +136,11 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
         case Foreign():
             return KnownShapes(recipe.batch_size, ranks=recipe.ranks)
         case Several():
-            found = _of_several(recipe, [shapes_of(each) for each in recipe.sources])
+            found = _shapes_of_several(
+                recipe, [shapes_of(each) for each in recipe.sources]
+            )
         case Derived():
-            found = _of_one(recipe, shapes_of(recipe.source))
+            found = _shapes_of_one(recipe, shapes_of(recipe.source))
         case IndexedPass():
             source = recipe.source
             found = KnownShapes(source.batch, True, source.drop_remainder)
@@ -146,6 +149,7 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
             found = KnownShapes(common_first_axis(rows), True, True)
         case _:
             found = KnownShapes()
+    # A spec is never a guess, so it wins over what the operations say of shapes.
     spec = recipe.spec(unknown)
     if spec is None:
         return found
@@ -159,7 +163,7 @@ def shapes_of(recipe: Recipe) -> KnownShapes:
     )
 
 
-def _of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
+def _shapes_of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
     sizes = {each.batch_size for each in sources}
     are_whole = all(each.is_whole for each in sources)
     return KnownShapes(
@@ -171,10 +175,11 @@ def _of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
     )
 
 
-def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
+def _shapes_of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
     by_function = max(ShapePromise.AS_MADE, source.promise)
     match recipe:
         case Repeated() | Shuffled():
+            # A short last batch comes again in the middle, or anywhere.
             return replace(source, is_even=source.is_whole)
         case PassThrough():
             return source
@@ -187,10 +192,12 @@ def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
         case Unbatched():
             return KnownShapes(promise=ShapePromise.AS_MADE)
         case Interleaved():
+            # Known once a pass has called the function; until then it may be anything.
             made = recipe.made.last
             found = ShapePromise.ROWS if made is None else shapes_of(made).promise
             return KnownShapes(promise=max(ShapePromise.AS_MADE, found))
         case Batching():
+            # Unknown sizes are negative, too, and promise no whole last batch.
             size = recipe.source.size()
             divides = size == INFINITE or (size >= 0 and not size % recipe.batch_size)
             ranks = source.ranks
@@ -225,7 +232,8 @@ def is_steady(recipe: Recipe) -> bool:
             return recipe.is_steady
         case Reordered() | Prefetched() | Enumerated():
             return is_steady(recipe.source)
-        case Unbatched() | Rebatched():  # views of them
+        # They yield views of the elements of their source.
+        case Unbatched() | Rebatched():
             return is_steady(recipe.source)
         case Several():
             return all(map(is_steady, recipe.sources))
@@ -238,7 +246,7 @@ def is_fresh(recipe: Recipe) -> bool:
     match recipe:
         case Batched():
             return True
-        case Filtered():  # a function of the user has seen it
+        case Filtered():  # the predicate has seen it, and may have kept it
             return False
         case Reordered() | Prefetched():
             return is_fresh(recipe.source)
@@ -267,8 +275,10 @@ def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
             return source.every(workers, worker)
         assert isinstance(source, Concatenated)
         shards: list[Recipe] = []
+        # File i of all goes to worker ``i % workers``: each source begins where the
+        # count of the files before it has come to.
         before = 0
-        for each in source.sources:  # the files of all are counted through
+        for each in source.sources:
             shards.append(for_files(each, workers, (worker - before) % workers))
             before += file_count(each) or 0
         return replace(source, sources=tuple(shards))
@@ -287,7 +297,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     """
     if workers == 1:
         return _unhinted(recipe)
-    if not any(isinstance(each, Hinted) for each in _line(recipe)):
+    if not any(isinstance(each, Hinted) for each in _chain(recipe)):
         raise ValueError(
             "AutoShardPolicy.HINT: the dataset does not say where to shard it: call "
             "dataset.shard(zs.data.SHARD_HINT, zs.data.SHARD_HINT) at that place "
@@ -296,7 +306,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
     def sharded(hint: Recipe) -> Recipe:
         assert isinstance(hint, Hinted)
-        return hint.source.part(workers, worker)
+        return hint.source.shard(workers, worker)
 
     place = workers, worker
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded, place)
@@ -307,8 +317,9 @@ def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
     by number, so that all workers have to see these in one order; None: no elements
     are."""
     if policy is AutoShardPolicy.HINT:
-        hints = (n for n, each in enumerate(_line(recipe)) if isinstance(each, Hinted))
+        hints = (n for n, each in enumerate(_chain(recipe)) if isinstance(each, Hinted))
         return next(hints, None)
+    # DATA shards the elements that come out; files are sharded as a whole, in no order.
     return 0 if policy is AutoShardPolicy.DATA else None
 
 
@@ -354,7 +365,7 @@ def walk(recipe: Recipe) -> Iterator[Recipe]:
             yield from walk(source)
 
 
-def _line(recipe: Recipe) -> Iterator[Recipe]:
+def _chain(recipe: Recipe) -> Iterator[Recipe]:
     """Yields the recipe and what it is made of, up to where that is several."""
     yield recipe
     while isinstance(recipe, Derived):
@@ -363,7 +374,7 @@ def _line(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _source(recipe: Recipe) -> Recipe:
-    *_, source = _line(recipe)
+    *_, source = _chain(recipe)
     return source
 
 
@@ -378,7 +389,7 @@ def _rewritten(
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
-    changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
+    changed = recipe.with_source(_rewritten(recipe.source, is_wanted, change, place))
     # Workers have different data there: no cache may serve two of them.
     return changed.shared(*place) if isinstance(changed, Cached) else changed
 
@@ -386,4 +397,4 @@ def _rewritten(
 def _unhinted(recipe: Recipe) -> Recipe:
     if isinstance(recipe, Hinted):
         return _unhinted(recipe.source)
-    return recipe.of_each(_unhinted)
+    return recipe.map_sources(_unhinted)

@@ -29,7 +29,7 @@ import numpy as np
 
 from zstrat.threads import SteadyThread
 
-from ._leaves import ending
+from ._elements import ending
 from ._spec import spec_of
 from ._tree import as_element
 
@@ -124,12 +124,15 @@ class _Buffer:
         raise error.with_traceback(trace)  # not one frame longer at each read
 
     def close(self) -> bool:
-        """False if it was closed before, as all are when the interpreter ends: later
-        the modules that it needs may be gone."""
+        """Closes the buffer for both threads. Returns False if it was closed before, as
+        all are when the interpreter ends: later the modules that it needs may be
+        gone."""
         if self._is_closed:
             return False
+        # The mark first: there may be room left, and a thread that gets it has to see
+        # that its item is not wanted.
         self._is_closed = True
-        self._room.put(False)
+        self._room.put(False)  # wakes the thread that waits for room
         with contextlib.suppress(Empty):
             while True:
                 self._items.get_nowait()
@@ -153,7 +156,9 @@ class Prefetcher:
         self._thread: Final = SteadyThread(
             context.run, (_fill, source, self._buffer), name="zstrat prefetch"
         )
+        # Of the buffer, not of this object: a finalizer must not keep it alive.
         weakref.finalize(self, self._buffer.close)
+        # Before the start: the interpreter may end at any time after it.
         _RUNNING[self._thread] = self._buffer
         self._thread.start()
 
@@ -170,6 +175,7 @@ class Prefetcher:
 
 
 def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
+    # Closed here, on its own thread: a generator must not be closed while it runs.
     try:
         with ending(source):
             for item in source:
@@ -203,17 +209,20 @@ def in_order(
     is_ordered: bool,
     start: int = 0,
 ) -> Iterator[Any]:
-    """``function(number, element)`` of each element of the source, whose first has the
-    number ``start``.
+    """Yields ``function(number, element)`` of each element of the source, the first of
+    which has the number ``start``; calls ``threads`` at a time.
 
     An error is raised in the place of its element, or as soon as it is there if the
     order does not count. Closing waits for calls that run, some seconds at most, and
     begins no others.
     """
+    # In order each call has its own queue of results, which are read one after the
+    # other; else all share one, and the first result that is there is the next.
     pending: deque[Results] = deque()
     shared: Results = SimpleQueue()
     with contextlib.ExitStack() as stack:
         elements = enumerate(stack.enter_context(ending(source)), start)
+        # Closed before the source: a call that runs may still use its elements.
         callers = Callers(threads)
         stack.callback(callers.close)
         while True:
@@ -287,6 +296,8 @@ class Callers:
         stopped before, as all are when the interpreter ends."""
         if self._is_ended:
             return False
+        # The mark first: `call` looks at it after it has put a call into the queue, so
+        # a call is dropped there or here, and no reader waits for one in vain.
         self._is_ended = True
         with contextlib.suppress(Empty):
             while (waiting := self._calls.get_nowait()) is not None:
@@ -301,6 +312,7 @@ class Callers:
             self.join(time.monotonic() + GOODBYE)
 
     def join(self, deadline: float) -> None:
+        """Waits until ``deadline`` (monotonic seconds) for all threads to end."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -328,6 +340,7 @@ def _end_all() -> None:
     """Ends the threads before the interpreter does: it would tear a thread out of jax's
     C++, which ends the process with an error."""
     running, left = list(_RUNNING.items()), list(_OPEN)
+    # All are asked to end before any is waited for: they share one deadline.
     for _, buffer in running:
         buffer.close()
     for callers in left:
@@ -345,8 +358,8 @@ atexit.register(_end_all)
 def numbered(
     call: Callable[[Any], Any], what: str, function: Callable[..., Any]
 ) -> Callable[[int, Any], Any]:
-    """``call``, whose errors say in a note which element it was, and where the user's
-    function was then. Their type and words stay."""
+    """Wraps ``call`` so that its errors get a note of which element it was, and at
+    which line of the user's function. Their type and words stay."""
 
     def named(number: int, element: Any) -> Any:
         try:
@@ -372,6 +385,7 @@ def _line(function: Any, error: BaseException) -> str:
     """Returns the line of the user's function that failed, not one that it called."""
     code = getattr(function, "__code__", None)
     trace = error.__traceback__
+    # The outermost frame of the function: a recursive one is at the user's line there.
     while trace is not None:
         if trace.tb_frame.f_code is code:
             return f"{code.co_filename}:{trace.tb_lineno}"

@@ -1,15 +1,15 @@
 """The operations of a dataset, each as a value that can be passed over again and again.
 
-A `Recipe` yields *items*; ``one`` makes the element of an item and ``many`` the batch
-of several. Over arrays in memory an item is only a row number, so that shuffling,
-repeating and sharding move integers, and a batch is one gather per array instead of
-hundreds of slices and a stack. Whatever looks at elements (`MappedPass`, `Batched`)
-makes them first; from there on an item is its own element.
+A `Recipe` yields *items*; `Recipe.element_of` makes the element of an item, and
+`Recipe.batch_of` the batch of several. Over arrays in memory an item is only a row
+number, so that shuffling, repeating and sharding move integers, and a batch is one
+gather per array instead of hundreds of slices and a stack. Whatever looks at elements
+(`MappedPass`, `Batched`) makes them first; from there on an item is its own element.
 
-The law: a pass is begun once, by `Recipe.begun`, in the thread that asks for it; it
-shares nothing with other passes but the count that gave it its number, and is the same
-whenever, and in whatever thread, its items are made. Nobody writes to an element that
-it has yielded.
+The law: a pass is begun once, by `Recipe.begin_pass`, in the thread that asks for it;
+it shares nothing with other passes but the count that gave it its number, and is the
+same whenever, and in whatever thread, its items are made. Nobody writes to an element
+that it has yielded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
 
-from ._leaves import ending
+from ._elements import ending
 from ._parallel import Prefetcher, in_order, numbered
-from ._spec import TensorSpec, fitted, leaf_spec, row_spec, stacked_spec
+from ._spec import TensorSpec, cast_to_signature, leaf_spec, row_spec, stacked_spec
 from ._tree import gathered, mapped, owned, stacked
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def items(self) -> Iterator[Any]:
-        """Returns the items of the pass that was begun, from the first."""
+        """Returns the items of the pass that was begun, from the first one."""
 
     @abc.abstractmethod
     def size(self) -> int:
@@ -56,61 +56,63 @@ class Recipe(abc.ABC):
         ``look``, which may draw one."""
         return look(self)
 
-    def part(self, parts: int, index: int) -> Recipe:
-        """Returns one of the parts that together are all items: every ``parts``-th,
-        unless the source says what else is better read apart."""
+    def shard(self, parts: int, index: int) -> Recipe:
+        """Returns shard ``index`` of ``parts``: every ``parts``-th item, unless the
+        source is better cut otherwise, as a file into row groups."""
         return SlicedPass(self, start=index, step=parts)
 
-    def of_each(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+    def map_sources(self, change: Callable[[Recipe], Recipe]) -> Recipe:
         """Returns the recipe over changed sources; itself, if it has none."""
         del change
         return self
 
-    def apart(self) -> Recipe:
-        """Returns the recipe with its own count of passes, which other readers of it do
-        not change: for processes that have to agree about the numbers of their
-        passes."""
-        return self.of_each(lambda source: source.apart())
+    def with_own_count(self) -> Recipe:
+        """Returns the recipe with its own count of passes, which other readers of the
+        dataset do not advance: processes that share it out have to agree about the
+        numbers of their passes."""
+        return self.map_sources(lambda source: source.with_own_count())
 
-    def first(self) -> Recipe:
-        """Returns the recipe, begun, as if nobody had passed over it before."""
-        return self.of_each(lambda source: source.first())
+    def first_pass(self) -> Recipe:
+        """Returns the recipe, begun, as if it had never been iterated before."""
+        return self.map_sources(lambda source: source.first_pass())
 
-    def begun(self) -> Recipe:
-        """Returns the recipe as a pass that begins now: it has its number among the
-        passes."""
-        return self.of_each(lambda source: source.begun())
+    def begin_pass(self) -> Recipe:
+        """Returns the recipe as a pass that begins now, with the next number of a
+        pass."""
+        return self.map_sources(lambda source: source.begin_pass())
 
-    def again(self, number: int) -> Recipe:
-        """Returns the recipe, begun, as the repeat of this number within its pass."""
-        return self.of_each(lambda source: source.again(number))
+    def as_repeat(self, number: int) -> Recipe:
+        """Returns the begun recipe as repeat ``number`` within its pass."""
+        return self.map_sources(lambda source: source.as_repeat(number))
 
     def without_first(self, count: int) -> Recipe:
-        """Returns the recipe, begun, without its first elements, of which as few as may
-        be are made. It cannot be begun or repeated again."""
+        """Returns the begun recipe without its first ``count`` elements, making as few
+        of these as possible. It cannot be begun or repeated again."""
         return SlicedPass(self, start=count) if count else self
 
-    def chance(self) -> str:
-        """Returns why a pass with the same numbers may come in another order, as text
-        for the user; "" if none does, as far as the recipe shows."""
+    def why_order_varies(self) -> str:
+        """Returns why a pass may come in another order although its numbers are the
+        same, as text for the user; "" if the recipe shows no reason."""
         return ""
 
-    def one(self, item: Any) -> Element:
+    def element_of(self, item: Any) -> Element:
+        """Makes the element of an item; for most recipes they are the same."""
         return item
 
-    def many(self, items: list[Any]) -> Element:
+    def batch_of(self, items: list[Any]) -> Element:
+        """Makes one batch of the elements of several items."""
         return stacked(items)
 
     def elements(self) -> Iterator[Element]:
         """Yields the elements of the pass that was begun, from the first."""
         with ending(self.items()) as items:
             for item in items:
-                yield self.one(item)
+                yield self.element_of(item)
 
 
 class Derived(Recipe):
-    """Made of one other recipe; has as many items, unless the subclass says another
-    number."""
+    """A recipe made of one other; it has as many items, unless the subclass says
+    otherwise."""
 
     __slots__ = ()
 
@@ -119,18 +121,19 @@ class Derived(Recipe):
     def size(self) -> int:
         return self.source.size()
 
-    def chance(self) -> str:
-        return self.source.chance()
+    def why_order_varies(self) -> str:
+        return self.source.why_order_varies()
 
-    def of(self, source: Recipe) -> Self:
-        """This operation over another recipe."""
+    def with_source(self, source: Recipe) -> Self:
+        """Returns this operation over another recipe."""
+        # Itself where nothing changed: a `Cached` of it keeps its elements by that.
         if source is self.source:
             return self
         changed: Self = replace(self, source=source)  # type: ignore[type-var]
         return changed
 
-    def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
-        return self.of(change(self.source))
+    def map_sources(self, change: Callable[[Recipe], Recipe]) -> Self:
+        return self.with_source(change(self.source))
 
 
 class PassThrough(Derived):
@@ -147,11 +150,11 @@ class Reordered(PassThrough):
 
     __slots__ = ()
 
-    def one(self, item: Any) -> Element:
-        return self.source.one(item)
+    def element_of(self, item: Any) -> Element:
+        return self.source.element_of(item)
 
-    def many(self, items: list[Any]) -> Element:
-        return self.source.many(items)
+    def batch_of(self, items: list[Any]) -> Element:
+        return self.source.batch_of(items)
 
 
 @final
@@ -172,10 +175,10 @@ class Rows(Recipe):
         del look
         return row_spec(mapped(leaf_spec, self.arrays))
 
-    def one(self, item: int) -> Element:
+    def element_of(self, item: int) -> Element:
         return mapped(lambda array: array[item], self.arrays)
 
-    def many(self, items: list[int]) -> Element:
+    def batch_of(self, items: list[int]) -> Element:
         return gathered(self.arrays, np.array(items))
 
 
@@ -214,10 +217,10 @@ class Counted(Recipe):
         del look
         return TensorSpec((), np.int64)
 
-    def one(self, item: int) -> Element:
+    def element_of(self, item: int) -> Element:
         return np.int64(item)
 
-    def many(self, items: list[int]) -> Element:
+    def batch_of(self, items: list[int]) -> Element:
         return np.array(items, np.int64)
 
 
@@ -234,9 +237,10 @@ class Generated(Recipe):
     def items(self) -> Iterator[Element]:
         with ending(iter(self.generator(*self.args))) as source:
             for number, element in enumerate(source):
+                # Before it is fitted: a generator may fill one buffer again and again.
                 fresh = owned(element)
                 if self.signature is not None:
-                    fresh = fitted(fresh, self.signature, number)
+                    fresh = cast_to_signature(fresh, self.signature, number)
                 yield fresh
 
     def size(self) -> int:
@@ -263,13 +267,13 @@ class MappedPass(Derived):
     in_order: bool = True
     start: int = 0
 
-    def chance(self) -> str:
+    def why_order_varies(self) -> str:
         if self.threads and not self.in_order:
             return (
                 "map(deterministic=False) gives elements as they are made. Leave "
                 "`deterministic` out"
             )
-        return self.source.chance()
+        return self.source.why_order_varies()
 
     def without_first(self, count: int) -> Recipe:
         fewer = self.source.without_first(count)
@@ -305,9 +309,10 @@ class Filtered(Reordered):
 
     def items(self) -> Iterator[Any]:
         judged = numbered(self._judged, "filter", self.predicate)
+        # Items, not elements, go on: a batch of what was kept is still one gather.
         with ending(self.source.items()) as items:
             for number, item in enumerate(items):
-                if judged(number, self.source.one(item)):
+                if judged(number, self.source.element_of(item)):
                     yield item
 
     def size(self) -> int:
@@ -315,6 +320,8 @@ class Filtered(Reordered):
 
     def _judged(self, element: Element) -> bool:
         answer = self.predicate(*arguments(element))
+        # Nothing else, though Python has a truth of it: an array of several, or a None
+        # of a function without `return`, is a mistake that would drop elements.
         is_bool = isinstance(answer, bool | np.bool_)
         if not is_bool:
             array = np.asarray(answer)
@@ -359,15 +366,16 @@ class Batching(Derived):
     def items(self) -> Iterator[Element]:
         with ending(self.source.items()) as items:
             while chunk := list(itertools.islice(items, self.batch_size)):
+                # Only the last chunk is short; the source is closed by `ending`.
                 if len(chunk) < self.batch_size and self.drop_remainder:
                     return
-                yield self.joined(chunk)
+                yield self.join_batch(chunk)
 
     def without_first(self, count: int) -> Recipe:
-        return self.of(self.source.without_first(count * self.batch_size))
+        return self.with_source(self.source.without_first(count * self.batch_size))
 
     @abc.abstractmethod
-    def joined(self, chunk: list[Any]) -> Element:
+    def join_batch(self, chunk: list[Any]) -> Element:
         """Returns the batch of these items of the source."""
 
     @property
@@ -377,7 +385,7 @@ class Batching(Derived):
 
     def size(self) -> int:
         size = self.source.size()
-        if size < 0:
+        if size < 0:  # infinite or unknown, as its source
             return size
         whole, rest = divmod(size, self.batch_size)
         return whole + (rest > 0 and not self.drop_remainder)
@@ -392,8 +400,8 @@ class Batched(Batching):
     batch_size: int
     drop_remainder: bool
 
-    def joined(self, chunk: list[Any]) -> Element:
-        return self.source.many(chunk)
+    def join_batch(self, chunk: list[Any]) -> Element:
+        return self.source.batch_of(chunk)
 
     def spec(self, look: Look) -> Spec:
         return stacked_spec(self.source.spec(look), self.rows)
@@ -420,8 +428,8 @@ class Repeated(Reordered):
             if self.times is not None and number >= self.times:
                 return
             empty = True
-            source = self.source.again(number)
-            if missing:
+            source = self.source.as_repeat(number)
+            if missing:  # of the first repeat here alone, which was partly read
                 source, missing = source.without_first(missing), 0
             with ending(source.items()) as items:
                 for item in items:
@@ -432,6 +440,7 @@ class Repeated(Reordered):
 
     def without_first(self, count: int) -> Recipe:
         size = self.source.size()
+        # Whole repeats are skipped by their number, if it is known how long one is.
         if size <= 0:
             return Reordered.without_first(self, count)
         start, missing = divmod(count, size)
@@ -461,6 +470,7 @@ class SlicedPass(Reordered):
             yield from itertools.islice(items, self.start, self.stop, self.step)
 
     def without_first(self, count: int) -> Recipe:
+        # Items are skipped at the source, where that may cost nothing.
         missing = self.start + count * self.step
         stop = None if self.stop is None else max(0, self.stop - missing)
         return SlicedPass(self.source.without_first(missing), 0, stop, self.step)
@@ -468,7 +478,7 @@ class SlicedPass(Reordered):
     def size(self) -> int:
         size = self.source.size()
         if size == INFINITE and self.stop is not None:
-            size = self.stop
+            size = self.stop  # an endless source has as many as are taken
         if size < 0:
             return size
         return len(range(size)[self.start : self.stop : self.step])
@@ -485,11 +495,13 @@ class Prefetched(PassThrough):
     def items(self) -> Iterator[Element]:
         return Prefetcher(self.source.elements(), self.buffer_size)
 
+    # Before the thread, not after it: what is skipped is not to be made first.
     def without_first(self, count: int) -> Recipe:
-        return self.of(self.source.without_first(count))
+        return self.with_source(self.source.without_first(count))
 
 
 def arguments(element: Element) -> tuple[Any, ...]:
     """Returns the arguments of a mapped function: as in TF, the components of a plain
     tuple."""
+    # A named tuple is one argument: the function reads its fields by their names.
     return element if type(element) is tuple else (element,)

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat.errors import ClosedError, InvalidArgumentError
 
 from ._batches import IndexedPass, Rebatched, Unbatched
-from ._leaves import Elements
+from ._cached import Cached
+from ._elements import Elements
 from ._lineage import walk
 from ._passes import Batching, Filtered
 from ._several import Interleaved
-from ._whole_passes import Cached, Shuffled
+from ._shuffled import Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -99,7 +100,7 @@ class Position:
         Raises:
             InvalidArgumentError: Another pass may have another order.
         """
-        if why := begun.chance():
+        if why := begun.why_order_varies():
             raise _unsaved(why)
         orders = tuple(
             (each.seed if each.is_drawn else None, each.order)
@@ -137,6 +138,7 @@ class Position:
         Raises:
             InvalidArgumentError: They have not one order.
         """
+        # A seed is in a place only if it was drawn, and each process has drawn its own.
         if any(seed is not None for seed, _ in self.orders):
             raise _unsaved(
                 "each process shuffles in its own order. Give shuffle the same "
@@ -151,6 +153,7 @@ class Position:
 
     def misfit(self, recipe: Recipe) -> str:
         """Says why it is not a place in the passes of the recipe; "" if it is one."""
+        # From the plainest difference to the subtlest: the first one is named.
         sizes = _sizes(recipe)
         if self.sizes and sizes != self.sizes:
             return (
@@ -174,7 +177,7 @@ class Position:
             )
         return ""
 
-    def passed(self, recipe: Recipe) -> Recipe:
+    def resumed_pass(self, recipe: Recipe) -> Recipe:
         """Returns the pass of ``recipe`` that this position is in, from its first
         element. Later passes of the recipe get later numbers."""
         orders = iter(self.orders)
@@ -182,15 +185,16 @@ class Position:
         def ordered(each: Recipe, is_counted: bool = True) -> Recipe:
             if isinstance(each, Shuffled):
                 seed, order = next(orders)
-                if is_counted:
+                if is_counted:  # so that the next pass here gets another order
                     each.passes.note(order)
-                each = each.ordered(seed, order)
+                each = each.with_order(seed, order)
             elif isinstance(each, Cached):
                 is_counted = False  # what is before it is passed over as if first
-            return each.of_each(lambda source: ordered(source, is_counted))
+            return each.map_sources(lambda source: ordered(source, is_counted))
 
-        # As if it were the first pass: to begin another would count it.
-        return ordered(recipe.first())
+        # Begun as the first pass, then numbered as in the position: `begin_pass` would
+        # take the next number, and count a pass that nobody reads.
+        return ordered(recipe.first_pass())
 
 
 @final
@@ -204,7 +208,9 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
 
     def __init__(self, recipe: Recipe, name: str = "the dataset") -> None:
         self._recipe: Final = recipe
-        self._begun = recipe.begun()
+        # Begun here, in the thread of the caller: it takes the number of the pass now,
+        # however late its elements are drawn.
+        self._begun = recipe.begin_pass()
         self._drawn = 0
         super().__init__(self._begun.elements(), name)
 
@@ -215,7 +221,7 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
 
     def unread(self, element: Element) -> None:
         super().unread(element)
-        self._drawn -= 1
+        self._drawn -= 1  # a saved place has it before it again
 
     def get_state(self) -> dict[str, Any]:
         return Position.of(self._begun, self._drawn).plain
@@ -225,7 +231,7 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
         position = Position.from_plain(state)
-        self._begun = position.passed(self._recipe)
+        self._begun = position.resumed_pass(self._recipe)
         self._drawn = position.drawn
         self.replace(self._begun.without_first(position.drawn).elements())
 
@@ -244,6 +250,7 @@ def _unsaved(why: str) -> InvalidArgumentError:
 
 def plain_place(place: DataclassInstance) -> dict[str, Any]:
     """Returns a place as JSON has it, by the names of its fields."""
+    # Through JSON: tuples become lists, as they are after a checkpoint was read.
     found: dict[str, Any] = json.loads(json.dumps(asdict(place)))
     return found
 
@@ -262,12 +269,13 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
 
 
 def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
-    """Returns its shuffles, the last one first."""
+    """Returns the shuffles of a recipe, the last one first."""
     return (each for each in walk(recipe) if isinstance(each, Shuffled))
 
 
 def _sizes(recipe: Recipe) -> tuple[int, ...]:
     found = (each.size() for each in walk(recipe))
+    # Runs of one size count once: a `map` or `prefetch` more keeps old places valid.
     return tuple(size for size, _ in itertools.groupby(found))
 
 

@@ -255,6 +255,7 @@ class BySizes(Cutter):
         self._whole: list[Piece] = []
         """The pieces of the next step that are complete."""
         self._begun: list[Span] = []
+        """The spans of the piece that is under way."""
         self._missing = next(self._sizes)
         """Rows that the piece that was begun still needs."""
 
@@ -279,6 +280,7 @@ class BySizes(Cutter):
     def finish(self) -> list[Cut]:
         pieces = [*self._whole, tuple(self._begun)] if self._begun else [*self._whole]
         self._whole, self._begun = [], []
+        # Pieces of no rows, of a batch smaller than its replicas, do not make a step.
         if not any(span.stop > span.start for piece in pieces for span in piece):
             return []
         last = pieces[-1][-1]
@@ -325,7 +327,7 @@ class ByPieces(Cutter):
     def take(self, rows: int) -> list[Cut]:
         self._number += 1
         if not rows:
-            return []
+            return []  # counted, as spans name batches by number, and no step
         pieces = [
             (Span(self._number, start, stop),)
             for start, stop in itertools.pairwise(self._ends(rows))
@@ -340,6 +342,7 @@ class ByPieces(Cutter):
             count, replicas = self._worker.count, self._worker.replicas
             sizes = batch_sizes_for_worker(rows, count, replicas, self._worker.index)
             return [*itertools.accumulate(sizes, initial=0)]
+        # Rounded up, as TF cuts: 5 rows for 4 replicas are 2, 2, 1, 0.
         size = -(-rows // self._pieces)
         return [min(rows, size * n) for n in range(self._pieces + 1)]
 

@@ -17,7 +17,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, final
 
-from ._leaves import ending
+from ._elements import ending
 from ._parallel import Prefetcher, numbered
 from ._passes import INFINITE, UNKNOWN, Derived, Recipe, arguments
 from ._spec import common_spec
@@ -40,11 +40,14 @@ class Several(Recipe):
     @abc.abstractmethod
     def size(self) -> int: ...
 
-    def chance(self) -> str:
-        return next(filter(None, (source.chance() for source in self.sources)), "")
+    def why_order_varies(self) -> str:
+        return next(
+            filter(None, (source.why_order_varies() for source in self.sources)), ""
+        )
 
-    def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
+    def map_sources(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
+        # Itself where nothing changed, as `Derived.with_source`.
         if all(new is old for new, old in zip(fresh, self.sources, strict=True)):
             return self
         changed: Self = replace(self, sources=fresh)  # type: ignore[type-var]
@@ -67,13 +70,16 @@ class Zipped(Several):
 
     def items(self) -> Iterator[tuple[Any, ...]]:
         with contextlib.ExitStack() as stack:
+            # All are closed, whichever ends first; `zip` would leave that to the
+            # garbage collector.
             passes = [stack.enter_context(ending(s.items())) for s in self.sources]
             yield from zip(*passes, strict=False)
 
     def without_first(self, count: int) -> Recipe:
-        return self.of_each(lambda source: source.without_first(count))
+        return self.map_sources(lambda source: source.without_first(count))
 
     def size(self) -> int:
+        # The shortest counts, and one of unknown size may be that.
         sizes = {source.size() for source in self.sources}
         if UNKNOWN in sizes:
             return UNKNOWN
@@ -85,12 +91,14 @@ class Zipped(Several):
             return None
         return mapped(lambda number: found[number], self.structure)
 
-    def one(self, item: tuple[Any, ...]) -> Element:
-        return mapped(lambda n: self.sources[n].one(item[n]), self.structure)
+    def element_of(self, item: tuple[Any, ...]) -> Element:
+        return mapped(lambda n: self.sources[n].element_of(item[n]), self.structure)
 
-    def many(self, items: list[tuple[Any, ...]]) -> Element:
+    def batch_of(self, items: list[tuple[Any, ...]]) -> Element:
         columns = list(zip(*items, strict=True))
-        return mapped(lambda n: self.sources[n].many(list(columns[n])), self.structure)
+        return mapped(
+            lambda n: self.sources[n].batch_of(list(columns[n])), self.structure
+        )
 
 
 @final
@@ -133,16 +141,18 @@ class Concatenated(Several):
             first = common_spec(first, other)
         return first
 
-    def one(self, item: tuple[int, Any]) -> Element:
+    def element_of(self, item: tuple[int, Any]) -> Element:
         number, inner = item
-        return self.sources[number].one(inner)
+        return self.sources[number].element_of(inner)
 
-    def many(self, items: list[tuple[int, Any]]) -> Element:
+    def batch_of(self, items: list[tuple[int, Any]]) -> Element:
+        # A batch within one source is gathered at once; only one across the end of a
+        # source is made of single elements.
         numbers = {number for number, _ in items}
         if len(numbers) > 1:
-            return stacked([self.one(item) for item in items])
+            return stacked([self.element_of(item) for item in items])
         (number,) = numbers
-        return self.sources[number].many([inner for _, inner in items])
+        return self.sources[number].batch_of([inner for _, inner in items])
 
 
 def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
@@ -153,6 +163,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
     """
     sources: list[Recipe] = []
 
+    # `mapped` goes through the leaves in order, so each index is that of its source.
     def number(leaf: Any) -> int:
         sources.append(recipe_of(leaf))
         return len(sources) - 1
@@ -165,7 +176,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
 
 @final
 class MadeRecipes:
-    """A record of the datasets that a function has made. A copy of it is empty."""
+    """Remembers which datasets a function has made. A copy of it is empty."""
 
     __slots__ = ("_found", "last")
 
@@ -177,11 +188,13 @@ class MadeRecipes:
     def note(self, recipe: Recipe) -> None:
         """Notes that the function has made the dataset."""
         # What it has made in its turn is known when all has been drawn from it.
-        self._found, self.last = self.chance(), recipe
+        self._found, self.last = self.why_order_varies(), recipe
 
-    def chance(self) -> str:
-        """See `Recipe.chance`; of one of them."""
-        return self._found or ("" if self.last is None else self.last.chance())
+    def why_order_varies(self) -> str:
+        """Returns `Recipe.why_order_varies` of the first of them that has a reason."""
+        return self._found or (
+            "" if self.last is None else self.last.why_order_varies()
+        )
 
     def __reduce__(self) -> tuple[type[MadeRecipes], tuple[()]]:
         return MadeRecipes, ()
@@ -205,12 +218,13 @@ class Interleaved(Derived):
     threads: int = 0
     made: MadeRecipes = field(default_factory=MadeRecipes, compare=False)
 
-    def chance(self) -> str:
-        return self.source.chance() or self.made.chance()
+    def why_order_varies(self) -> str:
+        return self.source.why_order_varies() or self.made.why_order_varies()
 
     def items(self) -> Iterator[Element]:
         opened = numbered(self._opened, "interleave", self.function)
         with contextlib.ExitStack() as stack, ending(self.source.elements()) as inputs:
+            # One stack a place: its dataset is closed when it ends, or with the pass.
             places = [contextlib.ExitStack() for _ in range(self.cycle_length)]
             for place in places:
                 stack.enter_context(place)
@@ -223,10 +237,10 @@ class Interleaved(Derived):
                     if number is None:
                         if all(each is None for each in reading):
                             return
-                        continue
+                        continue  # no input is left, and other places still read
                     # Shuffles get different orders by its number: a count that this
                     # advanced would make them depend on how far other passes are.
-                    current = opened(number, element).again(number).elements()
+                    current = opened(number, element).as_repeat(number).elements()
                     if at < self.threads:
                         current = Prefetcher(current, self.block_length)
                     reading[at] = current
@@ -244,12 +258,13 @@ class Interleaved(Derived):
 
     def _opened(self, element: Element) -> Recipe:
         made = self.function(*arguments(element))
-        recipe = getattr(made, "recipe", None)  # that of a dataset
+        # By attribute: `Dataset` is made of this module, and cannot be imported here.
+        recipe = getattr(made, "recipe", None)
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"
             )
-        recipe = recipe.first()
+        recipe = recipe.first_pass()
         self.made.note(recipe)
         return recipe

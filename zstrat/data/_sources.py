@@ -14,9 +14,9 @@ from . import _passes as passes
 from . import files
 from ._leaves import SCALARS, Assignable, node_of
 from ._several import zipped
+from ._shuffled import Shuffled
 from ._spec import signature_of
 from ._tree import as_element, leaves
-from ._whole_passes import Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +46,7 @@ class Sources:
         Raises:
             TypeError: An argument is not an integer, or it is a variable.
         """
+        # A variable has ``__index__``: `range` would silently take its value of now.
         _require_fixed(args)
         return cls(passes.Counted(range(*args)))
 
@@ -98,6 +99,7 @@ class Sources:
             ValueError: Nothing matches.
         """
         found = files.Listed(files.matching(file_pattern))
+        # None shuffles, as in TF.
         if shuffle is not None and not shuffle:
             return cls(found)
         return cls(Shuffled(found, found.size(), seed, reshuffle=True))
@@ -115,6 +117,7 @@ class Sources:
         _require_fixed(tensors)
         arrays = as_element(tensors)
         found = list(leaves(arrays))
+        # All is refused now: an error in a prefetching thread comes late and elsewhere.
         if not found:
             raise _empty(tensors)
         for path, array in found:
@@ -158,6 +161,7 @@ class Sources:
                 "`generator` must be a Python callable, called for each pass; got a "
                 f"{type(generator).__name__}"
             )
+        # None, without a signature, is a structure of no leaves: nothing is checked.
         signature = signature_of(output_signature)
         return cls(passes.Generated(generator, tuple(args), signature))
 
@@ -256,6 +260,7 @@ class Sources:
         if batch_size is not None:
             if batch_size < 1:
                 raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+            # One gather a batch, as items are only references to rows until then.
             recipe = passes.Batched(recipe, batch_size, drop_remainder=False)
         return cls(recipe)
 
@@ -296,6 +301,7 @@ def _empty(tensors: object) -> ValueError:
 def _recipe_of(leaf: Any) -> Recipe:
     if isinstance(leaf, Sources):
         return leaf.recipe
+    # Its own words, which TF has for a list: users mean a tuple.
     if isinstance(leaf, list):
         raise TypeError(
             "Invalid input to `zip`. Inputs are expected to be (nested) structures of "

@@ -62,6 +62,7 @@ class TensorSpec:
         dtype: Any = np.float32,
         name: str | None = None,
     ) -> None:
+        # Normalized, past the frozen class: equal specs compare equal however given.
         sizes = tuple(None if size is None else index(size) for size in shape)
         object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "dtype", _dtype(dtype))
@@ -88,7 +89,8 @@ def spec_of(element: Element) -> Spec:
 def leaf_spec(leaf: Any) -> TensorSpec:
     if is_record(leaf):
         return TensorSpec((), TEXT)
-    if isinstance(leaf, Specified):  # jax's, too, which are not read for it
+    # Arrays of jax, too: np.asarray would wait for a device, and copy from it.
+    if isinstance(leaf, Specified):
         return TensorSpec(leaf.shape, leaf.dtype)
     array = np.asarray(leaf)
     return TensorSpec(array.shape, array.dtype)
@@ -116,6 +118,7 @@ def first_axis(spec: Spec) -> int | None:
 def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | None:
     """Returns the first axis of all shapes. None if they differ in it, or one has none,
     or is not known itself (None), or there are no shapes."""
+    # Slices, as the shape of a scalar has no first entry.
     sizes = {None if shape is None else shape[:1] for shape in shapes}
     if len(sizes) != 1:
         return None
@@ -129,6 +132,7 @@ def common_spec(first: Spec, second: Spec) -> Spec:
     Raises:
         TypeError: They differ in structure, in the rank of a leaf, or in its dtype.
     """
+    # By path: dicts of the same keys may have another order.
     theirs = dict(leaves(second))
     merged: list[TensorSpec] = []
     for path, ours in leaves(first):
@@ -162,7 +166,7 @@ def signature_of(given: Any) -> Spec:
     return mapped(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), given)
 
 
-def fitted(element: Element, signature: Spec, number: int) -> Element:
+def cast_to_signature(element: Element, signature: Spec, number: int) -> Element:
     """Returns the element in the dtypes of its signature.
 
     Raises:
@@ -214,8 +218,8 @@ def _leaf(leaf: Any, spec: TensorSpec, number: int, path: str) -> Any:
     if cast is None:
         raise TypeError(
             f"{where} of dtype {found.dtype.name} where {spec.dtype.name} was "
-            f"expected, {lost(found.dtype, spec.dtype)}: yield that dtype, or change "
-            "the signature"
+            f"expected, {cast_refusal(found.dtype, spec.dtype)}: yield that dtype, or "
+            "change the signature"
         )
     return cast
 
@@ -224,7 +228,7 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
     """Returns the values in another dtype; None if they would be others there."""
     if dtype == TEXT:
         if array.dtype.kind == "S":
-            return array.astype(object)
+            return array.astype(object)  # each as `bytes`
         if array.dtype.kind != "U":
             return None
         encoded = np.vectorize(str.encode, otypes=[object])(array)
@@ -232,15 +236,17 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
     given, wanted = _kind(array.dtype), _kind(dtype)
     if given != wanted and not _is_wider(given, wanted):
         return None
-    cast = kept(array, dtype)
+    cast = lossless_cast(array, dtype)
     return cast if cast is None or cast.ndim else cast[()]
 
 
-def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """Numbers in another dtype, rounded where that has floats, as numpy and TensorFlow
-    round. None where they would be others: an integer that it does not have, a number
-    that would become infinite, a complex one that has no place."""
+def lossless_cast(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Casts numbers to another dtype, rounding to floats as numpy and TensorFlow do.
+
+    Returns None where a value would change otherwise: an integer that the dtype does
+    not have, a number that would become infinite, a complex one as a real one."""
     given, wanted = _kind(array.dtype), _kind(dtype)
+    # First by the dtypes alone; most casts need no look at their values.
     if (array.dtype.kind, dtype.kind) != (given, wanted):
         has_all = False  # nothing is known of the ranges of narrow floats
     elif given == wanted:
@@ -253,6 +259,7 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
         if array.imag.any():
             return None
         array = array.real
+    # Overflow is what is looked for below, and numpy's warning would come first.
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
     if wanted not in "fc" or given not in _NUMBERS:
@@ -264,7 +271,9 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """numpy's letter; "f" also for the narrow floats of jax, which numpy calls void."""
+    """Returns numpy's letter for the kind of a dtype; "f" also for jax's narrow floats,
+    which numpy calls void."""
+    # By name: ml_dtypes, which has them, need not be imported for numpy's own.
     is_narrow = dtype.name == "bfloat16" or dtype.name.startswith("float8")
     return "f" if is_narrow else dtype.kind
 
@@ -275,8 +284,8 @@ def _is_wider(given: str, wanted: str) -> bool:
     return is_known and _ORDER[given] <= _ORDER[wanted]
 
 
-def lost(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Says why `kept` refuses numbers."""
+def cast_refusal(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """Says why `lossless_cast` refuses numbers."""
     given, kind = _kind(found), _kind(wanted)
     if kind in "fc" and (given == kind or _is_wider(given, kind)):
         return "in which some of its values would be infinite"
@@ -293,4 +302,55 @@ def _dtype(given: Any) -> np.dtype[Any]:
     if given is bytes or given == "string":
         return TEXT
     dtype = np.dtype(given)
+    # numpy's dtypes of text have a length in them, which differs from batch to batch.
     return np.dtype(str) if dtype.kind == "U" else dtype
+
+
+def state_dtypes(first: Element) -> dict[str, np.dtype[Any]]:
+    """Returns the dtypes that every state of a reduction has, by path: the first's."""
+    return {path: _state_dtype(leaf) for path, leaf in leaves(first)}
+
+
+def cast_state(
+    state: Element, first: Element, dtypes: dict[str, np.dtype[Any]], number: int
+) -> Element:
+    """Returns the state after element ``number`` in the dtypes of the first state.
+
+    Raises:
+        TypeError: It has another structure, or values that its dtype cannot hold.
+    """
+    found = dict(leaves(state))
+    if found.keys() != dtypes.keys():
+        raise TypeError(
+            f"`reduce_func` returned another structure than `initial_state` has, at "
+            f"element {number}: {spec_of(state)!r}, after {spec_of(first)!r}"
+        )
+    cast = {p: _cast_leaf(leaf, dtypes[p], p, number) for p, leaf in found.items()}
+    # Mostly nothing was cast, and rebuilding a tree costs more than comparing leaves.
+    if all(cast[path] is leaf for path, leaf in found.items()):
+        return state
+    return with_leaves(state, cast.values())
+
+
+def _cast_leaf(leaf: Any, dtype: np.dtype[Any], path: str, number: int) -> Any:
+    found = _state_dtype(leaf)
+    if found == dtype:
+        return leaf
+    cast = None
+    if found.kind == dtype.kind or np.can_cast(found, dtype, "same_kind"):
+        cast = lossless_cast(np.asarray(leaf), dtype)
+    if cast is None:
+        raise TypeError(
+            f"`reduce_func` returned {found} at element {number}, where "
+            f"`initial_state` has {dtype}"
+            f"{f' (component {path})' if path else ''}, "
+            f"{cast_refusal(found, dtype)}: begin with a value of {found}, or convert "
+            "the result"
+        )
+    return cast[()]
+
+
+def _state_dtype(leaf: Any) -> np.dtype[Any]:
+    dtype = np.asarray(leaf).dtype
+    # Text may grow from state to state: numpy's dtype of it has the length in it.
+    return np.dtype(dtype.kind) if dtype.kind in "US" else dtype

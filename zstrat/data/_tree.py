@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 def as_element(value: object, path: str = "") -> Element:
-    """Returns the structure with every leaf as a numpy array, or as the record that it
-    is.
+    """Converts every leaf to a numpy array; single records stay `bytes`.
 
     Raises:
         ValueError: A leaf is not an array (a ragged list, say), or is a masked array,
@@ -35,6 +34,7 @@ def as_element(value: object, path: str = "") -> Element:
         TypeError: A leaf is an object that is neither a number nor text, or holds some;
             names its place, its type and what to give.
     """
+    # Records first: numpy makes text of fixed size of them, and cuts zeros at the end.
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, np.ndarray | np.generic):
@@ -76,6 +76,7 @@ def _converted(value: object, path: str) -> np.ndarray:
     where = f"component {path or 'of the dataset'} cannot be converted to an array"
     try:
         array = np.asarray(value)
+        # A list of `bytes` again, as objects: "S" has lost the zeros at their ends.
         has_records = array.dtype.kind == "S" and isinstance(value, list)
         return np.asarray(value, object) if has_records else array
     except ValueError as error:
@@ -87,7 +88,7 @@ def _converted(value: object, path: str) -> np.ndarray:
 
 
 def owned(value: object) -> Element:
-    """`as_element`, but with copies of the arrays that their maker may still write to.
+    """Does what `as_element` does, and copies arrays that others may still write to.
 
     A generator or a mapped function may fill one buffer again and again, while the
     elements wait in a shuffle's buffer, a batch, or a step that has not run.
@@ -96,6 +97,7 @@ def owned(value: object) -> Element:
 
 
 def own(leaf: Any) -> Any:
+    """Returns the leaf, or a copy if somebody may still write to its memory."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     memory: object = leaf
@@ -103,19 +105,20 @@ def own(leaf: Any) -> Any:
         if memory.flags.writeable:
             return np.array(leaf)
         memory = memory.base
+    # Memory that no array of numpy owns (a mapped file, a frame) counts as read-only.
     return leaf
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """Returns the array in the byte order of this machine, which jax takes alone;
-    itself, if it is so. Files of other machines have the other one."""
+    """Returns the array in this machine's byte order, the only one that jax takes;
+    files written on other machines may have the other one."""
     dtype = array.dtype
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def gathered(arrays: Element, rows: np.ndarray) -> Element:
-    """Returns the rows of these numbers, all of which are there, of every array: a
-    copy, where jax takes it as it is."""
+    """Returns these rows of every array, as copies that jax can use without another
+    one. All row numbers have to be valid."""
     return mapped(lambda array: _gathered(array, rows), arrays)
 
 
@@ -123,6 +126,7 @@ def _gathered(array: Any, rows: np.ndarray) -> Any:
     is_plain = isinstance(array, np.ndarray) and not array.dtype.hasobject
     if not (is_plain and array.nbytes and array.flags.c_contiguous):
         return array[rows]
+    # jax takes host memory without a copy only if it is aligned to 64 bytes.
     found = aligned((len(rows), *array.shape[1:]), array.dtype)
     # Clipped: if a number could be wrong, numpy would write to a copy first.
     return np.take(array, rows, 0, found, "clip")
@@ -212,6 +216,7 @@ def _stacked_nodes(first: Node, elements: Sequence[Element], path: str) -> Eleme
     # Equal only if jax would map them together: with the same static parts, too.
     _same(elements, lambda e: node_treedef(e) == first.treedef, path)
     columns = zip(*[node.children for node in nodes if node is not None], strict=True)
+    # Joined in the first one's class: with equal treedefs any would do.
     pairs = zip(columns, first.paths, strict=True)
     return first.rebuilt([stacked(column, path + below) for column, below in pairs])
 
@@ -225,11 +230,13 @@ def node_treedef(value: Any) -> Any:
 def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
     if is_record(arrays[0]):
         _same(arrays, is_record, path)
+        # Made empty and filled: np.array(list of bytes) would choose a dtype itself.
         column = np.empty(len(arrays), object)
         column[:] = arrays
         return column
     try:
         found = np.stack(arrays)
+    # Compared only now: looking at each array first would cost as much as the batch.
     except (TypeError, ValueError):
         _same_kind(arrays, path)
         _same_shape(arrays, path)
@@ -252,6 +259,7 @@ def require_joint(arrays: Sequence[Any], dtype: np.dtype[Any], path: str) -> Non
         if dtype.kind == "O" or not is_one:
             _same_kind(arrays, path)
         return
+    # Values are looked at only where a dtype of several became float64, which is rare.
     is_wide = dtype.kind in "fc" and dtype.itemsize >= _FLOAT64
     if is_wide and any(each.dtype is not dtype for each in arrays):
         for number, array in enumerate(arrays):
@@ -261,6 +269,7 @@ def require_joint(arrays: Sequence[Any], dtype: np.dtype[Any], path: str) -> Non
 def _require_digits(array: Any, dtype: np.dtype[Any], number: int, path: str) -> None:
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
         return
+    # Python's integers: -int64.min and uint64.max do not fit numpy's own.
     if max(int(array.max()), -int(array.min())) > _WHOLE:
         raise ValueError(
             f"Cannot batch elements of different dtypes in component {path or 0}: "
@@ -316,6 +325,7 @@ def kind_of(leaf: object) -> str:
     """Returns the sort of values of an array; two sorts cannot be one batch."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
+        # By the types of the objects: one `str` among `bytes` makes another kind.
         found: set[object] = set(map(type, array.ravel().tolist()))
         return _OBJECTS.get(frozenset(found - {type(None)}), _KINDS["O"])
     return _KINDS.get(array.dtype.kind, "an array")

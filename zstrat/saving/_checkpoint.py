@@ -50,6 +50,7 @@ class Checkpoint(Tracked):
     """The number of calls of `save`; int64, in this process."""
 
     def __init__(self, root: Any = None, **trackables: Any) -> None:
+        # Past `__setattr__`, which tracks what it is given and refuses these names.
         counter = local_counter(SAVE_COUNTER)
         self.__dict__.update(
             _tracked={SAVE_COUNTER: counter}, _restore=None, save_counter=counter
@@ -73,6 +74,7 @@ class Checkpoint(Tracked):
         _check(name, value)
         object.__setattr__(self, name, value)
         self._tracked[name] = value
+        # Last: if it cannot be restored, the attribute is set all the same.
         if self._restore is not None:
             self._restore.attached(self, name, value)
 
@@ -82,7 +84,7 @@ class Checkpoint(Tracked):
 
     @property
     def tracked(self) -> dict[str, Any]:
-        return dict(self._tracked)
+        return dict(self._tracked)  # a copy: a save in a thread walks through it
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves to the folder ``<file_prefix>-<N>`` and returns its path; ``N`` is the
@@ -143,6 +145,8 @@ class Checkpoint(Tracked):
             lock = await disk(writer_of, directory)
             try:
                 await self._write(path, number)
+                # Listed when it is complete; if the program is killed in between, the
+                # next reader of the folder finds it without the list.
                 await disk(
                     update_state,
                     directory,
@@ -284,6 +288,7 @@ class Checkpoint(Tracked):
         begun = Restore(self, absolute(path), is_partial, skips_counter, grows)
         async with in_turn(self):
             await begun.begin()
+            # Only now: if this one fails, the one before still serves new attributes.
             if self._restore is not None:
                 self._restore.end()
             self.__dict__["_restore"] = begun
@@ -307,6 +312,7 @@ def _check(name: str, value: Any) -> None:
 
 def local_counter(name: str) -> Variable:
     """Returns a count of this process, whatever scope the program is in."""
+    # Outside of all scopes: a strategy would put the count on a server, or mirror it.
     token = creator.set(None)
     try:
         return Variable(np.int64(0), trainable=False, name=name)

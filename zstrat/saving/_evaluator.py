@@ -123,13 +123,17 @@ class SidecarEvaluator:
         return path
 
     def _evaluated(self, path: str) -> bool:
+        """Evaluates a checkpoint; returns False if it could not be read just now."""
+        # Before it is read: if it is replaced meanwhile, the next look finds it new.
         version = _version(path)
         try:
             self._checkpoint.read(path)
             step = self._step_of(path)
         except (DataLossError, NotFoundError, FileNotFoundError) as error:
+            # Else the manager may be deleting it: it keeps only the newest ones.
             if isinstance(error, NotFoundError) and _version(path) is not None:
                 raise  # it is there, and lacks something: trying again will not help
+            # Once for each checkpoint: it is tried again every second.
             if self._complained != path:
                 self._complained = path
                 log.warning("%s is left out, and tried again: %s", path, error)
@@ -156,6 +160,7 @@ class SidecarEvaluator:
         if self._step is not None:
             return int(self._step() if callable(self._step) else self._step)
         manifest = Manifest.of(path)
+        # From what says it most exactly to what only counts updates.
         if type(step := manifest.metadata.get("step")) is int:
             return step
         for node in graph_of(self._checkpoint).optimizers:
@@ -216,6 +221,7 @@ class JsonLines:
     def write(
         self, step: int, values: Mapping[str, float], about: Mapping[str, Any]
     ) -> None:
+        # Python would write NaN as it is, which readers of JSON refuse.
         plain = {k: v if math.isfinite(v) else None for k, v in values.items()}
         line = json.dumps({"step": step, **plain, **about}, ensure_ascii=False)
         self._file.write(line + "\n")
@@ -282,6 +288,7 @@ class ExportedPoints:
     def take(self, metrics: Mapping[str, Any]) -> list[Point]:
         """Returns the points of the metrics that were not taken before."""
         found = [*self._scalars(metrics.get("scalars", {}))]
+        # Steps that are done: those scheduled that neither wait nor run.
         done = _number(metrics.get("scheduled_closures")) - sum(
             _number(metrics.get(name))
             for name in ("queued_closures", "inflight_closures")
@@ -291,6 +298,7 @@ class ExportedPoints:
     def _scalars(self, scalars: Mapping[str, Any]) -> Iterator[Point]:
         for name, points in scalars.items():
             for step, seconds, value in points:
+                # By time, not by step: a program may log a step again after a restore.
                 if seconds > self._until.get(name, -math.inf):
                     self._until[name] = seconds
                     yield step, {name: math.nan if value is None else value}
@@ -368,6 +376,7 @@ class MetricsExport:
     def _run(self) -> None:
         ends = False
         while not ends:
+            # Asked once more after the end, so that the last points are written.
             ends = self._ends.wait(self._every)
             try:
                 points = self._points.take(self._coordinator.metrics())
@@ -376,6 +385,7 @@ class MetricsExport:
                 continue
             for writer in self._writers:
                 writer.write(points)
+        # Here, not in `close`: a writer that hangs would hang the program there.
         for writer in self._writers:
             writer.close()
 

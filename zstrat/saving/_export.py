@@ -34,8 +34,8 @@ from ._operation import (
     ProgressBar,
     at_rest,
     clusters_of,
+    retried_if_restored,
     run_blocking,
-    steadily,
 )
 from ._save import saved_components
 from ._snapshot_sources import PinnedSnapshot, stream
@@ -88,7 +88,7 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
         return final
     graph = _values_graph(source)
     components = saved_components(graph)
-    await steadily(components, lambda: _stream(graph, components, final))
+    await retried_if_restored(components, lambda: _stream(graph, components, final))
     return final
 
 
@@ -109,6 +109,7 @@ def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
         raise ModuleNotFoundError(
             f"export_orbax needs Orbax ({error}): pip install 'zstrat[orbax]'"
         ) from error
+    # A path is cut before its parts are unescaped, as names may have slashes in them.
     tree: dict[str, Any] = {}
     for name, value in _arrays(source):
         *above, last = name.split("/")
@@ -128,6 +129,7 @@ def _values_graph(source: Any) -> Graph:
 
 async def _stream(graph: Graph, components: Sequence[Variable], path: str) -> None:
     async with FileThread() as disk, PinnedSnapshot(components, []) as pinned:
+        # Values, and ids beside the rows of tables; slots and counts stay out.
         logicals = [
             each for each in logical_tensors(graph, pinned) if each.leaf in ("", IDS)
         ]
@@ -143,6 +145,7 @@ async def _stream(graph: Graph, components: Sequence[Variable], path: str) -> No
 
 def _finish(writer: TensorWriter, path: str) -> list[str]:
     digests = writer.finish()
+    # Its bytes are on the disk: after a crash the old file or the new one is there.
     os.replace(writer.path, path)
     sync_folder(os.path.dirname(path))
     return digests
@@ -166,6 +169,7 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
     variables = [node for node in nodes if node.kind == "variable"]
+    # A difference has old rows of its base, which only a table can tell from new ones.
     for node in variables:
         if GONE in node.beside:
             raise InvalidArgumentError(
@@ -192,7 +196,9 @@ def _copy(folder: str, path: str) -> None:
         ProgressBar(f"exporting {path}", sum(i.nbytes for i in infos)) as progress,
     ):
         for piece in (piece for _, tensor in stored for piece in tensor.pieces):
-            for part in files[piece.file].parts(piece.name):
+            # What differs from its digest is known at the end of its piece, long before
+            # the file gets its name.
+            for part in files[piece.file].checked(piece.name, piece.digest):
                 writer.write(part)
                 progress.add(len(part))
         _finish(writer, path)
@@ -202,11 +208,15 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
     if not isinstance(source, str | os.PathLike):
         graph = _values_graph(source)
         components = saved_components(graph)
-        yield from run_blocking(steadily(components, lambda: _read(graph, components)))
+        yield from run_blocking(
+            retried_if_restored(components, lambda: _read(graph, components))
+        )
         return
     folder = absolute(source)
     with CheckpointFiles(folder) as files:
         for name, tensor in _stored_values(folder):
+            for piece in tensor.pieces:
+                files[piece.file].verify(piece.name, piece.digest)
             yield name, files.read(tensor)
 
 
@@ -214,6 +224,7 @@ async def _read(
     graph: Graph, components: Sequence[Variable]
 ) -> list[tuple[str, np.ndarray]]:
     """Reads all values between two steps."""
+    # At rest, as each variable is read by itself: a step could come in between.
     async with at_rest(clusters_of(components)):
         found: list[tuple[str, np.ndarray]] = []
         for node in graph.variables:
@@ -227,6 +238,7 @@ async def _read(
 
 
 def _all_rows(table: HashTable) -> tuple[np.ndarray, np.ndarray]:
+    # `items` yields batches, and none of an empty table, which still has a dtype.
     nothing = np.empty(0, np.int64), np.empty((0, *table.shape[1:]), table.dtype)
     ids, rows = zip(nothing, *table.items(), strict=True)
     return np.concatenate(ids), np.concatenate(rows)

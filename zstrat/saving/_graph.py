@@ -104,8 +104,10 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
     nodes, known = [first], {id(root): first}
     # The nodes keep what they are about alive, so that no id is used twice.
     todo = deque([(first, True)])
+    # Breadth first: the path of an object is the shortest one that leads to it.
     while todo:
         node, is_strict = todo.popleft()
+        # A module holds whatever its class needs; a container was given to be saved.
         strict_below = is_strict and not isinstance(node.value, Module)
         children = held(node.value)
         if strict_below and isinstance(node.value, dict):
@@ -119,7 +121,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
                     raise TypeError(_refusal(path, value))
                 continue
             child = known.get(id(value))
-            if child is None:
+            if child is None:  # else it is reached in two ways, and stored once
                 child = known[id(value)] = ObjectNode(value, path)
                 nodes.append(child)
                 todo.append((child, strict_below))
@@ -129,6 +131,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
 
 def held(value: Any) -> dict[str, Any]:
     """Returns what an object holds, by name; nothing if it is a leaf."""
+    # Leaves first: a list may hold a million numbers, and jax is slow to ask.
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}
@@ -142,9 +145,11 @@ def held(value: Any) -> dict[str, Any]:
         case Tracked():
             return value.tracked
         case Module():
+            # Sorted: nodes do not depend on the order of assignments.
             return dict(sorted(vars(value).items()))
         case dict():
             return _by_text((str(key), each) for key, each in value.items())
+    # Named tuples are pytrees of jax, with names.
     if isinstance(value, list) or type(value) is tuple:
         return {str(index): each for index, each in enumerate(value)}
     return _tree_level(value)
@@ -174,6 +179,7 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
 def escaped(name: str) -> str:
     """Returns the name as a part of a path: no two names give one, and none begins with
     one dot followed by a small letter (as ``.slots`` does)."""
+    # Dots first: those of ".S" must stay single.
     return name.replace(".", "..").replace("/", ".S")
 
 

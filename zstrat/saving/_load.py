@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zstrat.ps import PsClient
     from zstrat.variables import OptimizerHandle, VariableHandle
 
-    from ._match import Found, Load
+    from ._match import Load, MatchResult
     from ._operation import ClusterMoment, Run
     from ._tensors import StoredNode
 
@@ -75,7 +75,9 @@ async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
         await disk(verify, folder, manifest, on_bytes=progress.add)
 
 
-async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMoment]:
+async def load(
+    folder: str, found: MatchResult, disk: FileThread
+) -> list[ClusterMoment]:
     """Loads what a matching has found, between two steps of each cluster: each step is
     over before, or begins afterwards, with the values and the data of the checkpoint.
 
@@ -92,8 +94,9 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
     for optimizer, variable in found.partly:
         # So that servers know its other slots, and their initial values.
         await optimizer.bind_async(variable)
-    local, servers = sorted_loads(folder, found.loads)
+    local, servers = loads_by_server(folder, found.loads)
     files = CheckpointFiles(folder)
+    # Also the clusters whose iterators alone are restored: their steps draw data.
     resting = [cluster for cluster, _ in servers] + [
         iterator.session
         for iterator, _, _ in found.places
@@ -115,7 +118,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
                 for each in windows:
                     await restore_windows(cluster, each, files, disk)
             await disk(_load_local, local, files)
-            await _all(
+            await _all_done(
                 load_server(cluster.client, cluster.run_async, server, files, disk)
                 for cluster, server in servers
             )
@@ -132,7 +135,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
     return moments
 
 
-def sorted_loads(
+def loads_by_server(
     folder: str, loads: Sequence[Load]
 ) -> tuple[
     list[tuple[VariableHandle, Load, int]], list[tuple[ClusterSession, LoadingServer]]
@@ -161,12 +164,12 @@ def sorted_loads(
                 ps = component.spec.ps
                 new = cluster, LoadingServer(ps)
                 _, server = servers.setdefault((id(cluster), ps), new)
-                _ask(server, folder, component, load, start)
+                _add_entries(server, folder, component, load, start)
             start += component.shape[0] if component.shape else 0
     return local, list(servers.values())
 
 
-async def _all(works: Iterable[Any]) -> None:
+async def _all_done(works: Iterable[Any]) -> None:
     """Awaits all of them; then raises the first error."""
     # A task group would cancel the others while they write values.
     for outcome in await asyncio.gather(*works, return_exceptions=True):
@@ -174,7 +177,7 @@ async def _all(works: Iterable[Any]) -> None:
             raise outcome
 
 
-def _ask(
+def _add_entries(
     server: LoadingServer,
     folder: str,
     component: VariableHandle,
@@ -189,6 +192,8 @@ def _ask(
     if load.optimizer is not None and tensor.by_rows and not tensor.is_whole:
         # Rows that no gradient had reached get their initial slots back.
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
+    # The component has rows [start, stop) of the variable now. They may come from
+    # several pieces, as the checkpoint may have been cut at other rows.
     stop = start + (component.shape[0] if component.shape else 0)
     for piece, first, last in tensor.within(start, stop):
         rows = tensor.by_rows and bool(tensor.shape)
@@ -225,6 +230,8 @@ async def load_server(
             some = server.entries[at : at + ENTRIES]
             await run(client.load(server.ps, some), "restoring variables")
         return
+    # The generator runs on the disk's thread, one batch at a time: while a batch is on
+    # its way nothing more is read into memory.
     batches = _batches(server.entries, files)
     while batch := await disk(next, batches, None):
         await run(client.store(server.ps, *batch), "restoring variables")
@@ -291,6 +298,7 @@ def _load_local(
         slots: dict[OptimizerHandle, SlotValues | None] = {}
         for load, start in loads[number]:
             if load.optimizer is None and load.tensor is not None:
+                # A new array: readers may hold the old one, which is never written to.
                 value = np.empty(variable.shape, variable.dtype)
                 if not load.tensor.is_whole:
                     value[...] = variable.numpy()
@@ -402,7 +410,7 @@ class SavedServers:
 
         async with FileThread() as disk:
             try:
-                await _all(
+                await _all_done(
                     load_server(client, run, server, files, disk)
                     for server in self.servers
                 )
@@ -421,6 +429,8 @@ async def remember_saved(
     Cancellation: some clusters may not remember it.
     """
     watched = [moment for moment in moments if moment.cluster.recovers]
+    # Matched with the program again, as a restore would be: what is remembered refers
+    # to servers and keys, and to none of the objects.
     if watched:
         nodes: list[StoredNode] = list(stored_graph(manifest, path))
         tensors: dict[str, StoredTensor] = dict(manifest.tensors)
@@ -435,28 +445,30 @@ async def remember_saved(
 
 
 async def remember(
-    path: str, found: Found, moments: Sequence[ClusterMoment]
+    path: str, found: MatchResult, moments: Sequence[ClusterMoment]
 ) -> list[str]:
     """Has clusters remember a checkpoint that was restored, as `remember_saved` does
     for one that was saved; returns what it lacks."""
     lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
-            point = _point(path, found, cluster)
+            point = _saved_servers(path, found, cluster)
             if not point.variables:
                 continue  # it has iterators alone: no server can be restored from it
             lacks += await cluster.remember(point, cut, restores)
     return lacks
 
 
-def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
+def _saved_servers(
+    path: str, found: MatchResult, cluster: ClusterSession
+) -> SavedServers:
     loads = [
         load
         for load in found.loads
         if any(cluster_of(part) is cluster for part in load.variable.components)
     ]
     values = [load for load in loads if load.optimizer is None]
-    _, servers = sorted_loads(path, loads)
+    _, servers = loads_by_server(path, loads)
     optimizers = {
         value.id
         for value, _ in found.pairs

@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 @dataclass(slots=True)
-class Found:
+class MatchResult:
     """The result of one walk."""
 
     pairs: list[tuple[Any, int]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Found:
         """The variables that get something, part by part."""
         return [part for each in self.loads for part in each.variable.components]
 
-    def add(self, other: Found) -> None:
+    def add(self, other: MatchResult) -> None:
         """Adds what was found later; of iterators the numbers alone, as the program
         drops them at the end of a pass."""
         self.pairs += other.pairs
@@ -92,17 +92,21 @@ class Found:
         self.windows += other.windows
         self.worker_places |= other.worker_places
 
-    def require_right(self, path: str) -> None:
-        """Raises:
-        InvalidArgumentError: Something has another shape or dtype, or two values;
-            names all of it.
+    def require_fit(self, path: str) -> None:
+        """Refuses a checkpoint whose values do not fit the program's objects.
+
+        Raises:
+            InvalidArgumentError: Something has another shape or dtype, or two values;
+                names all of it.
         """
         _require_none(self.wrong, path)
 
     def require_complete(self, path: str) -> None:
-        """Raises:
-        InvalidArgumentError: The checkpoint has what an optimizer does not keep.
-        NotFoundError: Something is not in the checkpoint; names all of it.
+        """Refuses a checkpoint that lacks an object of the program, or has more slots.
+
+        Raises:
+            InvalidArgumentError: The checkpoint has what an optimizer does not keep.
+            NotFoundError: Something is not in the checkpoint; names all of it.
         """
         _require_none([*self.left.values()], path, _LEAVES_OUT)
         if self.missing:
@@ -137,29 +141,33 @@ class Matching:
 
     def find(
         self, value: Any, index: int, path: str = "", *, named: bool = True
-    ) -> Found:
+    ) -> MatchResult:
         """Walks an object beside a stored node; notes nothing.
 
         Args:
             path: How the program reaches the object, for messages.
             named: See `is_trackable`.
         """
-        found = Found()
+        found = MatchResult()
         self._walk(value, index, path, found, set(), named)
+        # After the whole walk: an optimizer may be reached before its variables.
         self._find_twice(found)
         self._find_slots(found)
         self._find_windows(found)
         return found
 
-    def accept(self, found: Found) -> list[Module]:
+    def accept(self, found: MatchResult) -> list[Module]:
         """Notes what was found as taken; returns the modules that are new."""
         new = []
         for value, index in found.pairs:
+            # Held, not only counted: an id is one object's as long as that lives.
             taken = self._taken.setdefault(index, {})
             if id(value) not in taken:
                 taken[id(value)] = value
                 if isinstance(value, Module):
                     new.append(value)
+        # Without the iterator: it is dropped at the end of its pass, and the next one
+        # is not to be set back to the place of the checkpoint.
         for _, index, _ in found.places:
             self._taken.setdefault(index, {})
         self._left += found.left
@@ -191,10 +199,11 @@ class Matching:
         value: Any,
         index: int,
         path: str,
-        found: Found,
+        found: MatchResult,
         seen: set[tuple[int, int, bool]],
         named: bool,
     ) -> None:
+        # Graphs may have circles, and one object may match several stored nodes.
         if (id(value), index, named) in seen:
             return
         seen.add((id(value), index, named))
@@ -207,7 +216,7 @@ class Matching:
                 )
                 return
             if is_new:  # what was restored before may have been trained since
-                self._value(value, node, path, found)
+                self._match_value(value, node, path, found)
         elif isinstance(value, Optimizer) and node.kind != "optimizer":
             found.missing.append(f"  optimizer {value.name!r} at {path}")
             return
@@ -215,10 +224,11 @@ class Matching:
             if node.kind != "iterator":
                 found.missing.append(f"  iterator at {path}")
             elif index not in self._taken:  # a later one begins its pass from the start
-                self._place(value, index, path, found)
+                self._match_iterator(value, index, path, found)
             return
         if is_new:
             found.pairs.append((value, index))
+        # Below a module nobody asked by name for iterators to be saved.
         named = named and not isinstance(value, Module)
         for name, child in held(value).items():
             if not is_trackable(child, named=named):
@@ -228,16 +238,21 @@ class Matching:
                 continue
             if name in node.children:
                 self._walk(child, node.children[name], below, found, seen, named)
+            # `write` stores no count of saves; that of the root keeps its value then.
             elif path or name != SAVE_COUNTER:
                 found.missing += _leaves(child, below, named)
 
-    def _value(
-        self, variable: AbstractVariable, node: StoredNode, path: str, found: Found
+    def _match_value(
+        self,
+        variable: AbstractVariable,
+        node: StoredNode,
+        path: str,
+        found: MatchResult,
     ) -> None:
         tensor = self._tensors[node.tensor]
         shape, dtype = variable.shape, variable.dtype.name
         if isinstance(variable, HashTable) or node.beside:
-            self._table(variable, node, path, found)
+            self._match_table(variable, node, path, found)
         elif tensor.dtype != dtype or not self._fits(tensor, shape):
             more = tensor.dtype == dtype and _has_grown(tensor, shape)
             hint = "; its rows fit with restore(path, partial='rows')" if more else ""
@@ -249,8 +264,12 @@ class Matching:
         else:
             found.loads.append(Load(variable, None, "", replace(tensor, shape=shape)))
 
-    def _table(
-        self, variable: AbstractVariable, node: StoredNode, path: str, found: Found
+    def _match_table(
+        self,
+        variable: AbstractVariable,
+        node: StoredNode,
+        path: str,
+        found: MatchResult,
     ) -> None:
         tensor = self._tensors[node.tensor]
         at = f"  {words(variable)} at {path}: the checkpoint has {tensor}"
@@ -273,8 +292,8 @@ class Matching:
     def _fits(self, tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
         return tensor.shape == shape or (self._grows and _has_grown(tensor, shape))
 
-    def _place(
-        self, iterator: SavedIterator, index: int, path: str, found: Found
+    def _match_iterator(
+        self, iterator: SavedIterator, index: int, path: str, found: MatchResult
     ) -> None:
         state = self._nodes[index].state
         try:
@@ -288,9 +307,10 @@ class Matching:
             if isinstance(iterator, PerWorkerIterator):
                 found.worker_places[iterator.resource] = iterator.states_of(state)
 
-    def _find_twice(self, found: Found) -> None:
+    def _find_twice(self, found: MatchResult) -> None:
         """Finds variables that are at two places of the program and were two in the
         checkpoint, with values that differ, or that nothing says are equal."""
+        # Those that were taken before count, too: the second place may appear later.
         new = {id(value) for value, _ in found.pairs}
         slots = [self._nodes[at].slots for _, at in self._by_kind(found, Optimizer)]
         first: dict[int, int] = {}
@@ -319,7 +339,7 @@ class Matching:
             (p.start, p.stop, p.digest) for p in two.pieces
         ]
 
-    def _find_slots(self, found: Found) -> None:
+    def _find_slots(self, found: MatchResult) -> None:
         """Slots of each pair of an optimizer and a variable of which one is new."""
         variables = self._by_kind(found, AbstractVariable)
         optimizers = self._by_kind(found, Optimizer)
@@ -329,11 +349,11 @@ class Matching:
             for variable, index in variables:
                 if {(id(optimizer), at), (id(variable), index)} & new:
                     leaves = stored.get(index, {})
-                    self._slots(optimizer, variable, leaves, classes, found)
+                    self._match_slots(optimizer, variable, leaves, classes, found)
 
-    def _find_windows(self, found: Found) -> None:
-        """Returns the arrays of workers for each new optimizer of windows. Workers
-        start from scratch beside variables that are found later."""
+    def _find_windows(self, found: MatchResult) -> None:
+        """Notes the arrays of workers for each new optimizer of windows. Workers start
+        from scratch beside variables that are found later."""
         variables = self._by_kind(found, AbstractVariable)
         for value, at in found.pairs:
             if isinstance(value, LocalOptimizer):
@@ -346,22 +366,25 @@ class Matching:
                 number = int(node.state.get("round", 0))
                 found.windows.append(RestoredWindows(value, number, arrays))
 
-    def _by_kind(self, found: Found, kind: type[Any]) -> list[tuple[Any, int]]:
+    def _by_kind(self, found: MatchResult, kind: type[Any]) -> list[tuple[Any, int]]:
         taken = ((v, at) for at, values in self._taken.items() for v in values.values())
         both = {(id(v), at): (v, at) for v, at in (*taken, *found.pairs)}
         return [(v, at) for v, at in both.values() if isinstance(v, kind)]
 
-    def _slots(
+    def _match_slots(
         self,
         optimizer: Optimizer,
         variable: AbstractVariable,
         stored: Mapping[str, str],
         classes: Mapping[str, str],
-        found: Found,
+        found: MatchResult,
     ) -> None:
+        # Without slots it had no gradient when it was saved: so slots that it has now
+        # are forgotten.
         if not stored:
             found.loads.append(Load(variable, optimizer, "", None))
             return
+        # Which stored slot is which of ours, and which are another class's.
         what = f"optimizer {optimizer.name!r} beside {words(variable)}"
         rows = variable.shape[:1]
         is_table = isinstance(variable, HashTable)
@@ -369,9 +392,11 @@ class Matching:
         kept = {info.leaf: (info.rows, info.shape) for info in infos or ()}
         same = {leaf: leaf for leaf in stored}
         names = same if infos is None else matched_slots(kept, stored)
-        others = _of_others(names, optimizer.state_classes, classes)
+        others = _slots_of_other_classes(names, optimizer.state_classes, classes)
         for leaf, kinds in others.items():
             found.left[stored[names[leaf]]] = f"  {what} keeps {leaf} in {kinds}"
+        # Slots of another optimizer's class: none is taken, as without a tree nothing
+        # says which of them would fit.
         if infos is None and others:
             found.loads.append(Load(variable, optimizer, "", None))
             return
@@ -383,11 +408,14 @@ class Matching:
                     found.wrong.append(f"  {leaf} of {what}: {_UNKNOWN_BEGIN}")
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
             return
+        # What only one side has. Words in order, so that messages can be compared.
         for leaf in sorted(stored.keys() - {*names.values()}):
             found.left[stored[leaf]] = f"  {what} keeps no {leaf}"
         names = {leaf: name for leaf, name in names.items() if leaf not in others}
         for leaf in sorted(kept.keys() - names.keys()):
             found.missing.append(f"  {leaf} of {what}")
+        # What both have is loaded, if it fits. A server has to know a variable's other
+        # slots where it gets only some of them, or of some rows.
         is_part = len(names) < len(kept)
         for leaf, name in sorted(names.items()):
             tensor = self._tensors[stored[name]]
@@ -408,7 +436,7 @@ class Matching:
             found.partly.append((optimizer, variable))
 
 
-def _of_others(
+def _slots_of_other_classes(
     names: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the slots whose states are of another class in the checkpoint, and both

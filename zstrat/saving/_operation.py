@@ -68,7 +68,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-_held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
+_blocked_loop: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
     "zstrat_held_up", default=None
 )
 """The loop that stands still until a blocking call returns, if any. Set by
@@ -88,12 +88,13 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         loop = None
-    token = _held_up.set(loop)
+    token = _blocked_loop.set(loop)
     try:
         if twin:
             warn_of_blocking(twin)
+        # A loop for this call alone: nothing else can hold it up or cancel its tasks.
         portal = Portal("zstrat saving")
-        portal.at_close(_others_over)
+        portal.at_close(_cancelled_tasks_ended)
         try:
             return portal.run(work, math.inf, "saving or restoring")
         finally:
@@ -102,13 +103,13 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
         hide_frames(error)
         raise
     finally:
-        _held_up.reset(token)
+        _blocked_loop.reset(token)
         # Ctrl-C before a caller had it: Python would warn that it was never awaited.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()
 
 
-async def _others_over() -> None:
+async def _cancelled_tasks_ended() -> None:
     """Waits for what Ctrl-C has cancelled to clean up; else the end of the loop would
     cancel that, too."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -143,6 +144,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
     graph = graph_of(root)  # held: ids are of living objects
     own = _Turn(frozenset(_keys_of(graph.nodes)), asyncio.get_running_loop())
     before: list[Future[None]] = []
+    # Looked for and entered under one lock: turns are in one order for all threads, so
+    # no two wait for each other.
     with _turns_lock:
         # Those, too, that the earlier ones wait for.
         keys, loops = own.keys, set[asyncio.AbstractEventLoop]()
@@ -150,7 +153,7 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
             if not turn.keys.isdisjoint(keys):
                 keys |= turn.keys
                 loops.add(turn.loop)
-        if _held_up.get() in loops:
+        if _blocked_loop.get() in loops:
             raise RuntimeError(
                 "a save or restore of the same objects is under way on the event loop "
                 "of this thread, which a blocking call would hold up: await that one "
@@ -168,6 +171,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
     finally:
         with _turns_lock:
             _turns.remove(own)
+        # Futures of threads, not of loops: a later turn may wait on any loop. One that
+        # was cancelled refuses a result.
         for waiter in own.waiting:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(None)
@@ -179,6 +184,7 @@ def _keys_of(nodes: Any) -> list[Hashable]:
     keys: list[Hashable] = [id(nodes[0].value)]
     for node in nodes:
         if node.kind == "variable":
+            # By storage and key: a handle that was unpickled is another object.
             parts = node.value.components
             keys += [(id(part.storage), part.spec.key) for part in parts]
         elif node.kind != "group":
@@ -213,6 +219,8 @@ class FileThread:
         """Calls a function whose result has to be undone. Cancellation: it is undone,
         once it was made."""
         making = self._pool.submit(functools.partial(function, *args, **kwargs))
+        # Shielded: cancelling must not lose the result of a call that has begun, such
+        # as an open file or a lock.
         try:
             return await asyncio.shield(asyncio.wrap_future(making))
         except asyncio.CancelledError:
@@ -252,6 +260,7 @@ class ProgressBar:
         self._what, self._total = what, total
         self._done = 0
         self._out = sys.stderr if out is None else out
+        # A program without a console (pythonw, some daemons) has no standard error.
         self._is_shown = self._out is not None and self._out.isatty()
         self._next = time.monotonic() + _REPORT_AFTER_SECONDS
         self._has_written = False
@@ -333,17 +342,18 @@ async def at_rest(
     async with contextlib.AsyncExitStack() as resting:
         moments = []
         for cluster in clusters:
+            # Before it rests: a server that is restored while we wait counts as lost.
             restores = cluster.restores
             cut = await resting.enter_async_context(cluster.at_rest())
             moments.append(ClusterMoment(cluster, cut, restores))
         yield moments
 
 
-async def steadily(
+async def retried_if_restored(
     variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
 ) -> T:
-    """Carries out what may be done twice; again if it failed because a parameter server
-    was lost that was filled again, or came back, meanwhile, or had its place taken.
+    """Carries out work that may be done twice; repeats it if it failed because a
+    parameter server was lost that was then restored, was replaced, or came back.
 
     Raises:
         PSUnavailableError: One did not come back, or could not be filled.

@@ -116,6 +116,7 @@ class Countdown:
         if self._announced_at is None:
             return Wish.GO_ON
         left = self._announced_at + self._grace - now
+        # Twice: the next run may be longer than all so far.
         if not self._grace or left <= 2 * (self._running + self._saving):
             return Wish.LEAVE
         return Wish.SAVE
@@ -180,18 +181,24 @@ class PreemptionCheckpointHandler:
         config = termination_config or TerminationConfig()
         self._config = config
         self._countdown = Countdown(config.grace_period or 0.0)
-        self._asked_at = -_PAUSE
+        self._asked_at = -_PAUSE  # so that the first run asks at once
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._rank, self._trains_in_sync = _part(cluster_resolver)
         self._group: Group | None = None
         self._before: dict[signal.Signals, Any] = {}
+        # Restored before signals are caught: one that comes meanwhile ends the program
+        # as usual, and nothing is lost.
         self._manager.restore_or_initialize()
         self._runs = _counter(self._manager.checkpoint)
         self._total = int(self._runs.numpy())
         if config.termination_watcher_fn is None:
             self._listen()
         if self._trains_in_sync:
-            self._group = Group(cluster_resolver, name="preemption", timeout=_A_DAY)
+            try:
+                self._group = Group(cluster_resolver, name="preemption", timeout=_A_DAY)
+            except BaseException:  # to the caller, who has no handler to close
+                self.close()
+                raise
 
     @property
     def total_run_calls(self) -> int:
@@ -230,6 +237,8 @@ class PreemptionCheckpointHandler:
             self._countdown.saved(time.monotonic() - began)
         if agreed is Wish.LEAVE:
             log.warning("the end was announced: saved after run %d", self._total)
+            # Before the exit function, which may take long or raise: from here on a
+            # signal does what it did before this handler.
             self.close()
             if self._config.exit_fn is None:
                 sys.exit(TRY_AGAIN)
@@ -291,6 +300,7 @@ class PreemptionCheckpointHandler:
             return wish
         if self._group.is_broken:  # the strategy was formed again
             self._group.reform()
+        # The greatest wish wins: one process with little time left ends all.
         return Wish(int(self._group.all_reduce(np.array(wish), "max")))
 
     def _save(self) -> None:

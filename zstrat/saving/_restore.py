@@ -17,8 +17,8 @@ from zstrat.variables import Module, unwatch, watch
 
 from ._graph import SAVE_COUNTER, is_trackable
 from ._load import check, load, remember
-from ._match import Found, Matching
-from ._operation import FileThread, in_turn, run_blocking, steadily
+from ._match import Matching, MatchResult
+from ._operation import FileThread, in_turn, retried_if_restored, run_blocking
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Restore:
         self._root, self.is_partial = root, is_partial
         self._skips_counter = skips_counter
         self._matching: Matching | None = None
-        self._taken = Found()
+        self._taken = MatchResult()
         self._moments: list[ClusterMoment] = []
         self._watched: list[Module] = []
 
@@ -73,8 +73,12 @@ class Restore:
             )
             found = matching.find(self._root, 0)
             self._require(found)
+            # All bytes before any value: what is damaged is known while nothing has
+            # changed. Last, as it takes the longest.
             await check(self.path, manifest, disk)
-        await steadily(found.components, lambda: self._load(found))
+        await retried_if_restored(found.components, lambda: self._load(found))
+        # Only now is it the one that attributes are restored from: a restore that fails
+        # leaves the one before in force.
         self._matching = matching
         self._accept(found)
 
@@ -98,7 +102,7 @@ class Restore:
         if self._matching is None:
             return []
         found = self._matching.find(self._root, 0)
-        found.require_right(self.path)
+        found.require_fit(self.path)
         if found.is_new:
             run_blocking(self._load_later(found))
             self._accept(found)
@@ -118,39 +122,41 @@ class Restore:
         self._watched = []
         self._matching = None
 
-    def _require(self, found: Found) -> None:
-        found.require_right(self.path)
+    def _require(self, found: MatchResult) -> None:
+        found.require_fit(self.path)
         if not self.is_partial:
             found.require_complete(self.path)
 
-    async def _load_later(self, found: Found) -> None:
+    async def _load_later(self, found: MatchResult) -> None:
         async with in_turn(self._root):
-            await steadily(found.components, lambda: self._load(found))
+            await retried_if_restored(found.components, lambda: self._load(found))
 
-    async def _load(self, found: Found) -> None:
+    async def _load(self, found: MatchResult) -> None:
+        # First: a worker has to be asked, and a refusal must change nothing.
         await self._require_places(found)
         async with FileThread() as disk:
             moments = await load(self.path, found, disk)
+        # What comes later belongs to the moment of the first load.
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)
 
-    async def _require_places(self, found: Found) -> None:
+    async def _require_places(self, found: MatchResult) -> None:
         """Refuses positions of iterators that workers find to be of other data.
 
         Raises:
             InvalidArgumentError: Names them.
         """
-        refused = Found()
+        refused = MatchResult()
         for iterator, _, state in found.places:
             if isinstance(iterator, PerWorkerIterator):
                 try:
                     await iterator.require_fit_async(state)
                 except InvalidArgumentError as error:
                     refused.wrong.append(f"  {error}")
-        refused.require_right(self.path)
+        refused.require_fit(self.path)
 
-    def _accept(self, found: Found) -> None:
+    def _accept(self, found: MatchResult) -> None:
         if self._matching is not None:
             for module in self._matching.accept(found):
                 watch(module, self.attached)

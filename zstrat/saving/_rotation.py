@@ -217,10 +217,12 @@ class CheckpointManager:
         was saved, and the next call deletes old ones.
         """
         async with in_turn(self._checkpoint), FileThread() as disk:
+            # Off the loop: a counter on a parameter server is read by a request.
             step = await disk(self._step)
             if check_interval and not self._is_due(step):
                 return None
             await disk(make_folder, self._directory)
+            # Kept until `close`: no other program may rotate the list in between.
             if self._lock is None:
                 self._lock = await disk(writer_of, self._directory)
             await disk(clean, self._directory, self._name)
@@ -263,6 +265,8 @@ class CheckpointManager:
                 # The whole one may leave the list, and be deleted.
                 self._base = base._replace(path=path, is_linked=True)
                 return
+        # The cuts before the values: a row that changes in between is in both, rather
+        # than in neither.
         cuts: Mapping[int, int] = {}
         if self._full_every > 1:
             cuts = await cuts_of(graph_of(self._checkpoint))
@@ -351,10 +355,12 @@ class CheckpointManager:
                 await self._checkpoint.restore_async(path)
             except DataLossError as error:
                 first = first or error
+                # So that `_rotate` does not count it among those that are kept.
                 self._damaged.add(os.path.basename(path))
                 words = f"checkpoint {path} is damaged and skipped: {error}"
                 warnings.warn_explicit(words, CheckpointWarning, *line)
                 continue
+            # The checkpoint that was restored counts as the last one saved.
             if self._interval is not None:
                 self._last_step = self._step()
             self._last_at = self._clock()

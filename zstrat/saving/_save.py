@@ -20,7 +20,7 @@ from zstrat.transport import to_its_end
 from zstrat.variables import HashTable
 
 from ._load import remember_saved
-from ._operation import FileThread, ProgressBar, clusters_of, steadily
+from ._operation import FileThread, ProgressBar, clusters_of, retried_if_restored
 from ._snapshot_sources import PinnedSnapshot, PinnedWindows, WorkerLostError, stream
 from ._tables import taken_from, with_base
 from ._tensors import logical_tensors, plain_graph
@@ -82,9 +82,11 @@ async def save(
     commit, the new checkpoint is there.
     """
     variables = saved_components(graph)
+    # Without a bound: each turn means that a worker was lost, and one that is lost is
+    # not asked for its windows again.
     while True:
         try:
-            await steadily(
+            await retried_if_restored(
                 variables, lambda: _save(graph, variables, path, metadata, base)
             )
             return
@@ -113,6 +115,8 @@ async def _save(
             async def note() -> None:
                 for node in graph.local_optimizers:
                     states[node.path] = {"round": kept.open_round(node.value)}
+                # While no step runs: arrays of workers and places of iterators belong
+                # to the same moment as the values.
                 await kept.pin()
                 for node in graph.iterators:
                     states[node.path] = await _state_of(node)
@@ -132,6 +136,8 @@ async def _save(
                     log.warning(_NO_CUT, path)
                 found = [*pinned, *kept.pinned]
                 manifest = await _write(graph, found, states, folder, disk, about, base)
+            # A server that was lost and filled again meanwhile has served values of an
+            # older checkpoint: then this one is written again, not committed.
             for moment in snapshot.moments:
                 moment.cluster.require_unrestored(moment.restores)
             await disk(folder.commit, manifest)
@@ -178,6 +184,7 @@ def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
 def saved_components(graph: Graph) -> list[Variable]:
     """Returns the components of all variables of a graph, each once, whatever variables
     share it."""
+    # By key: a part of a sharded variable may also be tracked alone.
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}
     return list(found.values())
 
@@ -195,6 +202,7 @@ async def _write(
     # Before anything is written: the checkpoint may have to be a whole one.
     taken = None if base is None else await disk(taken_from, base, logicals)
     parts = _parts(logicals)
+    # A new file: a server that finds it shares this folder, not another of its name.
     seen = await disk(folder.show)
     total = sum(logical.nbytes for logical in logicals)
     with ProgressBar(f"saving {folder.path}", total) as progress:
@@ -238,6 +246,7 @@ def _parts(
             # Rows of a table are in one file with their ids.
             is_table = isinstance(logical.variable.value, HashTable)
             part = tables.get(pinned.entry.key) or open_.get(id(pinned.source))
+            # A file that is full takes no other tensors, except those of its tables.
             if part is None or (part.is_full and pinned.entry.key not in tables):
                 part = open_[id(pinned.source)] = _FilePart()
                 parts.append((pinned.source, part.pieces))
@@ -276,6 +285,7 @@ async def _write_part(
 ) -> tuple[str, Written]:
     file = folder.part(f"{source.name}-{number}")
     path = folder.path_of(file)
+    # Asked of each source: some servers may see the folder, and others not.
     if await source.shares(seen):
         numbers, names = (
             [each.number for each, _ in pieces],

@@ -119,6 +119,7 @@ class LocalSnapshotSource(SnapshotSource):
             assert isinstance(storage, StorageWithSlots)
             key = variable.spec.key
             value, slots = storage.taken(variable.name)
+            # A collective in multi-process training: all processes save then.
             if isinstance(variable, SyncOnReadVariable):
                 value = variable.saved_value()
             found.append(self._put(key, 0, "", value, bool(value.ndim)))
@@ -148,6 +149,7 @@ class ServerSnapshotSource(SnapshotSource):
         self._cluster, self._snapshot, self._ps = cluster, snapshot, ps
         self.name = f"ps{ps}"
 
+    # Asked of the server itself: two machines may have different folders of one path.
     async def shares(self, path: str) -> bool:
         sees = self._cluster.client.sees(path)
         return (await self._cluster.run_async(sees, "looking for the folder"))[self._ps]
@@ -212,6 +214,8 @@ class PinnedSnapshot:
             ref = Ref(variable.spec.ps, variable.spec.key)
             refs.setdefault(id(cluster), []).append(ref)
         try:
+            # Pinned while all clusters rest: one moment, across servers and processes.
+            # A pin copies no values, so training stands still for round trips only.
             async with at_rest(clusters.values()) as self.moments:
                 pinned = LocalSnapshotSource().pin(local, self._optimizers)
                 for number, found in refs.items():
@@ -236,6 +240,7 @@ class PinnedSnapshot:
         self, cluster: ClusterSession, refs: list[Ref]
     ) -> list[SourceTensor]:
         optimizers = [each.id for each in self._optimizers if not each.is_local]
+        # Before the request: if it is cancelled a server may have pinned nevertheless.
         self._clusters.append(cluster)
         pin = cluster.client.pin(self._number, refs, optimizers, self._since)
         found = await cluster.run_async(pin, "pinning a snapshot")
@@ -262,6 +267,7 @@ async def stream(
 
     Cancellation, and all errors: no file is left.
     """
+    # `make` aborts it if this is cancelled while the file is created.
     writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
     try:
         await _fill(writer, tensors, disk, on_bytes)
@@ -284,6 +290,8 @@ async def _fill(
             pieces = await asyncio.gather(
                 *(each.source.fetch(each.number, *part) for each, *part in batch)
             )
+            # One write at a time, as the file is written in order; more batches than
+            # the one that is written and the one that is fetched are never in memory.
             if writing is not None:
                 await writing
             writing = asyncio.ensure_future(disk(_append, writer, pieces))
@@ -302,6 +310,7 @@ def _batches(
     tensors: Iterable[SourceTensor],
 ) -> Iterable[list[tuple[SourceTensor, int, int]]]:
     """Tensors cut into pieces, ``(tensor, offset, size)``; a few at a time."""
+    # Batches reach over the ends of tensors: small ones are fetched side by side.
     batch = []
     for tensor in tensors:
         total = tensor.info.nbytes
@@ -355,6 +364,7 @@ class _WorkerSource(SnapshotSource):
 def number_in_checkpoints(optimizer: LocalOptimizer) -> int:
     """Returns the number of the optimizer in entries of workers' arrays, which no other
     optimizer has."""
+    # Negative, as ids are positive: the outer optimizer has slots under its own.
     return -optimizer.outer.id
 
 
@@ -404,12 +414,12 @@ class PinnedWindows:
         source = _WorkerSource(cluster, self._number, worker)
         optimizers, count, total = list(self._optimizers), 0, 1
         pinned: list[SourceTensor] = []
-        while count < total:
+        while count < total:  # an answer lists as many as fit into one message
             answer = await cluster.ask_worker(
                 worker, PinSnapshot, self._number, [], optimizers, count
             )
             if answer is None or not answer.tensors:
-                break
+                break  # it was lost: it starts from scratch after a restore
             for index, entry in enumerate(answer.tensors, count):
                 shape = self._shapes.get(entry.key)
                 if shape is not None:
@@ -445,6 +455,7 @@ async def restore_windows(
         start = 0
         for component in variable.components:
             stop = start + (component.shape[0] if component.shape else 0)
+            # Only of the same rows: windows are whole arrays of one component.
             piece = pieces.get((start, stop))
             start = stop
             if piece is None or cluster_of(component) is not cluster:

@@ -65,6 +65,8 @@ class SavedList:
         preserved = dict(self.preserved_at)
         while keep is not None and len(saved) > keep:
             name, at = saved.pop(0)
+            # By times of saves, not of this call: a manager that rotates late keeps
+            # the same checkpoints.
             if hours is not None and at - preserved.get(prefix, 0.0) >= hours * 3600:
                 preserved[prefix] = at
                 left.append(name)
@@ -219,6 +221,7 @@ def clean(directory: str, prefix: str) -> None:
 
 
 _changing: Final = threading.Lock()
+"""Managers of several threads share the list of a folder, and its lock."""
 _writers: Final[weakref.WeakValueDictionary[str, FolderLock]] = (
     weakref.WeakValueDictionary()
 )
@@ -234,6 +237,7 @@ def _stored(directory: str) -> SavedList:
             return SavedList()
         except ValueError:
             plain = None
+    # Damage only warns: the checkpoints are complete without the list.
     match plain:
         case {
             "format": "zstrat.checkpoints",
@@ -290,6 +294,7 @@ def _on_disk(directory: str) -> dict[str, tuple[int, float]]:
             if numbered is None:
                 continue
             with contextlib.suppress(OSError):
+                # Of the manifest: it is written last, when the checkpoint is complete.
                 at = os.stat(os.path.join(directory, name, MANIFEST)).st_mtime
                 complete[name] = (int(numbered[2]), at)
     return complete

@@ -72,6 +72,8 @@ class Base(NamedTuple):
 
     def pieces_of(self, stored: StoredTensor) -> list[StoredPiece]:
         """Returns the pieces of a tensor in ``path`` that are the base's."""
+        # A difference to a difference would read every file of the chain: each is to
+        # the whole one instead, of which it has all files.
         if not self.is_linked:
             return list(stored.pieces)
         return [piece for piece in stored.pieces if piece.file.startswith(_LINKED)]
@@ -136,6 +138,8 @@ def with_base(
     names: dict[str, str] = {}
     for logical in taken:
         pieces = base.pieces_of(before.tensors[logical.name])
+        # Names with this writer's mark: none is that of a file of the checkpoint that
+        # is replaced, which stays whole until the commit.
         for piece in pieces:
             if piece.file not in names:
                 names[piece.file] = folder.part(f"base-{len(names)}")
@@ -177,7 +181,7 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
     """Returns what a checkpoint has of a table: values and slots, beside their ids."""
     beside, found = value.beside, list[TableTensor]()
     assert beside is not None
-    for leaf, ids in _kept(value.variable).items():
+    for leaf, ids in _bookkeeping_leaves(value.variable).items():
         if leaf in beside:
             found += _tensors_of(folder, 0, leaf, beside[leaf], beside.get(ids))
     for load in loads:
@@ -187,11 +191,12 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
         found += _tensors_of(folder, number, load.leaf, load.tensor, beside[IDS])
     # Of a difference: the rows of the base, what was removed since, and the rows since.
     since = beside[GONE].pieces if GONE in beside else ()
+    # Removals between the two: an id may have been removed and created again.
     later = {os.path.join(folder, piece.file) for piece in since}
     return sorted(found, key=lambda x: (x.path in later) * (1 + (x.leaf != GONE)))
 
 
-def _kept(table: AbstractVariable) -> dict[str, str]:
+def _bookkeeping_leaves(table: AbstractVariable) -> dict[str, str]:
     """Returns what else a table keeps of its ids, each with what has their ids."""
     assert isinstance(table, HashTable)
     uses = {USES: IDS, CLOCK: "", TIMES: ""} if table.tracks else {}
@@ -268,10 +273,11 @@ def _batches(
         step = max(1, _BLOCK // max(1, sum(info.row_bytes for info in infos)))
         tall = [TableLeaf(each.optimizer, each.leaf, rows=True) for each in tensors]
         (count,) = reader.info(ids_name).shape
+        # A table without rows, too: one message has to drop what the server has.
         for start in range(0, max(count, 1), step):
             stop = min(start + step, count)
             ids = reader.read(ids_name, start, stop)
-            own = _own(table.spec, ids)
+            own = _rows_of_part(table.spec, ids)
             if not own.size and sent:
                 continue
             rows = [reader.read(x.name, start, stop)[own] for x in tensors]
@@ -279,7 +285,7 @@ def _batches(
             leaves, arrays, sent = [], [], True
 
 
-def _own(spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
+def _rows_of_part(spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
     """Returns the places of those ids that a part has."""
     assert spec.buckets is not None
     buckets = buckets_of(hashes_of(ids))

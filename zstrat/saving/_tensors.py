@@ -123,6 +123,7 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
                 at[component.spec.key].get(_number(optimizer), {})
                 for component in variable.value.components
             ]
+            # In order, each once; a component that no gradient has reached has none.
             leaves = dict.fromkeys(leaf for each in slots for leaf in each)
             found += [_logical(variable, optimizer, leaf, at) for leaf in leaves]
     return found
@@ -155,6 +156,7 @@ def _logical(
         name, number = slot_name(optimizer.path, name, leaf), _number(optimizer)
     elif leaf:
         name = beside_name(variable, leaf)
+    # One piece a component, at the rows that it has in the whole.
     components = variable.value.components
     pieces, start = [], 0
     for index, component in enumerate(components):
@@ -164,6 +166,7 @@ def _logical(
             shape = at[component.spec.key][0][counts].entry.shape
         stop = start + (shape[0] if shape else 0)
         pinned = at[component.spec.key].get(number, {}).get(leaf)
+        # No gradient has reached a component without this slot: its rows are left out.
         if pinned is not None:
             stored = name if len(components) == 1 else f"{name}/.part_{index}"
             pieces.append(LogicalPiece(pinned, stored, start, stop))
@@ -242,6 +245,7 @@ def stored_graph(manifest: Manifest, file: str) -> list[StoredNode]:
     Raises:
         DataLossError: The manifest names nodes or tensors that are not there.
     """
+    # Its digest is right, but a later version, or another program, may have written it.
     match manifest.objects:
         case {"nodes": [_, *_] as listed}:
             return [_stored_node(each, len(listed), manifest, file) for each in listed]
@@ -262,6 +266,7 @@ def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> Store
             except (TypeError, ValueError, AttributeError):
                 pass
             else:
+                # Nobody who walks the graph has to check an index or a name again.
                 places = {*node.children.values(), *slots}
                 names = {n for leaves in slots.values() for n in leaves.values()}
                 names |= {tensor} if kind == "variable" else set()
@@ -297,6 +302,7 @@ def _by_kind(names: Iterable[str]) -> StatePaths:
     fields: dict[str, set[str]] = defaultdict(set)
     for name in names:
         keys = _KEY.findall(name)
+        # A name that is not made of keys is a field by itself, of no state.
         last = keys[-1] if keys and "".join(keys) == name else name
         fields[name.removesuffix(last)].add(last)
     found: dict[frozenset[str], list[str]] = defaultdict(list)
@@ -309,6 +315,7 @@ def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
     """Returns the paths of states of one kind, here and in the checkpoint."""
     if len(here) != len(there):
         return []
+    # Both are sorted: states that moved into one place kept their order there.
     pairs = list(zip(here, there, strict=True))
     if len(pairs) == 1 or _is_moved(pairs) or _is_moved([(b, a) for a, b in pairs]):
         return pairs

@@ -189,6 +189,7 @@ class Windowed:
     def __init__(self, unit: Unit = Unit.SECONDS) -> None:
         self.total: Final = Histogram(unit)
         """The histogram of all values since the start."""
+        # One more than `RECENT`, as the current second is not over.
         self._ring: Final[deque[tuple[int, Histogram]]] = deque(maxlen=RECENT + 1)
 
     def add_many(self, values: ArrayLike, now: float) -> None:
@@ -196,6 +197,7 @@ class Windowed:
         second = math.floor(now)
         if not self._ring or self._ring[-1][0] != second:
             self._ring.append((second, Histogram(self.total.unit)))
+        # Counted once for both: sorting the values costs more than adding the counts.
         array = np.asarray(values, np.float64)
         if array.size:
             counted = _counted(array, self.total.unit)
@@ -221,8 +223,10 @@ def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
     """Counts values ([n] float64, n > 0) by bucket; returns the counts, the sum and the
     largest value."""
     values = np.maximum(values, 0.0)
-    np.copyto(values, 0.0, where=np.isnan(values))
+    np.copyto(values, 0.0, where=np.isnan(values))  # which `maximum` keeps
     first, _ = _OCTAVES[unit]
+    # The bits of positive floats, read as integers, are in the order of the floats: so
+    # their first bits number the buckets, without a logarithm.
     places = (values.view(np.int64) >> _MANTISSA) - ((first + _BIAS) * _PER_OCTAVE - 1)
     width = len(EDGES[unit])
     np.clip(places, 0, width - 1, out=places)
@@ -256,11 +260,13 @@ def _quantiles(
 ) -> np.ndarray:
     """Computes `Histogram.quantile` of many histograms ([n, buckets], maxima [n])."""
     sums, edges, rows = counts.cumsum(1), np.array(EDGES[unit]), np.arange(len(counts))
+    # The bucket in which the value of that rank is: the first whose sum reaches it.
     ranks = np.maximum(1, np.ceil(q * counts.sum(1))).astype(np.int64)
     places = np.minimum((sums < ranks[:, None]).sum(1), len(edges) - 1)
     inside = np.maximum(counts[rows, places], 1)
     before = sums[rows, places] - inside
     lower = np.where(places > 0, edges[places - 1], 0.0)
+    # No quantile is above the largest value; the last bucket has no other edge.
     upper = np.minimum(edges[places], np.maximum(maxima, lower))
     values = lower + (upper - lower) * (ranks - before - 0.5) / inside
     if unit is not Unit.SECONDS:
@@ -291,6 +297,7 @@ class HistogramTable(Generic[K]):
     def summary(self, key: K) -> dict[str, Plain]:
         """Returns the `Histogram.summary` of a key; that of an empty histogram if the
         key is missing."""
+        # A copy: entries of several tasks must not share one dict.
         return self._summaries.get(key) or dict(self._empty)
 
     def merged(self, keys: Iterable[K]) -> Histogram:
@@ -310,6 +317,7 @@ _Parsed = tuple[np.ndarray, np.ndarray, np.ndarray]
 def _parsed(plains: list[Plain], unit: Unit) -> _Parsed:
     try:
         return _well_formed(plains, unit)
+    # One of them is malformed: one by one, the others are kept.
     except (LookupError, TypeError, OverflowError, ValueError):
         found = [_one(plain, unit) for plain in plains]
     width = len(EDGES[unit])
@@ -340,6 +348,7 @@ def _well_formed(plains: list[Plain], unit: Unit) -> _Parsed:
         raise ValueError("a count below zero")
     rows = np.repeat(np.arange(len(pairs)), [len(each) for each in pairs])
     table = np.zeros(len(pairs) * width, np.int64)
+    # Not ``+=``, which would count a bucket that comes twice only once.
     np.add.at(table, rows * width + places, counts)
     # By way of float, which takes no None.
     totals = np.array([float(plain["total"]) for plain in plains])

@@ -72,16 +72,17 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     servers = _of_job(tasks, "ps")
     found: list[Limit] = []
     queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
+    # Several may name one cause; a reader sees the largest share first.
     for name, worker in workers.items():
-        found += _of_worker(name, worker, servers, metrics)
+        found += _worker_limits(name, worker, servers, metrics)
     for name, rounds in metrics.get("rounds", {}).items():
-        found += _of_rounds(name, rounds, workers)
+        found += _round_limits(name, rounds, workers)
     if full:
-        found.append(_full(queued))
+        found.append(_full_queue_limit(queued))
     for name, server in servers.items():
-        found += _of_server(name, server)
-    found += _imbalance(servers, workers)
-    found += _stale(metrics.get("staleness", {}), len(workers))
+        found += _server_limits(name, server)
+    found += _imbalance_limits(servers, workers)
+    found += _staleness_limits(metrics.get("staleness", {}), len(workers))
     return sorted(found, key=lambda limit: -limit.share)
 
 
@@ -96,7 +97,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     holding_up = [
         limit
         for name, rounds in metrics.get("rounds", {}).items()
-        for limit in _of_rounds(name, rounds, workers)
+        for limit in _round_limits(name, rounds, workers)
     ]
     if holding_up:
         worst = max(holding_up, key=lambda limit: limit.share)
@@ -117,9 +118,10 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     rates = {name: worker.get("steps_per_s", 0.0) for name, worker in working.items()}
     median = sorted(rates.values())[len(rates) // 2]
     name, worker = min(working.items(), key=lambda item: (rates[item[0]], item[0]))
+    # All are about equally fast: the one that waits most shows what limits them.
     if rates[name] >= SLOWER * median:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
-    of_worker = _of_worker(name, worker, servers, metrics)
+    of_worker = _worker_limits(name, worker, servers, metrics)
     found = sorted(of_worker, key=lambda limit: -limit.share)
     if not found:
         return {"task": name, "why": "has no bottleneck"}
@@ -153,7 +155,7 @@ def _of_job(tasks: Mapping[str, Any], job: str) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _of_worker(
+def _worker_limits(
     name: str,
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
@@ -161,6 +163,7 @@ def _of_worker(
 ) -> list[Limit]:
     queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     time: Mapping[str, float] = worker.get("time", {})
+    # At most 1: a phase that has not ended is counted from its begin.
     shares = {
         what: min(1.0, time.get(what, 0.0))
         for what in ("draw", "compute", "pull", "push", "idle")
@@ -168,24 +171,29 @@ def _of_worker(
     found = []
     for what, share in shares.items():
         if share < NOTABLE:
-            continue
+            continue  # every worker waits a little for everything
         match what:
             case "draw" | "compute":
                 words, advice = _OWN[what]
                 words = f"{words} {percent(share)} of its time"
                 numbers = _numbers(what, worker)
                 limit = Limit(name, what, share, words, advice, numbers)
-                found.append(_long(limit, worker))
+                found.append(_with_long_phase(limit, worker))
+            # Before the plain pull: in rounds a wait for values is one for others.
             case "pull" if metrics.get("rounds"):
-                found.append(_long(_round_pull(name, share, worker), worker))
+                found.append(
+                    _with_long_phase(_round_pull_limit(name, share, worker), worker)
+                )
             case "idle" if queued and metrics.get("largest_lead") is not None:
-                found.append(_ahead(name, share, worker))
+                found.append(_lead_limit(name, share, worker))
             case "pull":
-                found.append(_long(_pull(name, share, worker, servers), worker))
+                found.append(
+                    _with_long_phase(_pull_limit(name, share, worker, servers), worker)
+                )
             case "push":
-                found.append(_push(name, share, worker, servers))
+                found.append(_push_limit(name, share, worker, servers))
             case _:
-                found.append(_queue(name, share, worker, queued, full))
+                found.append(_idle_limit(name, share, worker, queued, full))
     return found
 
 
@@ -203,22 +211,24 @@ _OWN: Final = {
 """Bottlenecks of a worker that other tasks do not cause, with advice."""
 
 
-def _pull(
+def _pull_limit(
     name: str,
     share: float,
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
 ) -> Limit:
-    # The server that answered last most often, or else the one that sends most.
+    # The server that answered last most often, or else the one that sends most. A pull
+    # waits for its last answer, so the servers before it are not to blame.
     sent = {
         name: server.get("bytes_out_per_s", 0.0) for name, server in servers.items()
     }
-    blamed = _most(worker.get("slow_pulls", {})) or _most(sent)
+    blamed = _name_of_largest(worker.get("slow_pulls", {})) or _name_of_largest(sent)
     numbers = _numbers("pull", worker)
     words = f"waits for values: pull is {percent(share)} of its time"
     if not blamed:
         advice = "pull less, or prefetch: prefetch=1 (ZSTRAT_PREFETCH)"
         return Limit(name, "pull", share, words, advice, numbers)
+    # Why that server is slow: it is busy, or far away, or sends too much.
     server = servers.get(blamed, {})
     busy, out = server.get("busy", 0.0), server.get("bytes_out_per_s", 0.0)
     pulls = server.get("pulls_per_s", 0.0)
@@ -247,7 +257,7 @@ def _pull(
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
 
 
-def _round_pull(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+def _round_pull_limit(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     return Limit(
         name,
         "pull",
@@ -260,7 +270,7 @@ def _round_pull(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     )
 
 
-def _ahead(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+def _lead_limit(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     return Limit(
         name,
         "lead",
@@ -273,7 +283,7 @@ def _ahead(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
     )
 
 
-def _of_rounds(
+def _round_limits(
     optimizer: str, rounds: Mapping[str, Any], workers: Mapping[str, Mapping[str, Any]]
 ) -> Iterable[Limit]:
     recent = rounds.get("recent", {})
@@ -283,12 +293,15 @@ def _of_rounds(
     whole = sum(held.values())
     if not count or not seconds or whole < NOTABLE * seconds:
         return
-    worst, share = _most(held), min(1.0, whole / seconds)
+    # Waits of a round are those for its last contribution alone: all others were there.
+    worst, share = _name_of_largest(held), min(1.0, whole / seconds)
     last = waits[worst]["rounds"]
     backup, size = rounds.get("backup", 0) + 1, rounds.get("workers", 0)
     # The others do without the last one, too, what they do while they wait for it.
+    # At least a thousandth of the time: the waits may fill all of it.
     without = count / max(seconds - whole, 0.001 * seconds)
-    alone = sorted(map(_alone, workers.values()), reverse=True)
+    alone = sorted(map(_rate_without_waits, workers.values()), reverse=True)
+    # A round is as fast as its slowest worker, of those that it still waits for.
     if 0 < size - backup <= len(alone):
         without = min(without, alone[size - backup - 1])
     rate = count / seconds
@@ -312,7 +325,7 @@ def _of_rounds(
     yield Limit(worst, "round", share, words, advice, numbers)
 
 
-def _alone(worker: Mapping[str, Any]) -> float:
+def _rate_without_waits(worker: Mapping[str, Any]) -> float:
     """Returns the steps per second of a worker that waits for nobody."""
     time = worker.get("time", {})
     busy = sum(time.get(what, 0.0) for what in ("draw", "compute", "push"))
@@ -320,7 +333,7 @@ def _alone(worker: Mapping[str, Any]) -> float:
     return rate / busy if busy else math.inf
 
 
-def _push(
+def _push_limit(
     name: str,
     share: float,
     worker: Mapping[str, Any],
@@ -336,14 +349,14 @@ def _push(
         "push all variables of a step in one call"
     )
     busy = {name: server.get("busy", 0.0) for name, server in servers.items()}
-    blamed = _most(busy)
+    blamed = _name_of_largest(busy)
     if blamed and busy[blamed] >= BUSY:
         numbers["busy"] = busy[blamed]
         words += f"; {blamed} spends {percent(busy[blamed])} of its time on updates"
     return Limit(name, "push", share, words, advice, numbers)
 
 
-def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
+def _with_long_phase(limit: Limit, worker: Mapping[str, Any]) -> Limit:
     """Adds the current phase to the limit if it has lasted for long."""
     now: Mapping[str, Any] = worker.get("now") or {}
     seconds = now.get("seconds", 0.0)
@@ -354,7 +367,7 @@ def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
     return replace(limit, words=words, numbers=numbers)
 
 
-def _queue(
+def _idle_limit(
     name: str, share: float, worker: Mapping[str, Any], queued: int, full: bool
 ) -> Limit:
     words = f"is idle for {percent(share)} of its time"
@@ -378,7 +391,7 @@ def _queue(
     return Limit(name, "queue", share, words, advice, numbers)
 
 
-def _full(queued: int) -> Limit:
+def _full_queue_limit(queued: int) -> Limit:
     """Makes a remark with share 0, as no worker waits for it."""
     return Limit(
         "program",
@@ -390,7 +403,7 @@ def _full(queued: int) -> Limit:
     )
 
 
-def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
+def _server_limits(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
     busy = min(1.0, server.get("busy", 0.0))
     if busy < BUSY:
         return
@@ -406,7 +419,7 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
     )
 
 
-def _imbalance(
+def _imbalance_limits(
     servers: Mapping[str, Mapping[str, Any]], workers: Mapping[str, Mapping[str, Any]]
 ) -> Iterable[Limit]:
     moved = {
@@ -414,10 +427,11 @@ def _imbalance(
         for name, server in servers.items()
     }
     whole = sum(moved.values())
+    # A little traffic is never even, and nobody waits for it.
     if len(moved) < 2 or whole < LEAST_BYTES:
         return
     mean = whole / len(moved)
-    name = _most(moved)
+    name = _name_of_largest(moved)
     if moved[name] < UNEQUAL * mean:
         return
     waits = [worker.get("time", {}).get("pull", 0.0) for worker in workers.values()]
@@ -432,7 +446,7 @@ def _imbalance(
     )
 
 
-def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
+def _staleness_limits(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
     # Between a pull and its push every other worker pushes once.
     usual = max(1, workers - 1)
@@ -450,8 +464,9 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     )
 
 
-def _most(amounts: Mapping[str, float]) -> str:
+def _name_of_largest(amounts: Mapping[str, float]) -> str:
     """Returns the name of the largest amount; "" if there is none."""
+    # Equal amounts by name, so that the answer does not change from look to look.
     return max(amounts, key=lambda name: (amounts[name], name), default="")
 
 

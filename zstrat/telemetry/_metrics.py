@@ -69,6 +69,7 @@ class Metric:
         value: Plain = values
         for key in self.path:
             value = value.get(key) if isinstance(value, dict) else None
+        # Observers take reports of any version: what is not a number is missing.
         known = isinstance(value, int | float) and math.isfinite(value)
         return value if known else None
 
@@ -88,6 +89,7 @@ def _read(table: str) -> tuple[Metric, ...]:
         if line.startswith("["):
             jobs, _, part = line[1:].partition("]")
             continue
+        # A table of text rather than 120 calls: a reader compares its columns.
         place, prometheus, words = line.split(maxsplit=2)
         kind = {"+": Kind.COUNTER, "*": Kind.HISTOGRAM}.get(place[0], Kind.GAUGE)
         place, _, unit = place.lstrip("+*").partition(":")
@@ -267,6 +269,7 @@ COLUMNS: Final = {
 on the page; "" without a column."""
 
 
+# The tables never change, and these are asked for each task at each look.
 @cache
 def metrics_of(job: str) -> tuple[Metric, ...]:
     """Returns the metrics that a process of this job reports."""

@@ -135,10 +135,13 @@ class Recorder:
         steps.eager += times.eager
         steps.idle += times.idle
         steps.stalled += times.stalled
+        # At once, not in a digest: there are as many as servers, not as steps.
         for server, seconds in times.stalls.items():
             self._stalls.add(f"ps:{server}", seconds, now)
         if self._capture is not None:
             self._capture.sample(now)
+        # By time, so that a look finds recent numbers; or earlier, so that lists of
+        # quick steps stay small.
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
         many |= len(steps.eager) > EAGER
         if many or now - self._digested > EVERY:
@@ -146,6 +149,7 @@ class Recorder:
 
     def spent(self, phase: Phase, step: int, began: float, ended: float) -> None:
         """Records a phase of a step other than those in `StepTimes`."""
+        # One flat list a phase: appending three numbers makes no object that lasts.
         spans = self._spans.get(phase)
         if spans is None:
             spans = self._spans[phase] = []
@@ -221,7 +225,7 @@ class Recorder:
 
     def begin_capture(self, capture: SpanCapture, now: float) -> None:
         """Begins to copy spans and traffic into the capture."""
-        self.digest(now)
+        self.digest(now)  # what came before is in no capture
         self._capture = capture
         capture.sample(now)
         self.on_capture(True)
@@ -232,7 +236,7 @@ class Recorder:
         Raises:
             NotFoundError: There is no capture.
         """
-        self.digest(now)
+        self.digest(now)  # the spans since the last digest belong to it
         capture, self._capture = self._capture, None
         self.on_capture(False)
         if capture is None:
@@ -255,9 +259,11 @@ class Recorder:
         if steps.full:
             self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
+        # Before the staleness below, to which eager steps add.
         if steps.eager:
             eager, steps.eager = steps.eager, []
             self._digest_eager(eager, now)
+        # Counted once, however many steps wait side by side: shares add up to one.
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
         steps.stalled = steps.idle = 0.0
@@ -265,6 +271,7 @@ class Recorder:
             if spans:
                 number, began, ended = _rows(spans, 3).T
                 self._took(phase, number, began, ended, now)
+                # Pushes that wait for one thread overlap; a share has each second once.
                 if phase is Phase.APPLY:
                     self._shares.add(str(phase), self._busy(began, ended), now)
                 spans.clear()
@@ -287,6 +294,7 @@ class Recorder:
         return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
+        """Sorts steps that only waited and ran; there is no capture."""
         waited, ran = rows.T
         self.count("steps_per_s", len(rows), now)
         self._shares.add("compute", float(ran.sum()), now)
@@ -294,6 +302,7 @@ class Recorder:
         self._phases[Phase.COMPUTE].add_many(ran, now)
 
     def _digest_full(self, rows: np.ndarray, now: float) -> None:
+        """Sorts steps that drew, pulled, or ran in a capture."""
         number, received, prepared, ran, ended = rows.T[:5]
         drew, asked, arrived, pulled, examples = rows.T[5:]
         self.count("steps_per_s", len(rows), now)
@@ -303,6 +312,8 @@ class Recorder:
         self._took(Phase.WAIT, number, received, prepared - drew, now)
         self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
         self._took(Phase.COMPUTE, number, ended - ran, ended, now)
+        # A time line shows the whole transfer; the histogram and the shares have only
+        # what the step thread waited for, as the rest passed while it computed.
         pulls = pulled > 0
         self._captures(Phase.PULL, number, asked, arrived, pulls)
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
@@ -365,7 +376,8 @@ class Recorder:
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:
-    """[n, width] float64. By way of `array`, which takes a third less time."""
+    """Returns a flat list as rows of ``width`` numbers, float64."""
+    # By way of `array`, which takes a third less time than numpy from a list.
     return np.frombuffer(array("d", numbers), np.float64).reshape(-1, width)
 
 
@@ -379,6 +391,7 @@ def log_file() -> str:
     try:
         if not stat.S_ISREG(os.fstat(2).st_mode):
             return ""
+        # As bytes: a name need not be UTF-8, and the report has to be.
         return os.readlink(b"/proc/self/fd/2").decode("utf-8", "replace")
     except OSError:
         return ""

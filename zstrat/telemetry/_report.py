@@ -56,6 +56,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     Args:
         tasks: The reports by task name, such as "worker:0".
     """
+    # All tasks together: numpy takes a thousand histograms in the time of a few.
     phases = HistogramTable(_windows(tasks, "phases"))
     stale = HistogramTable(_windows(tasks, "staleness"), Unit.COUNTS)
     entries = {name: _task(name, task, phases, stale) for name, task in tasks.items()}
@@ -69,6 +70,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     program = _last_program(programs)
     metrics: dict[str, Plain] = {
         "steps_per_s": sum(entries[name]["steps_per_s"] for name in workers),
+        # None rather than 0: steps that draw from no dataset have no examples.
         "examples_per_s": sum(entries[name]["examples_per_s"] or 0 for name in workers)
         or None,
         "queued_closures": int(_number(program.get("waiting"))),
@@ -81,7 +83,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         "tasks": entries,
         **_of_program(programs),
     }
-    metrics["slowest"] = slowest(metrics)
+    metrics["slowest"] = slowest(metrics)  # it looks at all that is above
     return metrics
 
 
@@ -128,6 +130,7 @@ def _last_program(programs: Iterable[dict[str, Plain]]) -> dict[str, Plain]:
 def _of_program(programs: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
     """Returns ``rounds``, ``largest_lead`` and ``leases``, from the newest metrics that
     the program has sent to a worker."""
+    # Each worker has what the program sent to it last: only one of them is the newest.
     sent = [_part(program, "metrics") for program in programs]
     newest = max(sent, key=lambda metrics: _number(metrics.get("at")), default={})
     rounds, lead = _part(newest, "rounds"), newest.get("largest_lead")
@@ -194,11 +197,13 @@ def _job(name: str) -> str:
 
 
 def _part(values: Mapping[str, Plain], name: str) -> dict[str, Plain]:
+    # A task of another version may report something else there.
     part = values.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def _number(value: Plain) -> float:
+    # NaN and infinity, too: the page is JSON, which has neither.
     is_finite = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if is_finite else 0.0
 
@@ -235,11 +240,13 @@ def over(samples: Sequence[TaskReport]) -> TaskReport:
     """
     if not samples:
         raise ValueError("samples=[]: expected one report or more")
+    # The index stands for a task's name, by which `_windows` finds histograms.
     known = {str(n): sample for n, sample in enumerate(samples) if sample.values}
     last = samples[-1]
     if not known:
         return last
     reported = [sample.values for sample in known.values()]
+    # The last sample, with all parts replaced that say more of several.
     combined: dict[str, Plain] = dict(reported[-1])
     for part, unit in _WINDOWED.items():
         table = HistogramTable(_windows(known, part), unit)

@@ -93,7 +93,7 @@ class SpanCapture:
         kept = self.spans
         for step, began, ended in spans:
             if began <= self.until:
-                self.is_cut |= len(kept) == kept.maxlen
+                self.is_cut |= len(kept) == kept.maxlen  # it drops the oldest one
                 kept.append(PhaseSpan(int(step), phase, began, ended))
 
     def sample(self, now: float) -> None:
@@ -170,12 +170,16 @@ class Throughput:
         span, gap = window(times, now), usual_gap(times, now)
         if not marks or now - times[-1] > span:
             return 0.0
+        # The time since the last mark counts only when it is longer than usual: until
+        # then a long step would seem to slow down, and jump back at its end.
         if now - times[-1] <= 1.5 * gap and gap > 1.5 * MARK:
             now, _, total = marks[-1]  # the next one is under way, and has not ended
+        # From the last mark before the window on: a rate is between two marks.
         first = max(0, bisect_right(times, now - span) - 1)
         began, had = times[first], marks[first].after if first else marks[0].before
         if now - span - began > 1.5 * max(gap, MARK):  # it begins in a pause
             began, had = now - span, marks[first + 1].before
+        # Over a second at least: two marks may be next to each other.
         return (total - had) / max(now - began, MARK)
 
 
@@ -229,6 +233,7 @@ class TimeShares:
         if not seconds:
             return
         second = math.floor(now)
+        # By whole seconds of the clock: old ones fall out of the ring by themselves.
         if not self._ring or self._ring[-1][0] != second:
             self._ring.append((second, Counter()))
         self._ring[-1][1][name] += seconds  # type: ignore[assignment]
@@ -253,6 +258,8 @@ class TimeShares:
             spent[str(under_way.phase)] += seconds  # type: ignore[assignment]
         if not spent:
             return {}
+        # A phase is added when it ends, and may have begun before the first second
+        # here: then the shares are of the time that was spent.
         began = recent[0][0] if recent else now
         whole = max(now - began, sum(spent.values()))
         return {name: seconds / whole for name, seconds in spent.items()}

@@ -66,6 +66,7 @@ def full_disk(size: int, *pids: int) -> Iterator[None]:
         ProcessLookupError, PermissionError: The limit of a process cannot be set.
     """
     with contextlib.ExitStack() as stack:
+        # Python ignores SIGXFSZ, so that a write fails and the process lives.
         for pid in pids or (0,):
             before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             stack.callback(_limit, pid, before)
@@ -88,7 +89,7 @@ class ProcessResources(NamedTuple):
     def held(cls) -> ProcessResources:
         """Reads the current resources, after a garbage collection; threads by name,
         sorted."""
-        gc.collect()
+        gc.collect()  # of cycles that hold sockets or files
         threads = sorted(thread.name for thread in threading.enumerate())
         return cls(len(os.listdir("/proc/self/fd")), tuple(threads))
 
@@ -112,6 +113,7 @@ def leak_check(timeout: float = _ON_ITS_WAY) -> Iterator[None]:
         thread
         for thread in threading.enumerate()
         if thread not in threads
+        # Daemons of jax and its kin stay for as long as the process.
         if not thread.daemon or thread.name.startswith("zstrat")
     ]
     for thread in left:
@@ -131,6 +133,7 @@ def _children() -> set[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
+    # By thread: the kernel lists a child with the thread that made it.
     found: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         try:
@@ -165,6 +168,7 @@ async def in_thread(
     while leaving, it is left nevertheless.
     """
     stack = contextlib.ExitStack()
+    # Shielded: a thread cannot be cancelled, and what it enters has to be left.
     entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, context))
     try:
         value = await asyncio.shield(entering)
@@ -184,6 +188,7 @@ async def in_thread(
 async def _leave(stack: contextlib.ExitStack, error: BaseException | None) -> bool:
     kind = None if error is None else type(error)
     trace = None if error is None else error.__traceback__
+    # A cancelled test leaves it, too, and to the end: on a thread that nobody cancels.
     return bool(await on_own_thread(partial(stack.__exit__, kind, error, trace)))
 
 
@@ -265,6 +270,7 @@ class RelayedCluster(abc.ABC):
         with contextlib.ExitStack() as stack:
             for task, address in self._start(stack).items():
                 self._relays[task] = stack.enter_context(Relay(address))
+            # Only when all relays are open: else this block ends what was started.
             self._stack = stack.pop_all()
         return self
 
@@ -306,6 +312,7 @@ class DaemonCluster(RelayedCluster):
         Raises:
             UnavailableError, DeadlineExceededError: It does not restart.
         """
+        # Restarted whatever the block raises: other faults of the test may follow.
         self.local.kill(task)
         try:
             yield
@@ -327,6 +334,7 @@ class ThreadCluster(RelayedCluster):
         addresses: dict[str, str] = {}
         for job, count in self._counts.items():
             for index in range(count):
+                # Others reach it by its relay, so its spec need not name them.
                 any_port = ClusterSpec({job: {index: "127.0.0.1:0"}})
                 server = Server(any_port, job, index, config=self.settings)
                 stack.enter_context(server)

@@ -95,6 +95,7 @@ class FakeClock:
         if seconds < 0:
             raise ValueError(f"seconds={seconds}: expected 0 or more")
         end = self._now + seconds
+        # Looked up again after each: a call may schedule or cancel others.
         while self.timers and self.timers[0].due <= end:
             self._go_off(self.timers[0])
         self._now = end
@@ -112,6 +113,7 @@ class FakeClock:
         return self._now - before
 
     def _go_off(self, timer: FakeTimer) -> None:
+        # Removed before it is called: a call that raises is not made again.
         self._timers.remove(timer)
         self._now = max(self._now, timer.due)
         timer.callback()
@@ -127,6 +129,7 @@ def through_the_codec(message: Message) -> Message:
     Raises:
         TypeError, ValueError, ProtocolError: It cannot be encoded or decoded.
     """
+    # Bytes, as from a socket: a receiver that writes to an array fails here, too.
     header, arrays = encode(message)
     _, received = decode(header, [array.tobytes() for array in arrays], _LIMITS)
     return received
@@ -182,6 +185,7 @@ class FakeRemote:
         """
         if not self.alive:
             raise PeerLostError(self.name, "it is not connected")
+        # One refusal for one notice: a test says how often it fails.
         if self.refusals and (error := self.refusals[0](message)) is not None:
             del self.refusals[0]
             raise error
@@ -334,6 +338,7 @@ class FakeLink:
         hello = hello or self._hello
         if hello is None:
             raise ValueError(f"{self.name} was never connected: pass its hello")
+        # A new number: what was sent on the connection before does not arrive.
         self.peer = self._hello = hello
         self._connection += 1
         waiters, self._waiters = self._waiters, []
@@ -358,6 +363,7 @@ class FakeLink:
         """
         if self.peer is None:
             return
+        # Closed before anybody is notified: a callback may look, or connect again.
         self.peer, self.held = None, None
         error = PeerLostError(self.name, reason, left, returns)
         self._fail(error)
@@ -381,7 +387,9 @@ class FakeLink:
             self._loop.call_soon(self._receive, received, self._connection)
 
     def _carry(self, message: Message, future: Reply | None) -> None:
+        # Encoded now: the sender may write to its arrays as soon as this returns.
         received = through_the_codec(message)
+        # Later, as on a network: the sender has returned when the message arrives.
         if self.held is not None:
             self.held.append((received, future))
         else:
@@ -395,12 +403,14 @@ class FakeLink:
         except Exception as error:  # the outcome of the request
             answer = error
         if inspect.isawaitable(answer):
+            # Not awaited: as with a network, messages overtake a handler that waits.
             later = asyncio.ensure_future(answer)
             later.add_done_callback(lambda done: self._answer(_outcome(done), future))
         else:
             self._answer(answer, future)
 
     def _answer(self, answer: Any, future: Reply | None) -> None:
+        # The requester may have cancelled, or lost the connection, meanwhile.
         if future is not None and not future.done() and answer is not None:
             if isinstance(answer, Exception):
                 future.set_exception(answer)

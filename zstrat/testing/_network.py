@@ -77,6 +77,7 @@ class Relay:
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
         """Resets all connections, and closes new ones at once."""
+        # First, or a peer that reconnects at once would get in.
         self._is_refusing = True
         self.reset()
         try:
@@ -88,6 +89,7 @@ class Relay:
         """Resets all connections and ends the thread. Idempotent."""
         if self._loop.is_closed():
             return
+        # All tasks end in the loop; one that is dropped with it would warn.
         self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -111,12 +113,14 @@ class Relay:
     async def _join(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        # In a blackhole the kernel still accepts connections; no byte passes.
         await self._open.wait()
         try:
             source, sink = await asyncio.open_connection(self._host, self._port)
         except OSError:  # the task does not run: closes the client's connection
             writer.transport.abort()
             return
+        # Looked at after the connection is open: `refusing` may have begun meanwhile.
         if self._is_refusing:
             writer.transport.abort()
             sink.transport.abort()
@@ -132,12 +136,14 @@ class Relay:
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(_PIECE):
+                # What was read waits here, so nothing is lost when the gate opens.
                 await self._open.wait()
                 sink.write(data)
                 await sink.drain()
         sink.close()
 
     async def _reset(self, every: int) -> None:
+        # Every n-th, so that a peer with several connections loses only some of them.
         for here, there in list(self._pairs.items())[::every]:
             here.transport.abort()
             there.transport.abort()
@@ -196,6 +202,7 @@ class SwitchedNetwork:
         """
         for name in (*self.names, self._hub):
             _ip("netns", "add", name)
+            # A new namespace has even its loopback down.
             _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", self._hub, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._hub, "link", "set", "switch", "up")
@@ -245,6 +252,8 @@ class SwitchedNetwork:
         self._port(n, *(["master", "switch"] if passes else ["nomaster"]))
 
     def _unmute(self, n: int, is_heard: bool) -> None:
+        # Its packets go to a hardware address that nobody has, while those to it arrive
+        # as before. No firewall is needed for that.
         for address in self.addresses:
             at = (address, "dev", "eth0")
             if address != self.addresses[n] and is_heard:
@@ -269,6 +278,7 @@ def switched_network(count: int) -> Iterator[SwitchedNetwork]:
     """
     if os.geteuid() or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and the program ip")
+    # By process: tests of several processes may have networks side by side.
     network = SwitchedNetwork(count, f"zs{os.getpid()}")
     try:
         try:

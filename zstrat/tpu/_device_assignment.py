@@ -62,6 +62,7 @@ class DeviceAssignment:
         owners: dict[tuple[int, ...], tuple[int, int]] = {}
         for replica, core in np.ndindex(self._cores.shape[:2]):
             place = self.coordinates(replica, core)
+            # A core computes one logical core: jax could not place two on it.
             if place in owners:
                 raise ValueError(
                     f"core_assignment assigns the core at {place} to both (replica, "
@@ -107,6 +108,7 @@ class DeviceAssignment:
             raise ValueError(f"num_replicas must be positive; got {num_replicas}")
         mesh = topology.mesh_shape.tolist()
         packed = packing(mesh, shape, stride, num_replicas)
+        # Blocks would reach over holes, and the replicas have to be equal.
         if len(topology.missing_devices):
             return DeviceAssignment(topology, _task_order_cores(topology, packed))
         in_rings = packed.can_ring and device_order_mode is not DeviceOrderMode.MESH
@@ -261,6 +263,7 @@ def ring(extents: Sequence[int]) -> list[Chip]:
     be even for that; with an odd one among several the order is row by row, x fastest,
     and a warning is logged.
     """
+    # An axis of extent 1 has no neighbours to go to.
     long = [axis for axis in range(3) if extents[axis] > 1]
     if len(long) > 1 and any(extents[axis] % 2 for axis in long):
         _log.warning(
@@ -308,6 +311,7 @@ def _strung(extents: Sequence[int]) -> list[Chip]:
         # Every other plane backwards: it begins where the one below it ended.
         plane = _opened(columns, rows)
         found += [(x, y, z) for x, y in (plane[::-1] if z % 2 else plane)]
+    # The corners were left out of the planes: they are the way back.
     return found + [(0, 0, z) for z in range(planes - 1, 0, -1)]
 
 
@@ -348,6 +352,7 @@ class Packing:
     def in_rings(self) -> np.ndarray:
         """Cores ``[replicas, cores, 4]``: the replicas one after the other in a ring of
         blocks, the chips of each in a ring, the cores of a chip together."""
+        # Whole chips, so that all cores of one follow each other in the numbering.
         chips = np.array(ring(self.shape[:3]), np.int32)
         blocks = np.array(ring(self.grid()[:3]), np.int32) * self.shape[:3]
         found = np.empty((len(blocks), len(chips), self.mesh[3], 4), np.int32)
@@ -369,6 +374,7 @@ class Packing:
     def _start(self, place: Cores) -> Cores:
         """Returns the first core of the replica at that place of the grid."""
         spans = zip(place, self.footprint, self.stride, strict=True)
+        # Replicas interlock: ``s`` of them share a footprint, each one core further.
         return _each(p // s * f + p % s for p, f, s in spans)
 
     def grid(self) -> Cores:
@@ -378,9 +384,11 @@ class Packing:
         little for the others; of equal ones the cores of a chip, then x, y, z.
         """
         counts, left = self.counts, self.replicas
+        # (axis + 1) % 4 makes the cores of a chip the first among equals.
         found = [1] * 4
         tightest = sorted(range(4), key=lambda axis: (counts[axis], (axis + 1) % 4))
         for n, axis in enumerate(tightest):
+            # The side of the cube that the rest would fill, if there is room for it.
             found[axis] = min(counts[axis], _root(left, 4 - n))
             left = -(-left // found[axis])
         return _each(found)
@@ -400,6 +408,7 @@ def packing(
             f"computation footprint {list(found.footprint)} does not fit in TPU "
             f"topology shape {list(found.mesh)}"
         )
+    # After the footprint: of a block that does not fit the count would be 0.
     room = math.prod(found.counts)
     if replicas > room:
         raise ValueError(

@@ -68,11 +68,13 @@ class Topology:
             mesh_shape, device_coordinates = _parsed(serialized)
         self._mesh_shape = _mesh(mesh_shape)
         self._coordinates = _coordinates(device_coordinates, self._mesh_shape)
+        # Coordinates to device: two devices at one place make fewer entries.
         self._places = {
             (*map(int, self._coordinates[task, device]),): (task, device)
             for task, device in np.ndindex(self._coordinates.shape[:2])
         }
         _require_apart(self._coordinates, len(self._places))
+        # As it came: TensorFlow's bytes may have fields that are not known here.
         self._serialized = serialized or None
 
     @property
@@ -188,6 +190,7 @@ def _coordinates(given: Any, mesh: np.ndarray) -> np.ndarray:
             f"devices per task, {RANK}], its minor dimension the rank of the mesh; got "
             f"{found.dtype} {list(found.shape)}"
         )
+    # The first one that is outside, if any.
     for task, device in np.argwhere(((found < 0) | (found >= mesh)).any(axis=2)):
         raise ValueError(
             f"`device_coordinates` must be >= 0 and within the mesh {mesh.tolist()}: "
@@ -209,6 +212,7 @@ def _require_apart(coordinates: np.ndarray, places: int) -> None:
 
 
 def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
+    # Other programs made these bytes, so sizes are compared before arrays are made.
     message = decode(serialized)
     mesh = tuple(_mesh(np.asarray(message.mesh_shape, np.int64)).tolist())
     sizes = message.num_tasks, message.num_tpu_devices_per_task
@@ -228,6 +232,7 @@ def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
+    # `astype` copies: the caller may still write to its array.
     made = array.astype(np.int32)
     made.setflags(write=False)
     return made
@@ -280,6 +285,8 @@ def decode(data: bytes) -> TopologyMessage:
             found.setdefault(field, []).append(value)
         elif field in (_MESH, _COORDINATES):
             found.setdefault(field, []).extend(_numbers(value))
+    # Of a number that comes twice protocol buffers take the last one, and they leave
+    # out a zero; repeated fields are joined.
     return TopologyMessage(
         tuple(found.get(_MESH, ())),
         found.get(_TASKS, [0])[-1],
@@ -315,6 +322,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
         if kind == _VARINT:
             value, at = _read(data, at)
         else:
+            # Unknown fields are skipped by their length, whatever they hold. Groups (3
+            # and 4) have none; version 3 does not write them.
             size = {_FIXED64: 8, _FIXED32: 4}.get(kind)
             if kind == _BYTES:
                 size, at = _read(data, at)
@@ -398,6 +407,7 @@ def _of_devices(
             f"the processes of this job have {counts} devices: expected the same "
             "number in each"
         )
+    # Only if all have coordinates; a mesh of some would have holes that are cores.
     places = [[_place(device) for device in devices] for devices in tasks]
     found = np.array([[p for p in row if p is not None] for row in places], np.int64)
     if found.shape == (len(tasks), counts[0], RANK):
@@ -448,6 +458,7 @@ def _laid_out(tasks: int, devices: int, asked: Sequence[int] | None) -> Topology
     if len(mesh) == RANK:
         left = np.arange(count)
         for axis in _FASTEST_FIRST:
+            # An extent below 1 is refused by `Topology`, in better words.
             left, places[:, axis] = np.divmod(left, max(1, mesh[axis]))
     return Topology(
         mesh_shape=mesh, device_coordinates=places.reshape(tasks, devices, RANK)
@@ -478,6 +489,7 @@ def experimental_connect_to_cluster(
             "`cluster_spec_or_resolver` must be a `ClusterSpec` or a `ClusterResolver`,"
             f" got {type(cluster_spec_or_resolver).__name__}"
         )
+    # Only the job of the hosts with devices: a coordinator beside it joins no jax job.
     jobs = spec.jobs
     if isinstance(cluster_spec_or_resolver, TPUClusterResolver):
         jobs = [job for job in jobs if job == cluster_spec_or_resolver.get_job_name()]
@@ -486,6 +498,8 @@ def experimental_connect_to_cluster(
         return
     import jax
 
+    # Asked of jax.distributed first: `process_count` alone would initialize devices,
+    # after which the processes could not be connected any longer.
     joined = jax.process_count() if jax.distributed.is_initialized() else 1
     if joined != tasks:
         raise RuntimeError(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 import numpy as np
 
 from zstrat.data._batches import appended
-from zstrat.data._leaves import ending
+from zstrat.data._elements import ending
 from zstrat.data._passes import UNKNOWN, Recipe
 from zstrat.data._spec import TensorSpec
 from zstrat.data._tree import gathered, kind_of, leaves, mapped, owned
@@ -111,11 +111,11 @@ class TableRows(Files):
             for row in range(_rows(table.arrays, table.path)):
                 yield table, row
 
-    def one(self, item: tuple[OpenTable, int]) -> Element:
+    def element_of(self, item: tuple[OpenTable, int]) -> Element:
         table, row = item
         return mapped(lambda array: array[row], table.arrays)
 
-    def many(self, items: list[tuple[OpenTable, int]]) -> Element:
+    def batch_of(self, items: list[tuple[OpenTable, int]]) -> Element:
         rows = np.array([row for _, row in items])
         # One gather a file, and one more that puts the rows into the order of the
         # items.
@@ -124,6 +124,7 @@ class TableRows(Files):
             (table,) = opened.values()
             return gathered(table.arrays, rows)
         _require_alike(list(opened.values()))
+        # By id, which numpy sorts: the tables are held by ``items`` meanwhile.
         files = np.array([id(table) for table, _ in items])
         order = np.argsort(files, kind="stable")
         parts = [
@@ -170,6 +171,7 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
         ValueError: There are no names.
         TypeError: One is not a path.
     """
+    # `bytes`, too: `list_files` yields the names so.
     if isinstance(filenames, str | bytes | os.PathLike):
         filenames = [filenames]
     paths = tuple(map(os.fsdecode, filenames))
@@ -198,6 +200,7 @@ def read_lines(path: str) -> Iterator[bytes]:
     """Yields the lines of a text file, without their ends."""
     with open(path, "rb") as file:
         for line in file:
+            # A last line without an end may end with "\r", which is its own then.
             yield line.rstrip(b"\r\n") if line.endswith(b"\n") else line
 
 
@@ -256,6 +259,8 @@ def load_npz(path: str) -> dict[str, np.ndarray]:
     found = _loaded(path, None)
     if isinstance(found, np.ndarray):
         raise ValueError(f"{path} is one array, no archive: read it with from_npy")
+    # All arrays are read now: an archive keeps its file open, and reads an array again
+    # at each access.
     with found as archive:
         try:
             return {name: archive[name] for name in archive.files}

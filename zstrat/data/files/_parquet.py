@@ -47,7 +47,7 @@ class ParquetRows(TableRows):
     paths: tuple[str, ...]
     groups: tuple[tuple[int, int], ...]
     columns: tuple[str, ...]
-    looks: Spec
+    element_spec: Spec
 
     def tables(self) -> Iterator[OpenTable]:
         for path, (group, _) in zip(self.paths, self.groups, strict=True):
@@ -57,18 +57,19 @@ class ParquetRows(TableRows):
         paths, groups = self.paths[start::step], self.groups[start::step]
         return replace(self, paths=paths, groups=groups)
 
-    def part(self, parts: int, index: int) -> Recipe:
-        """Row groups, where each part gets one; else single rows."""
+    def shard(self, parts: int, index: int) -> Recipe:
+        """Returns some of the row groups, if each part gets one; else single rows."""
         if parts <= len(self.groups):
             return self.every(parts, index)
-        return super(ParquetRows, self).part(parts, index)
+        # Named: a dataclass with slots is another class than ``__class__`` here.
+        return super(ParquetRows, self).shard(parts, index)
 
     def size(self) -> int:
         return sum(rows for _, rows in self.groups)
 
     def spec(self, look: Look) -> Spec:
         del look
-        return self.looks
+        return self.element_spec
 
 
 @final
@@ -123,6 +124,7 @@ def parquet_rows(paths: tuple[str, ...], columns: Sequence[str] | None) -> Parqu
     for path in paths:
         with _opened(path) as file:
             fields = _fields(file.schema_arrow, columns, path)
+            # All are compared now: a file that differs would fail deep in a pass.
             _require_same(fields, wanted or fields, path, paths[0])
             wanted = wanted or fields
             meta = file.metadata
@@ -178,6 +180,11 @@ def _load(path: str, group: int, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _spec(kind: Any, name: str) -> Spec:
+    """Returns what a column of this type becomes.
+
+    Raises:
+        TypeError: It does not become an array; names the column and its type.
+    """
     arrow, _ = _pyarrow()
     types = arrow.types
     if types.is_dictionary(kind):
@@ -197,6 +204,8 @@ def _spec(kind: Any, name: str) -> Spec:
     is_date = types.is_temporal(kind) and not types.is_time(kind)
     if is_plain or types.is_boolean(kind) or is_date:
         try:
+            # pyarrow is asked for numpy's dtype, with an empty array: no table here
+            # could go out of date.
             return TensorSpec((), arrow.array([], kind).to_numpy(False).dtype)
         except (NotImplementedError, arrow.ArrowException):
             pass  # an interval, for one
@@ -218,8 +227,9 @@ def _values(column: Any, where: str) -> Element:
     """
     arrow, _ = _pyarrow()
     types = arrow.types
-    if types.is_dictionary(column.type):
+    if types.is_dictionary(column.type):  # text as numbers, each with its meaning
         column = column.dictionary_decode()
+    # First of all: pyarrow would make floats of integers, with NaN in place of a null.
     if column.null_count:
         raise ValueError(
             f"{where} has {column.null_count} values that are null, for which arrays "
@@ -237,11 +247,13 @@ def _values(column: Any, where: str) -> Element:
         inner: Any = _values(column.flatten(), where)
         return inner.reshape(len(column), column.type.list_size, *inner.shape[1:])
     if _is_list(column.type):
+        # Of the lengths, not the offsets: those of a slice do not begin at 0.
         lengths = column.value_lengths().to_numpy(False)
         splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return RaggedColumn(np.asarray(_values(column.flatten(), where)), splits)
     if _is_text(column.type):
         found = np.empty(len(column), object)
+        # Large: offsets of 32 bits end at 2 GB of text in one row group.
         found[:] = column.cast(arrow.large_binary()).to_pylist()
         return found
     return column.to_numpy(False)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 PictureValue = str | int | float
 
 
+# Compared by identity: arrows refer to one span, and others may have the same times.
 @dataclass(frozen=True, slots=True, eq=False)
 class TimelineSpan:
     """A named interval. ``details`` are shown when it is selected."""
@@ -134,6 +135,7 @@ def without_overlaps(
     rows: list[TimelineRow] = []
     left: list[TimelineSpan] = []
     for span in sorted(spans, key=lambda span: (span.began, span.ended)):
+        # The first row with room: spans are sorted by their begin, so rows are few.
         row = next((row for row in rows if row.spans[-1].ended <= span.began), None)
         if row is None and len(rows) < limit:
             row = TimelineRow(f"{name} {len(rows) + 1}" if rows else name)
@@ -264,6 +266,7 @@ class _Assembly:
         for at, total_got, total_sent in sorted(points):
             moment = clock.ours(at)
             if self.began <= moment <= self.ended:
+                # From the begin on: what came before the time line would hide it.
                 got.points.append((moment, total_got - points[0].got))
                 sent.points.append((moment, total_sent - points[0].sent))
         return [got, sent]
@@ -274,6 +277,7 @@ class _Assembly:
         for kind, spans in kinds.items():
             rows, left = without_overlaps(kind, spans)
             task.rows += rows
+            # Dropped with a word in the file: a viewer with a thousand rows shows less.
             if left:
                 words = f"{len(left)} of {kind}, as they overlap {ROWS} others"
                 self.about[f"{task.name}: {kind} not drawn"] = words
@@ -286,6 +290,7 @@ class _Assembly:
 
 def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
     """Makes the curves of closures queued in the program and of those at workers."""
+    # The program notes events, not numbers: a queue's length is the sum of its changes.
     changes = [(ended, 1, 0) for _, _, ended in notes.scheduled]
     changes += [(at, -count, count) for _, count, _, at in notes.dispatched]
     changes += [(at, 0, -count) for count, at in notes.ended]
@@ -326,6 +331,7 @@ def check_place(path: str | os.PathLike[str]) -> Path:
         if full.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         full.parent.mkdir(parents=True, exist_ok=True)
+        # Tried, not asked: rights, quotas and read-only mounts say no in many ways.
         with tempfile.TemporaryFile(dir=full.parent):
             pass
     return full
@@ -337,6 +343,7 @@ def write_timeline(timeline: Timeline, path: Path) -> int:
     Raises:
         OSError: The file cannot be written; a previous file is kept.
     """
+    # In the same folder: a rename to another file system would be a copy.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
@@ -353,6 +360,7 @@ def _write(timeline: Timeline, file: BinaryIO, *, packs: bool) -> None:
     with packed or contextlib.nullcontext(file) as raw:
         text = io.TextIOWrapper(cast("BinaryIO", raw), "utf-8", write_through=True)
         _write_json(timeline, text)
+        # Else its end would close the file before the end of the compressed data.
         text.detach()
 
 
@@ -363,6 +371,7 @@ def _write_json(timeline: Timeline, file: TextIO) -> None:
     about = json.dumps(timeline.about)
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [')
     between = "\n"
+    # Event by event: a long run has millions, and one text of all would double them.
     for event in _events(timeline):
         file.write(between + json.dumps(event))
         between = ",\n"
@@ -399,6 +408,7 @@ def _of_task(
             place = {"pid": pid, "tid": tid, "ts": begin / 1e3}
             took = {"dur": (end - begin) / 1e3, "args": dict(span.details)}
             yield {"ph": "X", "name": span.name, "cat": CATEGORY, **took, **place}
+            # After their span in the file, at its time: a viewer binds them to it so.
             for tip in arrows.get(id(span), ()):
                 yield {**tip, **place}
     for curve in task.curves:

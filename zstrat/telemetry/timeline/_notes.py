@@ -93,12 +93,14 @@ class ClockLine:
     def drift(self) -> float:
         """Seconds per second by which the other clock is faster than the local one."""
         last = self.last
+        # Two readings at one moment, as of a very short run, say nothing of a drift.
         if last is None or last.at <= self.first.at:
             return 0.0
         return (last.offset - self.first.offset) / (last.at - self.first.at)
 
     def ours(self, theirs: float) -> float:
         """Converts a time of the other clock to the local clock."""
+        # Along the line, also beyond its ends: a span may have begun before the first.
         offset = self.first.offset + self.drift * (theirs - self.first.at)
         return theirs - offset
 
@@ -229,6 +231,7 @@ class ProgramNotes:
             self.fetched.append((began, ended))
 
     def _has_room(self, count: int) -> bool:
+        # What comes after the last step is nobody's, and does not count as cut off.
         if self._is_over:
             return False
         self.is_full |= count >= self._limit
@@ -267,6 +270,7 @@ def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
     # The names are sent as well, as another version may have another order.
     phases = np.array([index[span.phase] for span in spans], np.uint8)
     times = np.array([(span.began, span.ended) for span in spans], np.float64)
+    # Bytes, too, as float64, which has all integers up to 2**53.
     traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)
     columns: list[np.ndarray] = [steps, phases, times.reshape(-1, 2).T, traffic.T]
     return [str(name) for name in names], columns

@@ -64,6 +64,8 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
         ) from error
 
     numbers, parents = _numbers(timeline), _parents(timeline)
+    # Traces of all exports must differ; spans only from those of their trace, so that
+    # counting them is enough.
     first_trace = secrets.randbits(64) << 64
     sampled = TraceFlags(TraceFlags.SAMPLED)
 
@@ -74,6 +76,7 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
         trace = first_trace + numbers[oldest]
         return SpanContext(trace, numbers[span], is_remote=False, trace_flags=sampled)
 
+    # Rounded once, at the begin: nanoseconds since 1970 do not fit a float64.
     start = earliest(timeline)
     began, scope = round((day + start) * 1e9), InstrumentationScope("zstrat")
     made = []

@@ -1,0 +1,163 @@
+"""Draws the elements of a pass, one after the other.
+
+A pass can look ahead and take back (`Elements`). A worker must know the shape of the
+first element before the first step runs, and must return what a cancelled step has
+drawn; a plain Python iterator can do neither. The elements themselves are opaque here:
+any pytree of arrays.
+
+Law: an element that was drawn and put back is drawn again before any other, in the
+order of the first drawing. One thread uses an `Elements` at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from types import GeneratorType
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, runtime_checkable
+
+from zstrat.errors import ClosedError, OutOfRangeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class ClosingIterator(Protocol):
+    """An iterator that holds something open: a generator, a prefetching thread."""
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Closes the iterator at the end of the block, if it is one that can be closed.
+
+    A pass that is given up ends its sources one after the other by this, not by the
+    garbage collector's whim.
+    """
+    # Asked now: at the end of the interpreter nobody can answer.
+    closing = iterator if isinstance(iterator, ClosingIterator) else None
+    try:
+        yield iterator
+    finally:
+        if closing is not None:
+            closing.close()
+
+
+class Elements(Generic[T]):
+    """A peekable iterator with push-back over any iterable.
+
+    ``name`` stands in the errors. Iterating raises StopIteration at the end, as Python
+    wants it; `draw` and `peek` raise `OutOfRangeError`.
+    """
+
+    def __init__(self, source: Iterable[T], name: str = "the dataset") -> None:
+        try:
+            self._source: Iterator[T] = iter(source)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} must be iterable (a Dataset, a generator, a list of batches); "
+                f"it is a {type(source).__name__}"
+            ) from error
+        self.name: Final = name
+        self._ready: Final[deque[T]] = deque()
+        """Elements that were put back, the next one first."""
+        self._broken: tuple[Exception, TracebackType | None] | None = None
+        """The last error of the source, and where it was raised: each further `raise`
+        would make the traceback of the exception itself longer."""
+        self._ended = False
+        self._closed = False
+
+    def __iter__(self) -> Elements[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._ready:
+            return self._ready.popleft()
+        if self._closed:
+            raise ClosedError(f"{self.name} is closed: build its iterator again")
+        if self._ended:
+            # Not asked again: an iterator that breaks the protocol may have more
+            # elements after its end.
+            raise StopIteration
+        return self._advance()
+
+    def draw(self) -> T:
+        """Returns the next element.
+
+        Raises:
+            OutOfRangeError: There are no more.
+            ClosedError: After `close`.
+            Exception: Whatever the source raised, unchanged. A source that can continue
+                after its error does; of one that cannot (a generator), every later draw
+                raises that error again rather than to pass for its end; `ClosedError`
+                where that was Ctrl-C.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError(
+                f"End of sequence: {self.name} is exhausted"
+            ) from None
+
+    def peek(self) -> T:
+        """Returns the next element, which stays the next one. Raises as `draw` does."""
+        element = self.draw()
+        self.unread(element)
+        return element
+
+    def unread(self, element: T) -> None:
+        """Puts back what was drawn last; of several, the last one first."""
+        if not self._closed:
+            self._ready.appendleft(element)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Ends the pass and closes the source (a generator's ``finally`` runs)."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ready.clear()
+        if isinstance(self._source, ClosingIterator):
+            self._source.close()
+
+    def replace(self, source: Iterator[T]) -> None:
+        """Switches to another source; drops elements prefetched from this one.
+        Not after `close`."""
+        self._ready.clear()
+        self._broken, self._ended = None, False
+        # The new one first: closing the old one runs code of the user, which may raise.
+        before, self._source = self._source, source
+        if isinstance(before, ClosingIterator):
+            before.close()
+
+    def _advance(self) -> T:
+        try:
+            element = next(self._source)
+        except StopIteration:
+            # A generator that raised is finished, and says so as if its data were.
+            if self._broken is not None:
+                error, trace = self._broken
+                raise error.with_traceback(trace) from None
+            self._ended = True
+            raise
+        except Exception as error:  # to the thread that draws; kept for the next one
+            self._broken = (error, error.__traceback__)
+            raise
+        except BaseException as error:  # Ctrl-C, to the thread that draws
+            # A generator without a frame was ended by it; other sources can continue.
+            if isinstance(self._source, GeneratorType) and not self._source.gi_frame:
+                what = f"{type(error).__name__} in a draw has ended this pass"
+                ended = ClosedError(f"{self.name}: {what}: begin another one")
+                self._broken = (ended, None)
+            raise
+        self._broken = None
+        return element
