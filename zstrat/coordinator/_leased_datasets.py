@@ -22,11 +22,14 @@ from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from ._calls import Code
 from ._datasets import PerWorkerIterator, wait_known
 from ._values import DatasetHandle, RemoteValue
-from .leases import LeaseBook, OnError, lease_bar
+from .leases import LeaseBook, OnError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
+
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
 
     from ._calls import ScheduledCall
     from ._core import CoordinatorCore
@@ -108,7 +111,7 @@ class LeasedIterator(PerWorkerIterator):
     def progress(self) -> AbstractContextManager[object]:
         """Shows a bar in the terminal, in ``with iterator.progress():``, with the
         examples of all epochs that are done, and the time that is left."""
-        return lease_bar(self._read)
+        return _progress_bar(self._read)
 
     def _read(self, look: Callable[[LeaseBook], object]) -> None:
         with self._core.engine.lock:
@@ -304,6 +307,58 @@ class LeasedEpoch:
 
     def __repr__(self) -> str:
         return f"<epoch {self.number} of {self.iterator}>"
+
+
+def _progress_bar(
+    read: Callable[[Callable[[LeaseBook], object]], None],
+    console: Console | None = None,
+) -> Progress:
+    """Returns a bar, for ``with``: how many examples of the pass are done or skipped,
+    and when it will be over. In a file or a pipe only its last state is printed.
+
+    Args:
+        read: Calls a function with the book, which does not change meanwhile.
+        console: Where it is shown; None: on standard output.
+    """
+    # Here, as most programs show none, and importing rich takes 65 ms.
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    class LeaseProgress(Progress):
+        def get_renderables(self) -> Iterable[RenderableType]:
+            """Looks at the pass each time that the bar is drawn."""
+            if self.tasks:
+                read(self.look)
+            return super().get_renderables()
+
+        def look(self, book: LeaseBook) -> None:
+            if not book.size:
+                return
+            last = "" if book.epochs is None else f"/{book.epochs}"
+            epoch = book.epoch if book.is_over else book.epoch + 1
+            self.update(
+                self.tasks[0].id,
+                completed=book.done + book.skipped,
+                total=book.total,
+                description=f"epoch {epoch}{last}",
+            )
+
+    progress = LeaseProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    progress.add_task("waiting for a worker", total=None)
+    return progress
 
 
 def current_epoch(iterator: Any) -> LeasedEpoch:

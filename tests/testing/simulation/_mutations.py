@@ -218,7 +218,7 @@ def _undeleted(original: Callable[..., Any], store: Any, change: Any) -> Any:
 _COPIES: Final = "zstrat.ps.replication"
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
-_RENEWAL: Final = "zstrat.coordinator.recovery._inventory.SessionRenewal"
+_RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator.connecting import ClusterTasks, TaskSession
 
-    from ._inventory import RestorePoint, SessionRenewal
+    from ._inventory import RestorePoint
+    from ._session_renewal import SessionRenewal
 
 log = logging.getLogger("zstrat.coordinator")
 

@@ -15,7 +15,8 @@ from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableErr
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesReport
 
-from ._orders import CopyPhase, session_lost, successors
+from ._orders import CopyPhase
+from ._successors import session_lost, successors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
