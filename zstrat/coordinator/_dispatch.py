@@ -133,6 +133,7 @@ class Dispatcher:
                 handle.cancel()
         self.cancel_running()
         now = self._now()
+        # Closed first: `Queue.retry` cancels then what it would queue again before.
         self.engine.close(cause)
         # Workers may still run closures, which must not change a variable from now on.
         self.fence(self.queue.steps.next, [])
@@ -161,6 +162,7 @@ class Dispatcher:
         """Hands out only closures that may have started before, so that all come to an
         end."""
         with self.engine.lock:
+            # First, as what workers give back from now on has to stay in the queue.
             self.queue.held = True
         self.cancel_running()
         self.turn_soon()
@@ -175,6 +177,7 @@ class Dispatcher:
         """Hands out nothing, not even closures that may have started; or all again."""
         with self.engine.lock:
             self.queue.suspended = suspended
+        # Else workers begin steps that only wait for the lost server.
         if suspended:
             self.cancel_running()
         self.turn_soon()
@@ -261,6 +264,7 @@ class Dispatcher:
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
+        # First, as `Members.remove` expects that nothing is in flight there.
         self.worker_lost(task, reason)
         if for_good:
             del self.channels[task.place]
@@ -278,6 +282,8 @@ class Dispatcher:
         epoch = task.entry
         self.members.connected(task.place, epoch)
         channel.clear()
+        # Timed while nothing else is on the way: building resources takes the worker
+        # long.
         channel.time_round_trip(partial(self.members.measured, task.place, epoch))
         # A worker that did not notice its loss may still have old closures.
         self._notify(channel, CancelSteps(self._session))
@@ -294,6 +300,8 @@ class Dispatcher:
             return
         with self.engine.lock:
             for closure in orphans:
+                # Only a lost process speaks against its closures. A broken connection,
+                # or a worker that was removed, must not make suspects of them.
                 if task.lives_on:  # so the closure did not kill it
                     ended = self.queue.retry(closure, now, begun=True)
                 else:
@@ -319,6 +327,7 @@ class Dispatcher:
                 task.layouts.update(layouts)
                 if not self._stopped:
                     channel, now = self.channels[task.place], self._now()
+                    # Before `handle`, which takes ended closures out of `in_flight`.
                     # Of runs that count: others were given to another worker.
                     contributed = [
                         each
@@ -340,6 +349,8 @@ class Dispatcher:
     def turn_soon(self) -> None:
         """Schedules a turn at the end of this loop iteration. On the loop."""
         if self._turn_due is None and not self._stopped:
+            # At the end of the iteration, so that a burst of calls and outcomes makes
+            # one turn.
             self._turn_due = asyncio.get_running_loop().call_soon(self._turn)
 
     def turn(self) -> None:
@@ -349,12 +360,15 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._turn_due = None
+        # First: whatever this turn brings about may ask for another one.
         self.turns += 1
         now, queue = self._now(), self.queue
         if self.rounds.rounds:
             self._call_back_waiting()
             self.rounds.look(now)
         with self.engine.lock:
+            # All decisions are made under the lock; messages are sent after it, as
+            # sending may find a worker lost, which takes the lock again.
             records = self.builder.take_new()
             # No closure is handed out before all workers build the new resources, which
             # it may need.
@@ -366,6 +380,8 @@ class Dispatcher:
             work = [(grant, self._take_closures(grant, now)) for grant in grants]
             exhausted, queue.exhausted = queue.exhausted, []
             self.engine.settle(exhausted)
+            # `grants` has counted closures that ended or were parked instead of being
+            # sent.
             if exhausted or queue.parked > parked:  # workers have room for others
                 self.turn_soon()
             metrics = self._metrics_for_observers(now) if work else None
@@ -375,6 +391,8 @@ class Dispatcher:
             low_water, due = queue.steps.low_water, queue.next_due()
             queue.leases.forget_applied()
             self.engine.waiters.notify()
+        # A restore ends with a fence that has the mark
+        # (`SessionRenewal.close_ended_steps`).
         if not queue.suspended:
             self._marking.send(low_water, now)
         for record in records:
@@ -400,6 +418,7 @@ class Dispatcher:
         needed = self.queue.runs_again or idle
         if needed and not self._called_back:
             self.cancel_running()
+        # Not again at each turn: the request was sent, and its answers are on the way.
         self._called_back = needed
 
     def consistency(self, now: float, most: int | None = None) -> dict[str, PlainTree]:

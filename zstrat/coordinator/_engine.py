@@ -151,6 +151,8 @@ class ClosureEngine:
             with self.lock:
                 if self.queue.phase is QueuePhase.CLOSED:
                     return
+                # The loop does the cancelling, as a second Ctrl-C would interrupt it
+                # here.
                 self.waiters.watchers[bell] = lambda: request.is_done
                 self.loop.cancel_waiting(request)
             bell.wait(INTERRUPT_SECONDS)
@@ -186,6 +188,7 @@ class ClosureEngine:
         """Blocks until ``ready()``, which a worker makes true. A pending error is
         raised instead."""
         with self.lock:
+            # Before the loop wakes: its turn looks at `needs_worker`.
             self._worker_waits += 1
         try:
             self.loop.wake()  # it starts the timeout if there is no worker
@@ -229,6 +232,7 @@ class ClosureEngine:
         """
         queue = self.queue
         with self.lock:
+            # An idle queue stays open, without a fence, which asks every server.
             before, busy = queue.cancelled, not queue.is_idle
             cancels = queue.phase is QueuePhase.FAILED or (
                 request is not None and queue.phase is QueuePhase.OPEN and busy
@@ -297,6 +301,8 @@ class ClosureEngine:
         with self.lock:
             if self.queue.phase is QueuePhase.CLOSED:
                 return
+            # Closing ends all steps, and so raises the low water: `join` has to know
+            # which had ended before.
             self._low_water_at_close = self.queue.steps.low_water
             self._close(cause)
 
@@ -372,6 +378,8 @@ class ClosureEngine:
         ready = self._try_ended()
         if ready is not None:
             return ready
+        # The first error goes before an outage, which every later call raises as well
+        # (`fail`).
         if queue.phase is QueuePhase.FENCED:
             failure = queue.reopen()
             self.waiters.notify()
@@ -425,6 +433,7 @@ class ClosureEngine:
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
+        # All that it waits for had ended before the coordinator was closed: no error.
         if queue.phase is QueuePhase.CLOSED and self._low_water_at_close >= mark:
             return None
         ready = self._try_raise("coordinator.join")
@@ -437,6 +446,8 @@ class ClosureEngine:
             )
         if not rounds.is_open_below(mark):
             return None
+        # No closure is left that could contribute, so the loop closes rounds with what
+        # they have (`RoundClosing.look`).
         rounds.flush_below = max(rounds.flush_below, mark)
         self.loop.wake()
         return lambda: (

@@ -87,7 +87,7 @@ class Fences:
         """
 
         async def raise_fence() -> None:
-            done(await self._ask(end, [], doubtful))
+            done(await self._ask(end, list(doubtful)))
 
         task = asyncio.get_running_loop().create_task(
             raise_fence(), name=f"fence {end}"
@@ -115,12 +115,13 @@ class Fences:
             task.cancel()
         await asyncio.gather(*self._raising, return_exceptions=True)
 
-    async def _ask(
-        self, low_water: int, over: list[StepRun], doubtful: Sequence[int]
-    ) -> dict[int, Effect]:
-        asked = list(doubtful)
+    async def _ask(self, end: int, asked: list[int]) -> dict[int, Effect]:
+        """Closes all steps below ``end`` on every server; returns what is known of
+        those of ``asked`` that were, or may have been, applied."""
+        # All are asked, also when one of them fails: each answer makes a step less
+        # doubtful.
         outcomes = await asyncio.gather(
-            *(self._one(task, low_water, over, asked) for task in self._ps),
+            *(self._one(task, end, [], asked) for task in self._ps),
             return_exceptions=True,
         )
         applied: dict[int, list[str]] = {step: [] for step in asked}
@@ -162,6 +163,7 @@ class Fences:
         self, task: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
         """Closes steps on one server; returns which of ``asked`` it applied."""
+        # One deadline for all messages to this server, however often they are repeated.
         deadline = asyncio.get_running_loop().time() + self._timeout
         applied: list[int] = []
         # The first message closes all steps. The last one has the mark, as the server
@@ -188,6 +190,8 @@ class Fences:
             try:
                 (answer,) = await self._client.each(asked, Fenced, deadline=deadline)
             except PSUnavailableError:
+                # The client fails at once while the server is lost: without a wait this
+                # would spin.
                 await self._returned(task, deadline)
                 continue
             return answer.applied

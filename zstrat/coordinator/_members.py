@@ -134,6 +134,8 @@ class Member:
             return 0
         has, depth = len(self.in_flight), self.depth
         free = max(0, depth - has)
+        # It may run dry before a third of a large depth has ended, so it is filled at
+        # once.
         if self.fixed_depth is not None or has < MIN_DEPTH + self.prefetch:
             return free
         # A message wakes three threads on each side, which costs as much as a short
@@ -310,10 +312,13 @@ class Members:
         assert not member.in_flight, member
         member.state, member.reason = MemberState.BUILDING, ""
         member.epoch = epoch
+        # What was true of an earlier connection, or process, is not of this one.
         member.building, member.alone, member.avoided = 0, False, False
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
+        # From 0 on it would be the slowest, and all others would wait until it has
+        # caught up.
         member.started = self._slowest(besides=member)
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
@@ -334,6 +339,7 @@ class Members:
         """Notes that ``count`` resources are built or have failed; after the last one
         the worker may get closures."""
         member = self._at[place]
+        # An answer of an earlier connection, whose resources are gone.
         if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
         assert member.building >= count, member
@@ -358,6 +364,8 @@ class Members:
             counts: Count it as a loss; False if it was removed.
         """
         member = self._at[place]
+        # The loss of one connection may be noticed twice, by its session and by a send.
+        # It counts once, and the newer reason is the better one.
         if member.state in (MemberState.CONNECTING, MemberState.LOST):
             member.reason = reason
             return []
@@ -421,6 +429,8 @@ class Members:
         for member, free in takers:
             if rate := member.rate:
                 # Solved k / rate <= (left + 1 - k) / (all rates - rate) for k.
+                # Of equal rates the quotient is an integer in exact arithmetic, which
+                # rounding must not push below itself: hence the 1e-9.
                 share = max(1, math.floor((left + 1) * rate / self._rates + 1e-9))
                 free = min(free, share - len(member.in_flight))
             if free > 0:
@@ -489,6 +499,8 @@ class Members:
                 started = self._slowest(besides=member) + len(member.in_flight)
                 member.started = max(member.started, started)
             newly, member.avoided = avoided and not member.avoided, avoided
+            # `_slowest` left them out while others were sound; one that was far behind
+            # would now stop everybody.
             if newly and all(each.avoided for each in self.usable):
                 for each in self.usable:  # all get closures again
                     least = member.finished + len(each.in_flight)
@@ -512,6 +524,7 @@ class Members:
                 return []
             chosen = min(candidates, key=lambda m: len(m.in_flight))
         self._reserved = chosen
+        # It is reserved, so it gets nothing more, and is empty soon.
         if chosen.in_flight:
             return []
         return [Grant(chosen, 1, alone=True)]
@@ -532,6 +545,7 @@ def _in_turn(grants: Sequence[Grant]) -> list[Grant]:
 
 def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member with the fewest in flight."""
+    # The usual case of a program that fetches each value before its next call: no heap.
     if count == 1:
         return [Grant(min([m for m, _ in takers], key=_load), 1)]
     heap = [(*_load(m), 0, free) for m, free in takers]

@@ -257,6 +257,8 @@ class Queue:
         not open."""
         if self.phase is not QueuePhase.OPEN or self.is_full:
             return False
+        # Numbered here, not when it is handed out: `join` waits for all numbers up to
+        # now, and rounds add contributions in the order of the calls.
         closure.step = self.steps.issue()
         self._fresh.append(closure)
         self._nbytes += closure.nbytes
@@ -301,6 +303,8 @@ class Queue:
         doubtful, self._doubtful = self._doubtful, []
         self.phase = QueuePhase.FENCED
         ended = []
+        # Only now: while the fence was raised, these steps kept the low water down, so
+        # no server could forget them before it had answered.
         for closure in doubtful:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
@@ -309,6 +313,9 @@ class Queue:
             if effect is None:
                 self.cancelled += 1
                 self.leases.cancelled(closure)
+            # The push that was applied carried the leases, too, so its examples are
+            # read. If it is not certain, they are left out: reading them again might
+            # train on them twice.
             elif closure.leases and effect.is_certain:
                 self.leases.applied(closure)
             elif closure.leases:
@@ -348,6 +355,8 @@ class Queue:
     def fetched(self, error: Exception) -> None:
         """Notes that a fetch raises the error."""
         self._failures.fetched(error)
+        # Nothing was cancelled yet, as no call of the user has come: so the run simply
+        # continues (`errors_once`).
         if self.phase is QueuePhase.FAILED and self._failures.first is None:
             self._pending, self.phase = False, QueuePhase.OPEN
 
@@ -413,6 +422,8 @@ class Queue:
                 for draw in closure.draws:
                     self.leases_changed(draw.resource)
         if error is not None:
+            # Skipped examples (`on_error="skip"`) are an expected failure: the value
+            # raises it, the run does not.
             closure.source.sign(error)
             if not skipped:
                 self.fail(error, closure)
@@ -439,6 +450,8 @@ class Queue:
         closure.begun |= begun
         closure.attempt -= not begun  # it does not count
         if self.phase is QueuePhase.CLOSED:
+            # Nobody waits for a fence any longer, so its value says that it may have
+            # been applied.
             return self._cancel([closure], None)
         if not self.runs:
             if not closure.begun:
@@ -446,6 +459,8 @@ class Queue:
             # It may have been applied; the fence will say.
             self._doubtful.append(closure)
             return []
+        # What may have been applied goes before what was not begun: a checkpoint waits
+        # for the former alone (`is_at_rest`).
         heap = self._returned
         if closure.begun:
             heap = self._suspects if closure.is_suspect else self._retries
@@ -460,6 +475,8 @@ class Queue:
         closure.losses = (*closure.losses, worker)
         closure.begun = True
         lost = len(closure.losses)
+        # While the queue is cancelled, the fence decides instead: it may find the
+        # updates applied, or never sent.
         if lost >= self.max_attempts and self.runs:
             error = WorkerLostError(
                 ", ".join(closure.losses),
@@ -480,6 +497,8 @@ class Queue:
         step."""
         if not self._fresh:
             return 0
+        # Fresh closures have consecutive steps, but for a few that were parked. So one
+        # subtraction does, and the margin of `MAX_AHEAD` covers these.
         ahead = self._fresh[0].step - self.steps.low_water
         return min(len(self._fresh), max(0, self.max_ahead - ahead))
 
@@ -498,6 +517,8 @@ class Queue:
         leased = self.leases.lease(taken)
         if leased is None:
             return taken
+        # They were taken as fresh ones; parking undoes that, and their bytes count
+        # again.
         for closure in leased.parked:
             self.running -= 1
             closure.attempt -= 1

@@ -117,6 +117,8 @@ class WorkerChannel:
         """Sends the code, unless the worker has it."""
         if code.digest in self.codes:
             return
+        # A request, not a notice as arguments are: a worker may refuse code, and says
+        # why.
         message = PutCode(self.session, code.digest, code.code)
         self.task.link.submit(message).add_done_callback(self._log_refusal)
         self.codes.add(code.digest)
@@ -164,6 +166,8 @@ class WorkerChannel:
         attempt = 0
         steps: list[int] = []
         for closure in closures:
+            # Neighbours with one call and attempt share a header: most messages have a
+            # single one.
             if closure.call is not call or closure.attempt != attempt:
                 call, attempt, steps = closure.call, closure.attempt, []
                 number = call.arguments.number if call.arguments else 0
@@ -311,6 +315,8 @@ class ClosureShipping:
             left: What still waits in the queue.
             now: Loop time.
         """
+        # Before they are sent: if sending shows that the worker is lost, others get
+        # what is in flight there, these included.
         self._members.dispatched(channel.member, closures, now, alone=grant.alone)
         unsent = closures
         try:
@@ -338,6 +344,7 @@ class ClosureShipping:
         bad: list[Ended] = []
         for closure in closures:
             call = closure.call
+            # By identity, which is safe while the closures hold their calls.
             if id(call) not in checked:
                 checked[id(call)] = channel.send_call(call)
             error = checked[id(call)]

@@ -104,6 +104,7 @@ async def arrive(
     try:
         for task in (*ps, *workers):
             task.start()
+        # All are awaited, so that one error names every task that is missing.
         missing = await asyncio.gather(
             *(task.wait_ready(deadline) for task in ps), return_exceptions=True
         )

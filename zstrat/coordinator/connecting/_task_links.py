@@ -153,6 +153,8 @@ class MovableLink:
     def move(self, address: str) -> None:
         """Moves to another address."""
         self._has_address.set()
+        # First: callbacks of the new link have this number, and those of the earlier
+        # one are ignored from now on.
         self._moves += 1
         before, self.now = self.now, self._new_link(address)
         going = self._replace(before, self._moving)
@@ -173,11 +175,14 @@ class MovableLink:
             if self._moving is not None:
                 await asyncio.wait([self._moving])
             if self.is_parked:
+                # It was parked while the earlier link was closed.
                 continue
             link = self.now
             try:
                 await link.wait_open(deadline)
             except ClosedError:
+                # Else it was closed because it moved: wait for the link that took its
+                # place.
                 if link is self.now:
                     raise
             else:
@@ -357,6 +362,8 @@ class SessionRequest:
             return False
         if self._held_since is None:
             self._held_since = now
+        # Only a `HeldError` says that the other coordinator is alive; without it the
+        # task may not have noticed its death yet.
         doubt = 0.0 if isinstance(refusal, HeldError) else self._notice
         return now - self._held_since >= max(self._turn, doubt)
 

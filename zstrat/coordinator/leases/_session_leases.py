@@ -78,6 +78,8 @@ class SessionLeases(Generic[C]):
         if not taken:
             return None
         draws = taken[-1].draws  # one object for all closures of a call
+        # The usual case by one call for all: every step draws one batch of one dataset.
+        # What does not fit goes on below, each closure by itself.
         same = [each for each in taken if each.draws is draws and not each.leases]
         if len(draws) == 1 and draws[0].batches == 1 and len(same) == len(taken):
             number, steps = draws[0].resource, [each.step for each in same]
@@ -104,8 +106,12 @@ class SessionLeases(Generic[C]):
                 taken.append(book)
                 packed += [LEASE.pack(resource, *lease) for lease in leases]
                 continue
+            # All or none: two closures that each hold what the other one needs would
+            # never end.
             for other in taken:
                 other.give_back(closure.step)
+            # Open leases may come back, when their step fails or is cancelled. So it is
+            # not over yet for a closure that asks for more than is left.
             if book.waits or book.open:
                 found.parked.append(closure)
                 self._parked.setdefault(resource, []).append(closure)
@@ -123,6 +129,9 @@ class SessionLeases(Generic[C]):
         for resource, _ in closure.draws:
             if (book := self.books.get(resource)) is not None:
                 if self.rounds:
+                    # Its gradients may wait for a round, and are then not in the values
+                    # of a checkpoint. Noted before the book forgets what the step
+                    # holds.
                     self._note(step, book)
                 book.applied(step)
 
@@ -136,7 +145,8 @@ class SessionLeases(Generic[C]):
         """Notes that a closure with leases has failed. Returns True if its examples are
         skipped, so that the error is raised by a fetch alone."""
         books = list(self._books_of(closure))
-        # An error of the cluster says nothing against the examples.
+        # An error of the cluster says nothing against the examples: `on_error` does
+        # not apply.
         of_step = isinstance(error, StepError) or not isinstance(error, ZstratError)
         skipped = of_step and all(
             (book := self.books.get(number)) is not None and book.on_error == "skip"
@@ -216,8 +226,10 @@ class SessionLeases(Generic[C]):
         for number, book in self.books.items():
             if not (name := book.noted_as):
                 continue
+            # One state, as all workers share the pass (`LeasedIterator.states_of`).
             found = states.get(number)
             done = done_in(json.loads(found[0])) if found else book.done_leases
+            # Without examples: servers forget what they have noted of the dataset.
             packed.append(LEASE.pack(name, 0, 0, 0))
             packed += [LEASE.pack(name, *lease) for lease in done]
         return b"".join(packed)

@@ -151,6 +151,8 @@ class Inventory:
         """
         specs = [s for s in self._variables.values() if s.key not in self._tables]
         initial = self._initial
+        # In the order in which a program does it: optimizers after their variables, and
+        # trees after their optimizers.
         for ps, entry, code in self._tables.values():
             await client.create_tables([(ps, entry)], code)
         entries = [(spec.ps, _zeros(spec)) for spec in specs if spec.key not in initial]
@@ -163,6 +165,8 @@ class Inventory:
         )
         if entries:
             deadline = asyncio.get_running_loop().time() + timeout
+            # Zeros, whatever the first values were: the checkpoint overwrites them, and
+            # no value has to be sent.
             code = dump_code(constant(0))
             await client.initialize(entries, code, deadline=deadline)
         for number, (name, code) in self._optimizers.items():

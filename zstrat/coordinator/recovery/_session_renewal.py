@@ -170,7 +170,7 @@ class SessionRenewal:
         cluster.rounds.restart()
         cluster.client.enter(self.session)
         cluster.fences.enter(self.session)
-        # Before the workers: their reports of the earlier session are ignored.
+        # Before the sessions of the stores: it moves these to where `renew` enters.
         if (replication := cluster.replication) is not None:
             replication.renew(self.session, self.close_messages)
             stores = range(len(cluster.ps))
@@ -185,6 +185,8 @@ class SessionRenewal:
             PSUnavailableError, DeadlineExceededError: One does not answer.
         """
         cut = self.ended_steps
+        # Their ledgers begin at the first step again: without a low water they could
+        # not reach to the steps that run now.
         await self._cluster.fences.up_to(cut.end, cut.besides)
         await self._cluster.rounds.drop(rounds)
 
@@ -199,6 +201,7 @@ class SessionRenewal:
         dispatcher = self._cluster.dispatcher
         if self._cluster.name and dispatcher is not None:
             with dispatcher.engine.lock:
+                # The books change with the lock held, on any thread.
                 packed = dispatcher.queue.leases.packed_done(states)
             await self._cluster.client.note_leases(packed)
 

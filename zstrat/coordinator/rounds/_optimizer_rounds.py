@@ -249,6 +249,8 @@ class OptimizerRounds:
         count = len(self._on_time)
         if not self.is_closing and (self.is_left_open or is_awaited):
             return now
+        # The grace begins again, as more workers may be there by now than when there
+        # were enough.
         if self.is_closing or count < self.enough(there):
             self._enough_at = None
             return None
@@ -263,6 +265,8 @@ class OptimizerRounds:
         assert not self.is_closing, self.name
         found = list(self._members.values())
         self.statistics.closing((each.at, each.worker) for each in self._on_time)
+        # In the order of the steps: floating-point sums are then the same on each
+        # server, and whenever the order is repeated.
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
         order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
@@ -326,6 +330,7 @@ class SessionRounds:
         return bool(self._rounds)
 
     def __iter__(self) -> Iterator[OptimizerRounds]:
+        # A copy: any thread may ask while the loop adds an optimizer.
         return iter(tuple(self._rounds.values()))
 
     def require_rounds(self, optimizer: int, name: str) -> None:
@@ -366,6 +371,8 @@ class SessionRounds:
 
     def dropped(self, order: RoundOrder) -> None:
         """Notes that all servers have dropped what waited."""
+        # Also for an optimizer that is created later: it continues after the dropped
+        # round.
         left = HeldRounds(order, [], ())
         self.inherited = {**self.inherited, order.optimizer: left}
         if order.optimizer in self._rounds:
@@ -438,6 +445,8 @@ def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, Held
         there = [each[optimizer] for each in held if optimizer in each]
         last = max(there, key=lambda each: each.closed.number)
         common: set[StepContribution] = set()
+        # A server that knows nothing of the optimizer has no contribution that all
+        # share.
         if len(there) == len(held):
             common = set.intersection(*[set(each.contributions) for each in there])
         decided[optimizer] = replace(last, contributions=sorted(common))
