@@ -236,6 +236,7 @@ class CallTable:
             known is None
             or known.reference() is not function
             or known.settings != jax_settings()
+            # `make` raises then: a step must not schedule steps.
             or _recording() is not None
         ):
             return None
@@ -246,6 +247,7 @@ class CallTable:
             return None
         if call is None or (inputs and any(map(loses_bits, inputs))):
             return None  # the trace warns of values that jax truncates
+        # `make` says which iterator was dropped.
         if call.captured and any(claim() is None for claim in call.captured):
             return None
         return call, bytes_of_inputs(inputs) if inputs else b""
@@ -283,6 +285,7 @@ class CallTable:
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
         for resource in resources:
+            # Before tracing, which would wait for a worker to build it.
             resource.require_kept()
         traced = self._trace(function, positional, named)
         result = Result(function.name, traced.treedef)
@@ -292,8 +295,12 @@ class CallTable:
         if traced.carried:
             positional = (_values_of(traced.carried), *positional)
         elif function.eager or result.treedef is not None:
+            # Not if the structure of the result is unknown: the next call is traced
+            # then.
             key, inputs = _key_and_inputs(args, kwargs)
         if inputs:
+            # Their bytes travel with each closure, so that calls with other values
+            # share these arguments.
             positional, named = cut_inputs((positional, named), [0])
         arguments = self._pickled(function, known, positional, named)
         held = known.held if result.treedef is None else ()
@@ -315,6 +322,7 @@ class CallTable:
     def traces(self) -> int:
         """Number of traces in this process of functions that still exist. From any
         thread."""
+        # A copy: other threads schedule meanwhile.
         known = [each.reference() for each in list(self._known.values())]
         return sum(function.trace_count for function in known if function is not None)
 

@@ -94,6 +94,8 @@ class CoordinatorCore:
         queue = Queue(
             MAX_QUEUED if max_queued is None else max_queued,
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
+            # Above the steps of an earlier coordinator, and of a program before whose
+            # contributions wait on the servers.
             max(self.session.next_step, self.session.cluster.rounds.first_step),
             errors_once=errors_once,
         )
@@ -119,6 +121,7 @@ class CoordinatorCore:
         self._finalizer = weakref.finalize(
             self, portal.call_soon, self.dispatcher.stop, "the coordinator was dropped"
         )
+        # At exit the portal closes the cluster, which stops the dispatcher.
         self._finalizer.atexit = False
 
     def create_resource(
@@ -137,6 +140,7 @@ class CoordinatorCore:
         dataset, which begins ``from_start`` or continues where a program before has
         left it."""
         self.require_kept()
+        # Else it would wait for workers that another strategy has.
         record = Record(
             self.engine,
             [member.place for member in self.dispatcher.members.members],
@@ -204,7 +208,10 @@ class CoordinatorCore:
         recovery = cluster.recovery
         return {
             **cluster.run_status.metrics(
-                tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
+                # Copies, as the loop adds workers while this thread reads.
+                tuple(cluster.workers),
+                tuple(cluster.ps),
+                dispatcher.members.members,
             ),
             "queued_closures": queue.queued,
             "queue_full": queue.is_full,
@@ -236,6 +243,7 @@ class CoordinatorCore:
     def _store_metrics(self) -> dict[str, PlainTree]:
         cluster, name = self.session.cluster, "stores_without_backup"
         metrics, replication = cluster.moves.metrics, cluster.replication
+        # On the loop's thread it would wait for itself.
         if replication is None or name not in metrics or self.portal.is_here:
             return metrics
         timeout = 2 * self.session.settings.timeouts.beat
@@ -263,6 +271,7 @@ class CoordinatorCore:
                 self.session.core = self.blocking = None
         if self._finalizer.alive:
             self._on_loop(self.dispatcher.stop, cause)
+            # Last: if Ctrl-C comes before, the finalizer stops the dispatcher.
             self._finalizer.detach()
             self.calls.forget()
         if cluster:
@@ -273,6 +282,7 @@ class CoordinatorCore:
             function(*args)
 
         if not self.portal.is_closed:
+            # The portal has stopped the dispatcher with the cluster.
             self.portal.run(call(), STOP_SECONDS, function.__name__)
 
 

@@ -252,6 +252,7 @@ class PerWorkerIterator(PerWorker):
         dataset, record = self._dataset, self._record
         if dataset._spec is None and wait_known(self._core, record):
             assert record.layout is not None
+            # For all passes of the dataset, which have the same elements.
             dataset._spec = spec_of(record.layout)
         return dataset._spec
 

@@ -146,10 +146,14 @@ class LeasedIterator(PerWorkerIterator):
 
         async def restore() -> None:
             with engine.lock:
+                # In this order: a pass moves only while no step has a lease, and
+                # closures that wait look at the new position.
                 engine.queue.give_leases_back(self.resource)
                 self._book.restore(state[_KEY])
                 engine.queue.leases_changed(self.resource)
             self._core.dispatcher.turn_soon()
+            # Servers have noted the leases of the earlier position, for a program that
+            # resumes.
             await self.session.cluster.renewal.note_leases({})
 
         async with self.session.at_rest():
@@ -181,6 +185,7 @@ class LeasedIterator(PerWorkerIterator):
             raise self._record.failure.with_traceback(None)
         self._core.engine.join(None)
         with self._core.engine.lock:
+            # First: only when all steps have ended it is known what comes back.
             if self._book.is_over:
                 return None
             return LeasedEpoch(self, self._core, self._book, self._book.epoch)
@@ -205,6 +210,7 @@ class LeasedEpochs:
             yield epoch
 
     async def __aiter__(self) -> AsyncIterator[LeasedEpoch]:
+        # On a thread, as it joins.
         while (epoch := await asyncio.to_thread(self._next)) is not None:
             yield epoch
 

@@ -170,6 +170,7 @@ class Record:
         return InvalidArgumentError(f"{self.name}: {why}") if why else None
 
     def built(self, worker: int, layout: LayoutMessage) -> None:
+        # That of the first worker: traces have been made with it.
         self.layout = self.layout or layout
         self._values[worker]._settle_built()
 
@@ -308,6 +309,7 @@ class Builder:
                 record.begin_build(channel.member.place)
         for record in records:
             self._build(channel, record)
+        # Without any resource nothing would be answered, and the worker never opened.
         self._built(channel, channel.member.epoch, 0)
 
     async def states(self, record: Record) -> list[str]:
@@ -383,6 +385,8 @@ class Builder:
     def abort_worker(self, channel: WorkerChannel, reason: str) -> None:
         """Aborts the values of a lost worker. Lock held."""
         for record in self._records.values():
+            # With it the last worker may be gone that was building: closures that wait
+            # for the size of a leased dataset end then with the error of the others.
             record.aborted(channel.member.place, channel.member.name, reason)
             self._engine.queue.leases_changed(record.number)
 
@@ -413,6 +417,8 @@ class Builder:
             record.add_worker(member.place, member.name, member.reason)
 
     def _build(self, channel: WorkerChannel, record: Record) -> None:
+        # Noted before it is built, as a drop that comes meanwhile has to reach the
+        # worker, too.
         channel.resources.add(record.number)
         loop = asyncio.get_running_loop()
         epoch = channel.member.epoch
@@ -448,6 +454,7 @@ class Builder:
         if answer.cancelled():
             return
         error = answer.exception()
+        # It joined again meanwhile, and builds everything again; or it will.
         if channel.member.epoch != epoch or isinstance(error, PeerLostError):
             return
         if self._channels.get(channel.member.place) is not channel:
@@ -457,6 +464,7 @@ class Builder:
             return
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
+            # Of an earlier attempt: a position may have been set since (`go_to`).
             channel.failed.pop(record.number, None)
             built = answer.result() if error is None else None
             if isinstance(built, ResourceBuilt):

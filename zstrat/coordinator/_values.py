@@ -183,6 +183,7 @@ class RemoteValue(Unfetched):
         try:
             await self._engine.wait_value_async(self)
             result = self._result
+            # Here and not in `_settled`, which would block the caller's loop.
             if self.state is _READY and isinstance(result, Kept):
                 self._result = _Opened(
                     await self._engine.fetch_kept_async(result), result.layout
@@ -199,6 +200,7 @@ class RemoteValue(Unfetched):
         return f"<RemoteValue of {self._expected.name} {self.state.value}{detail}>"
 
     def _settle(self, layout: LayoutMessage | None, data: bytes) -> None:
+        # The result before the state: fetching threads read the state without the lock.
         self._result = _Inline(layout, data)
         self._ready(_READY)
 
@@ -259,6 +261,8 @@ class RemoteValue(Unfetched):
             )
         else:
             return result
+        # Another thread may do the same: both arrays are equal, and either one may
+        # stay.
         self._result = opened
         return opened
 
@@ -317,6 +321,7 @@ def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:
     leaves, offset = [], 0
     for name, shape in zip(layout.dtypes, layout.shapes, strict=True) if layout else ():
         dtype, count = dtype_named(name), math.prod(shape)
+        # A view of bytes, which no user can change: values are shared by all who fetch.
         leaf = np.frombuffer(data, dtype, count, offset).reshape(shape)
         leaves.append(leaf)
         offset += leaf.nbytes
@@ -336,6 +341,7 @@ class Claim:
     __slots__ = ("__weakref__",)
 
     def __init__(self, drop: Callable[[int], object], number: int) -> None:
+        # At exit the session ends, and everything with it.
         weakref.finalize(self, drop, number).atexit = False
 
 

@@ -248,8 +248,7 @@ class LeaseBook:
         while (self._epoch, self._next) < now and (lease := self._draw_new()):
             if lease not in pending:
                 lost.append(lease)
-        # Steps that were not lost keep the leases that they have, so what was drawn stays
-        # drawn.
+        # Steps keep the leases that they have, so what was drawn stays drawn.
         self._epoch, self._next = max(now, (self._epoch, self._next))
         self._returned.extend(lost)
 

@@ -78,6 +78,7 @@ def task_number(index: int | None) -> int | None:
 def named_address(task: str, job: str, addresses: Mapping[int, str]) -> str:
     """Resolves the name of a task ("ps:0" or "/job:ps/task:0") to its address. Returns
     anything else as it is, and so an address that looks like a name."""
+    # An address first: a host may be called "worker".
     if task not in addresses.values():
         for number, address in addresses.items():
             if task in (f"{job}:{number}", f"/job:{job}/task:{number}"):

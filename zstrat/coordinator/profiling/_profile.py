@@ -102,6 +102,8 @@ class Profile:
         try:
             run, session = self._current()
             with self._logging_errors(), contextlib.suppress(ClosedError):
+                # A session that closes ends the time line itself, with what it has
+                # (`Cluster.close`).
                 session.run(run.end(), "ending a time line", WAITING)
             self._write(run)
         except BaseException as error:  # to the caller, such as Ctrl-C
@@ -135,6 +137,7 @@ class Profile:
                 "this zs.profile has already recorded a block; call zs.profile() again"
             )
         core = self._find()
+        # Now, as an error after the block would come when the run is over.
         self._place = check_place(self._path)
         return core
 
@@ -151,6 +154,7 @@ class Profile:
     async def _begin(self, core: CoordinatorCore) -> None:
         run = TimelineRun(core.session.cluster, core.engine, self._bounds)
         await run.begin()
+        # On the loop, and only once it has begun: `_give_up` runs there, too.
         self._run, self._session = run, core.session
 
     def _current(self) -> tuple[TimelineRun, ClusterSession]:
@@ -190,6 +194,7 @@ class Profile:
 def timeline_of(collected: CollectedRun) -> Timeline:
     """Puts the spans of all tasks on the clock of the program."""
     notes = collected.notes
+    # All spans are on the monotonic clock; only this line has the time of day.
     began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(
         seconds=time.monotonic() - notes.began
     )

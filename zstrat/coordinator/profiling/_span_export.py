@@ -141,10 +141,12 @@ class OpenTelemetryExport:
 
         async def record() -> CollectedRun | None:
             if session.cluster.timeline is not None:
+                # A user's profile is being recorded: this sample is left out.
                 return None
             run = TimelineRun(session.cluster, self._core.engine, bounds, yields=True)
             await run.begin()
             self._run = run
+            # `close` may have come before `_run` was set, and has not ended it then.
             if self._ends.is_open:
                 run.enough()
             await run.wait_over()

@@ -150,6 +150,7 @@ class StorePlacement:
         process = self._processes[number]
         process.is_there, process.life = True, life
         process.unwilling.clear()
+        # It may be another process, or the same one with more memory.
         if not self._is_started:
             return []
         orders: list[PlacementOrder] = []
@@ -182,6 +183,8 @@ class StorePlacement:
         """Removes the process: it is no longer the home of any store."""
         for store in self.stores:
             if store.home == number:
+                # In another session, too, a removed process must not be asked to create
+                # it.
                 store.home = store.primary.process
 
     def retry_refused(self) -> list[PlacementOrder]:
@@ -221,6 +224,7 @@ class StorePlacement:
         copy."""
         if not self._is_started:
             return []
+        # Two copies are enough, unless one of them has to be elsewhere.
         if store.phase is CopyPhase.PAIRED and self.replicas:
             return self._seek_third(store)
         if store.phase is not CopyPhase.ALONE:
@@ -258,6 +262,8 @@ class StorePlacement:
             and store.number not in process.unwilling
         ]
         if store.target not in fit:
+            # A target that is lost or refuses ends the move: the store is not to wait
+            # for it.
             store.target = None
         return fit if store.target is None else [store.target]
 
@@ -282,14 +288,19 @@ class StorePlacement:
                 return self._seek(store)
             case CopyPhase.PAIRED if self.replicas:
                 return self._seek(store)
+            # A third copy elsewhere is given up: it does not count yet.
             case CopyPhase.ADDING | CopyPhase.FILLING if (
                 store.third is not None and store.third.process != target
             ):
                 return [*store.end_third(MOVES), *self._seek(store)]
             case CopyPhase.PAIRED if at_target:
                 return store.promote(MOVES)
+            # The answer of the process that hosts it now comes in an older view, and is
+            # dropped.
             case CopyPhase.HOSTING if not at_target:
                 return store.seek_elsewhere(unwilling=False)
+            # Without replicas a backup is there to move the store, and this one is for
+            # another target. Once the primary is alone it is sought at the target.
             case CopyPhase.ATTACHING | CopyPhase.PAIRED if not (
                 at_target or self.replicas
             ):
@@ -301,8 +312,10 @@ class StorePlacement:
     def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
         """Leaves the store where it is; a copy that only the move needed ends."""
         store = self.stores[number]
+        # From then on only its answer says who serves.
         if store.target is None or store.phase in _ASKED_TO_SERVE:
             return []
+        # Looked at first, as it compares with the target.
         is_for_move, store.target = store.is_backup_at_target, None
         if store.phase in THIRD_BESIDE:
             return store.end_third(reason)
@@ -396,6 +409,8 @@ class StorePlacement:
         former, third = store.primary, store.third
         store.primary, store.backup, store.third = order.backup, None, None
         if store.target == store.primary.process:
+            # By the target, not by the reason: a store whose primary is lost amid a
+            # move has moved, too, if the backup at the target took over.
             store.home, store.target = store.primary.process, None
             self.moves += 1
         else:

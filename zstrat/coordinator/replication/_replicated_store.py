@@ -190,6 +190,7 @@ class ReplicatedStore:
         """Asks the primary to continue alone."""
         self._end_move_with_backup()
         third, self.third = self.third, None
+        # A primary that continues alone fills nobody.
         self._change(CopyPhase.DETACHING, reason)
         return [Detach(self.number, self.view), *self.drop(third)]
 
@@ -226,6 +227,8 @@ class ReplicatedStore:
         """Notes that the backup is complete, or the third copy, which is to replace
         it."""
         if self.phase is CopyPhase.FILLING:
+            # In a newer view the primary names the third copy as its backup. Until it
+            # has answered, nobody knows which of the two counts, so both are kept.
             assert self.third is not None, self
             self._change(CopyPhase.REPLACING)
             return [Attach(self.number, self.view, self.third)]
@@ -246,6 +249,7 @@ class ReplicatedStore:
         if self.phase is CopyPhase.ADDING:  # the primary does not know of it
             self._change(CopyPhase.PAIRED)
             return self.drop(third)
+        # Without the `Serve`: the primary serves as before.
         _, attach = self.keep(reason)
         return [attach, *self.drop(third)]
 
@@ -273,6 +277,7 @@ class ReplicatedStore:
         """
         if unwilling:
             self.avoid(self.backup)
+        # Else `seek` would choose the same process, which has the fewest copies still.
         self._forget_backup()
         self._set_phase(CopyPhase.ALONE)
         return self.seek(self)
@@ -314,6 +319,7 @@ class ReplicatedStore:
         partner = successor.partner
         chosen = _orphaned_copy(successor.chosen, lives)
         other = None if partner is None else _orphaned_copy(partner, lives)
+        # The newest that any copy knows: each order of this program has a newer one.
         self.view = successor.view
         if not successor.chosen.copy.is_primary:
             # Any process but the backup's, which may have come home.
@@ -326,11 +332,15 @@ class ReplicatedStore:
             is_kept = successor.is_pair and self.replicas
             orders = (self.keep if is_kept else self.detach)(SUCCEEDED)
         used = {copy.process for copy in (chosen, other) if copy is not None}
+        # Its home, too: it has begun the store by itself, empty, if nobody had left it
+        # there.
         others = {*successor.useless, self.home} - used
         return orders + [Drop(self.number, self.view, n) for n in sorted(others)]
 
     def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
         """Notes that the process is lost; it may have a copy of the store."""
+        # The third copy first, as one process may have had it and the primary, after a
+        # swap.
         if self.third is not None and self.third.process == number:
             orders = self._third_lost(reason)
             if self.primary.process != number:
@@ -361,6 +371,7 @@ class ReplicatedStore:
             elif is_promoting:
                 yield from self.promote(self.reason)
         else:
+            # What it may have of the store is of a view that is over.
             yield Drop(self.number, self.view, number)
 
     def _primary_restarted(self) -> Iterator[PlacementOrder]:
@@ -424,6 +435,7 @@ class ReplicatedStore:
         """Asks the backup, which may be away, as it alone knows whether it may be the
         primary."""
         is_there = self.is_there(self.backup)
+        # Asked also if it is away: the order is repeated until its process is back.
         asked = self.promote(reason)
         return [*([] if is_there else self.report_lost(reason)), *asked]
 
@@ -445,6 +457,7 @@ class ReplicatedStore:
 
     def backup_lost(self, view: int, reason: str) -> list[PlacementOrder]:
         """Notes that the primary cannot reach the backup that it has in this view."""
+        # An earlier backup may be meant: notices of a primary and orders to it cross.
         is_known = self.paired_view <= view <= self.view
         if not is_known or self.phase not in WITH_BACKUP:
             return []
@@ -485,6 +498,8 @@ class ReplicatedStore:
                 self.avoid(self.third)
                 return self.end_third(reason)
             case CopyPhase.SWAPPING:
+                # It stays where it is; its backup is complete, so nothing has to be
+                # copied.
                 self.target = None
                 is_there = self.is_there(self.backup)
                 return (self.keep if is_there else self.detach)(reason)

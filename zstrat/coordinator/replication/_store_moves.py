@@ -92,6 +92,7 @@ def plan_drain(
     moves: list[StoreMove] = []
     for store in [store for store, server in enumerate(serving) if server == process]:
         target = backups.get(store, -1)
+        # Where a complete backup is, the move is a swap, and copies nothing.
         if target not in others:
             target = min(sorted(others), key=at.count)
         at[store] = target
@@ -176,6 +177,7 @@ class StoreMoves:
             except BaseException:  # to the caller, for whom it was not added
                 await replication.dismiss(process, 0.0)
                 raise
+            # Known from here on, also if moving stores to it fails: it may be drained.
             self._addresses[number], self._numbers[address] = address, number
             log.info("%s at %s: the program has added it", process.name, address)
             await self._rebalance(replication)
@@ -213,6 +215,8 @@ class StoreMoves:
         number = self._number_of(address)
         if address in self._leaving:
             raise BusyError(f"ps {number} at {address} is being drained already")
+        # Before its turn, so that a second call fails at once instead of waiting for
+        # the first.
         self._leaving.add(address)
         now = asyncio.get_running_loop().time()
         deadline = None if timeout is None else now + timeout
@@ -248,9 +252,11 @@ class StoreMoves:
         replication = await self._watched(min(deadline or connecting, connecting))
         process = next(
             each
+            # The last one: an address that was drained and added again has two.
             for each in reversed(replication.processes)
             if each.address == address and not each.is_closed
         )
+        # In its turn: another drain may have taken the last one meanwhile.
         self._require_others(replication, process)
         # Before anything moves, so that nothing is copied there meanwhile.
         replication.cordon(process.place, True)
@@ -311,6 +317,8 @@ class StoreMoves:
                 "Name the new ps in the cluster, or leave out resume="
             )
         if number is None:
+            # An address keeps the number that it had; a number never goes to another
+            # address.
             after = max(self._numbers.values()) + 1
             return self._numbers.get(address, after)
         for other, known in self._numbers.items():
@@ -367,6 +375,8 @@ class StoreMoves:
         primary before another one is complete."""
         stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
+        # Looked at again after each move: a failover meanwhile may have made a backup
+        # here the primary.
         while held := [store for store in stores if me in store.copy_processes]:
             if any(store.primary.process == me for store in held):
                 await self._move_one(replication, process, tried)
@@ -400,6 +410,7 @@ class StoreMoves:
                 f"{stores[store].reason or 'none is there'}; it stays at "
                 f"{process.address}"
             )
+        # The plan is made again each time, and may name one that has refused.
         target = target if target in untried else untried[0]
         tried.add((store, target))
         await self._move(replication, store, target)
@@ -410,6 +421,8 @@ class StoreMoves:
         """Moves the backup of a store to another process, unless it becomes primary
         here first."""
         self._require_whole()
+        # With replicas it stays until another one is complete
+        # (`ReplicatedStore.filled`).
         replication.evict(place.number)
         await replication.wait_until(
             lambda: (

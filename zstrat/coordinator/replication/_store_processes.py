@@ -63,6 +63,7 @@ class StoreProcesses:
         Args:
             number: Its task number.
         """
+        # The message holds this list itself, and is encoded when it is sent.
         views: list[int] = []
         opening = replace(
             self._opening, session=self._session, index=index, views=views
@@ -163,6 +164,7 @@ class CopiesStatus:
     ) -> None:
         self._placement, self._replicas = placement, placement.replicas
         self._servers, self._processes = servers, processes
+        # At the start each store gets its first backup: no news, so INFO.
         bare = len(placement.stores) * placement.replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a backup, and the log level for when they get one."""
@@ -198,6 +200,8 @@ class CopiesStatus:
         counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self._replicas:
             counts["failovers"] = placement.failovers
+            # A process that was killed a moment ago still counts as having its copies:
+            # only a link that is alive says that they are there.
             alive = [process.is_heard for process in self._processes]
             counts["stores_without_backup"] = self._not_known_whole(alive)
         return {**counts, "stores": [self._entry(store) for store in placement.stores]}
