@@ -310,7 +310,7 @@ class Builder:
         for record in records:
             self._build(channel, record)
         # Without any resource nothing would be answered, and the worker never opened.
-        self._built(channel, channel.member.epoch, 0)
+        self._built(channel, 0)
 
     async def states(self, record: Record) -> list[str]:
         """Returns the positions of the iterators of all input pipelines, as JSON; ""
@@ -420,13 +420,21 @@ class Builder:
         # Noted before it is built, as a drop that comes meanwhile has to reach the
         # worker, too.
         channel.resources.add(record.number)
-        loop = asyncio.get_running_loop()
         epoch = channel.member.epoch
         try:
-            channel.put_code(record.maker)
-            arguments = channel.put_arguments(record.arguments)
+            answer = self._request(channel, record)
         except PeerLostError:
             return  # its session reports the loss, and all is rebuilt when it returns
+        except Exception as error:  # to those who use it: it cannot be sent
+            self._outcome(channel, record, error)
+            return
+        answer.add_done_callback(lambda f: self._answered(channel, epoch, record, f))
+
+    @staticmethod
+    def _request(channel: WorkerChannel, record: Record) -> asyncio.Future[Message]:
+        """Asks a worker to build a resource. Raises what sending raises."""
+        channel.put_code(record.maker)
+        arguments = channel.put_arguments(record.arguments)
         pipeline = record.pipelines[channel.member.place]
         message = BuildResource(
             channel.session,
@@ -439,10 +447,8 @@ class Builder:
             record.states.get(pipeline, ""),
             0 if record.book is None else record.book.noted_as,
         )
-        future = channel.task.link.submit(
-            message, deadline=loop.time() + BUILD_DEADLINE
-        )
-        future.add_done_callback(lambda f: self._answered(channel, epoch, record, f))
+        deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
+        return channel.task.link.submit(message, deadline=deadline)
 
     def _answered(
         self,
@@ -462,23 +468,28 @@ class Builder:
         if isinstance(error, StaleSessionError):
             channel.task.reopen("it is no longer in our session")
             return
+        self._outcome(channel, record, error or answer.result())
+
+    def _outcome(
+        self, channel: WorkerChannel, record: Record, outcome: Message | BaseException
+    ) -> None:
+        """Takes the answer of a worker, or why the resource is not built there."""
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
             # Of an earlier attempt: a position may have been set since (`go_to`).
             channel.failed.pop(record.number, None)
-            built = answer.result() if error is None else None
-            if isinstance(built, ResourceBuilt):
-                error = record.misfit(built.examples)
-            if isinstance(built, ResourceBuilt) and error is None:
-                record.built(worker, built.layout)
+            if isinstance(outcome, ResourceBuilt):
+                outcome = record.misfit(outcome.examples) or outcome
+            if isinstance(outcome, ResourceBuilt):
+                record.built(worker, outcome.layout)
             else:
-                assert isinstance(error, Exception)
-                channel.failed[record.number] = record.failed(worker, name, error)
+                assert isinstance(outcome, Exception), outcome
+                channel.failed[record.number] = record.failed(worker, name, outcome)
             self._engine.queue.leases_changed(record.number)
             self._engine.waiters.notify()
-        self._built(channel, epoch, 1)
+        self._built(channel, 1)
 
-    def _built(self, channel: WorkerChannel, epoch: int, count: int) -> None:
-        self._members.built(channel.member.place, epoch, count)
+    def _built(self, channel: WorkerChannel, count: int) -> None:
+        self._members.built(channel.member.place, channel.member.epoch, count)
         if channel.member.state is MemberState.OPEN:
             self._turn_soon()

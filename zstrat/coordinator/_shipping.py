@@ -378,6 +378,8 @@ class ClosureShipping:
         with self._engine.lock:
             for closure in unsent:
                 if channel.member.in_flight.pop(closure.step, None) is not None:
+                    # As those that it gives back, for the clock of bounded staleness.
+                    channel.member.started -= 1
                     again = self._queue.retry(closure, now, HANDBACK_DELAY, begun=False)
                     self._engine.settle(again)
         self._members.ended(channel.member, 0, now)
