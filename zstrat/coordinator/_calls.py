@@ -39,7 +39,7 @@ from zstrat.program import (
 from zstrat.program.trace import joined
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
-from ._on_worker import in_step
+from ._placeholders import in_step
 from ._values import Claim, DatasetHandle, PerWorker, RemoteValue, Result, StandIn
 from .leases import Draw
 

@@ -28,7 +28,7 @@ from ._leased_datasets import (
     make_leased_dataset,
     summed,
 )
-from ._on_worker import coordinator_on_worker
+from ._placeholders import coordinator_on_worker
 from ._values import AsyncRemoteValue, PerWorkerValues, RemoteValue
 from .profiling import MAX_BYTES, SECONDS, Profile
 

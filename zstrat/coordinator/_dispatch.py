@@ -104,7 +104,7 @@ class Dispatcher:
         self._worker_wait_timeout = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._desertion_timer: asyncio.TimerHandle | None = None
+        self._no_worker_timer: asyncio.TimerHandle | None = None
         self._metrics_due = 0.0
         """From when on the next closures bring workers new metrics, for observers."""
         self._stopped = self._called_back = False
@@ -128,10 +128,10 @@ class Dispatcher:
         if self._stopped:
             return
         self._stopped = True
-        for handle in (self._turn_due, self._timer, self._desertion_timer):
+        for handle in (self._turn_due, self._timer, self._no_worker_timer):
             if handle is not None:
                 handle.cancel()
-        self.cancel_running()
+        self.recall_unstarted()
         now = self._now()
         # Closed first: `Queue.retry` cancels then what it would queue again before.
         self.engine.close(cause)
@@ -150,9 +150,9 @@ class Dispatcher:
     def cancel_waiting(self, request: Cancelling | None = None) -> None:
         """Cancels waiting closures, on request or because one has failed."""
         if self.engine.cancel_waiting(request):
-            self.cancel_running()
+            self.recall_unstarted()
 
-    def cancel_running(self) -> None:
+    def recall_unstarted(self) -> None:
         """Has the workers give back the closures that they have not started."""
         for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
@@ -164,7 +164,7 @@ class Dispatcher:
         with self.engine.lock:
             # First, as what workers give back from now on has to stay in the queue.
             self.queue.held = True
-        self.cancel_running()
+        self.recall_unstarted()
         self.turn_soon()
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class Dispatcher:
             self.queue.suspended = suspended
         # Else workers begin steps that only wait for the lost server.
         if suspended:
-            self.cancel_running()
+            self.recall_unstarted()
         self.turn_soon()
 
     def enter(self, session: int) -> None:
@@ -278,7 +278,7 @@ class Dispatcher:
         if self._stopped:
             return
         channel = self.channels[task.place]
-        self.engine.deserted = None
+        self.engine.no_worker_error = None
         epoch = task.entry
         self.members.connected(task.place, epoch)
         channel.clear()
@@ -406,7 +406,7 @@ class Dispatcher:
             if not self.channels[place].member.in_flight:
                 idle.set()
         self._set_timer(due, now)
-        self._set_alarm(now)
+        self._set_no_worker_timer(now)
 
     def _call_back_waiting(self) -> None:
         """Has workers give back steps that wait for their round if the round waits for
@@ -417,7 +417,7 @@ class Dispatcher:
         )
         needed = self.queue.runs_again or idle
         if needed and not self._called_back:
-            self.cancel_running()
+            self.recall_unstarted()
         # Not again at each turn: the request was sent, and its answers are on the way.
         self._called_back = needed
 
@@ -487,7 +487,7 @@ class Dispatcher:
             or self.abandoned
             or channel.pending_drops
             or self._retiring
-            or self._desertion_timer is not None
+            or self._no_worker_timer is not None
             or self.members.alone_since is not None
         )
 
@@ -500,24 +500,24 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(due, self.turn_soon)
 
-    def _set_alarm(self, now: float) -> None:
+    def _set_no_worker_timer(self, now: float) -> None:
         """Starts the timeout for a worker to join, if there is none and closures wait;
         else stops it."""
         waits = self.members.alone_since is not None and self.engine.needs_worker
-        if waits and self._desertion_timer is None:
+        if waits and self._no_worker_timer is None:
             loop = asyncio.get_running_loop()
-            self._desertion_timer = loop.call_at(
-                now + self._worker_wait_timeout, self._deserted
+            self._no_worker_timer = loop.call_at(
+                now + self._worker_wait_timeout, self._no_worker_came
             )
             log.warning(
                 "there is no worker; waiting for one: %s", self.members.absent()
             )
-        elif not waits and self._desertion_timer is not None:
-            self._desertion_timer.cancel()
-            self._desertion_timer = None
+        elif not waits and self._no_worker_timer is not None:
+            self._no_worker_timer.cancel()
+            self._no_worker_timer = None
 
-    def _deserted(self) -> None:
-        self._desertion_timer = None
+    def _no_worker_came(self) -> None:
+        self._no_worker_timer = None
         if self.members.usable or not self.engine.needs_worker:
             return
         error = UnavailableError(
@@ -525,7 +525,7 @@ class Dispatcher:
             f"({self.members.absent()}): start one, add one with "
             "strategy.workers.add, or raise worker_wait_timeout="
         )
-        self.engine.deserted = error
+        self.engine.no_worker_error = error
         self.engine.fail(error)
 
     def _now(self) -> float:

@@ -63,7 +63,7 @@ class ClosureEngine:
         self.queue = queue
         self.outage_error: ZstratError | None = None
         """The error of calls that schedule, join or fetch while a ps is lost."""
-        self.deserted: ZstratError | None = None
+        self.no_worker_error: ZstratError | None = None
         """The error of closures that waited too long for a worker."""
         self.must_wake = True
         """Whether the next `put` has to wake the loop, which has taken all closures."""
@@ -207,7 +207,8 @@ class ClosureEngine:
         if self.queue.running or not self.queue.runs:
             return None  # cancelled closures end by themselves
         if self.outage_error is None and self.queue.phase is QueuePhase.FAILED:
-            return self.deserted  # raised once; then closures wait for a worker again
+            # Raised once; then closures wait for a worker again.
+            return self.no_worker_error
         return self.outage_error
 
     @property
@@ -239,7 +240,7 @@ class ClosureEngine:
             )
             if cancels:
                 ended = queue.cancel_waiting(None if request is None else request.cause)
-                self.settle(self._blamed(ended))
+                self.settle(self._blame_outage(ended))
                 self.must_wake = True
             if request is not None:
                 request.is_done, request.before = True, before
@@ -262,7 +263,7 @@ class ClosureEngine:
         for item in ended:
             item.closure.value._settle_error(item.error)
 
-    def _blamed(self, ended: Iterable[Ended]) -> list[Ended]:
+    def _blame_outage(self, ended: Iterable[Ended]) -> list[Ended]:
         """Replaces the error of cancelled closures that had started when a parameter
         server was lost: it is not known whether they were applied there."""
         outage = self.outage_error
@@ -415,11 +416,14 @@ class ClosureEngine:
         self._fence_if_quiet()
         if queue.is_at_rest:
             return None
-        for error in (self.outage_error, self.deserted):
+        for error in (self.outage_error, self.no_worker_error):
             if error is not None:
                 raise error.with_traceback(None)
         return lambda: bool(
-            queue.is_at_rest or queue.is_quiet or self.outage_error or self.deserted
+            queue.is_at_rest
+            or queue.is_quiet
+            or self.outage_error
+            or self.no_worker_error
         )
 
     def _try_put(self, closure: Closure) -> Ready | None:

@@ -181,7 +181,7 @@ class Members:
         self.largest_lead: int | None = None if staleness is None else 0
         """The most closures by which a worker that got one was ahead of the slowest;
         None: it is not bounded, and not measured."""
-        self._roomy: dict[int, Member] = {}
+        self._perhaps_free: dict[int, Member] = {}
         """Members that may have room, so that a turn need not look at a thousand busy
         workers."""
         self.members: list[Member] = []
@@ -269,8 +269,8 @@ class Members:
         return member
 
     def pace(self) -> None:
-        """From now on steps contribute to rounds: each worker holds one step that runs,
-        and one that waits for the round to be closed."""
+        """Limits each worker to two steps, as steps contribute to rounds from now on:
+        one that runs, and one that waits for its round to be closed."""
         self._is_paced = True
         for member in self.members:
             if self._depth is None:
@@ -294,13 +294,13 @@ class Members:
         """Gives the worker no more closures. It may end those that it has."""
         member = self._at[place]
         member.retired, member.reason = True, reason
-        self._missing(member, now)
+        self._note_unusable(member, now)
 
     def remove(self, place: int) -> None:
         """Removes a worker after `lost`."""
         member = self._at.pop(place)
         assert not member.in_flight, member
-        self._roomy.pop(place, None)
+        self._perhaps_free.pop(place, None)
         self.members = [m for m in self.members if m is not member]
         self._ended += member.completed
         self._lost += member.losses
@@ -346,14 +346,14 @@ class Members:
         member.building -= count
         if member.building == 0:
             member.state = MemberState.OPEN
-            self._roomy[place] = member
+            self._perhaps_free[place] = member
 
     def leaving(self, place: int, reason: str, now: float) -> None:
         """Notes that the worker shuts down, and takes no more closures."""
         member = self._at[place]
         if member.state in (MemberState.OPEN, MemberState.BUILDING):
             member.state, member.reason = MemberState.LEAVING, reason
-            self._missing(member, now)
+            self._note_unusable(member, now)
 
     def lost(
         self, place: int, reason: str, now: float, *, counts: bool = True
@@ -377,7 +377,7 @@ class Members:
         member._count = member._seconds = 0.0
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        self._missing(member, now)
+        self._note_unusable(member, now)
         return orphans
 
     def grants(self, ordinary: int, suspects: int, running: int) -> list[Grant]:
@@ -400,10 +400,10 @@ class Members:
         if self._depth is None and not self._is_paced:
             takers = self._within_share(takers, ordinary + running)
         if ordinary < sum([free for _, free in takers]):
-            given = _level(takers, ordinary)
+            given = _spread_evenly(takers, ordinary)
         else:
             given = [Grant(member, free) for member, free in takers]
-        return grants + (_in_turn(given) if self._is_paced else given)
+        return grants + (_round_robin(given) if self._is_paced else given)
 
     def _with_room(self) -> list[tuple[Member, int]]:
         """Returns the members that have room, and how many closures each may get."""
@@ -412,10 +412,10 @@ class Members:
             most = self._slowest() + staleness + 1
             bounded = [(m, min(m.free, most - m.started)) for m in self.members]
             return [(member, free) for member, free in bounded if free > 0]
-        roomy = [(m, free) for m in self._roomy.values() if (free := m.free)]
-        roomy.sort(key=lambda pair: pair[0].place)
-        self._roomy = {member.place: member for member, _ in roomy}
-        return roomy
+        able = [(m, free) for m in self._perhaps_free.values() if (free := m.free)]
+        able.sort(key=lambda pair: pair[0].place)
+        self._perhaps_free = {member.place: member for member, _ in able}
+        return able
 
     def _within_share(
         self, takers: Sequence[tuple[Member, int]], left: int
@@ -470,7 +470,7 @@ class Members:
     def ended(self, member: Member, count: int, now: float) -> None:
         """Notes that ``count`` closures of the member ended. Call this whenever it has
         fewer in flight, as it may take more then."""
-        self._roomy[member.place] = member
+        self._perhaps_free[member.place] = member
         if not member.in_flight:
             member.alone = False
         if count == 0:
@@ -492,8 +492,8 @@ class Members:
         member.last_error = error
 
     def avoid(self, place: int, avoided: bool) -> None:
-        """Gives the worker closures only if all others are avoided, too; or
-        normally."""
+        """Avoids the worker, so that it gets closures only if all others are avoided,
+        too; or ends that."""
         if (member := self._at.get(place)) is not None:
             if member.avoided and not avoided:  # as one that joins
                 started = self._slowest(besides=member) + len(member.in_flight)
@@ -506,7 +506,8 @@ class Members:
                     least = member.finished + len(each.in_flight)
                     each.started = max(each.started, least)
 
-    def _missing(self, member: Member, now: float) -> None:
+    def _note_unusable(self, member: Member, now: float) -> None:
+        """Notes that a worker gets no closures from now on."""
         if self._reserved is member:
             self._reserved = None
         if not self.usable and self.alone_since is None:
@@ -536,14 +537,14 @@ def _sound(usable: list[Member]) -> list[Member]:
     return [member for member in usable if not member.avoided]
 
 
-def _in_turn(grants: Sequence[Grant]) -> list[Grant]:
+def _round_robin(grants: Sequence[Grant]) -> list[Grant]:
     """Gives each member one closure, then each a second one: those of one round follow
     one another."""
     most = max([grant.count for grant in grants], default=0)
     return [Grant(g.member, 1) for at in range(most) for g in grants if g.count > at]
 
 
-def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
+def _spread_evenly(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member with the fewest in flight."""
     # The usual case of a program that fetches each value before its next call: no heap.
     if count == 1:

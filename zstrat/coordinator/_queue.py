@@ -89,7 +89,7 @@ HANDBACK_DELAY: Final = 0.05
 
 
 class QueuePhase(enum.Enum):
-    """The state of the queue; the drawing is in the docstring of the module."""
+    """The phase of the queue; the drawing is in the docstring of the module."""
 
     OPEN = "open"
     FAILED = "failed"

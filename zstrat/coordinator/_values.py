@@ -24,7 +24,7 @@ from zstrat.program import Resource, StepIterator, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
-from ._on_worker import DatasetOnWorker, Unfetched
+from ._placeholders import DatasetOnWorker, Unfetched
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence

@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
-from zstrat.coordinator._on_worker import in_step
+from zstrat.coordinator._placeholders import in_step
 from zstrat.coordinator.connecting._session_opening import open_sessions
 from zstrat.errors import ClosedError, UnavailableError
 from zstrat.program import worker_context

@@ -15,7 +15,7 @@ import operator
 import time
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
-from zstrat.coordinator._on_worker import in_step
+from zstrat.coordinator._placeholders import in_step
 from zstrat.errors import ClosedError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import has_arrived, http_exporter, sdk_spans

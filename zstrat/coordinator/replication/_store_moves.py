@@ -373,15 +373,15 @@ class StoreMoves:
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
         """Moves stores until the process has no copy of any. A backup there may become
         primary before another one is complete."""
-        stores, me = replication.placement.stores, process.place
+        stores, index = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
         # Looked at again after each move: a failover meanwhile may have made a backup
         # here the primary.
-        while held := [store for store in stores if me in store.copy_processes]:
-            if any(store.primary.process == me for store in held):
+        while held := [store for store in stores if index in store.copy_processes]:
+            if any(store.primary.process == index for store in held):
                 await self._move_one(replication, process, tried)
             else:
-                await self._evict(replication, held[0], me)
+                await self._evict(replication, held[0], index)
 
     async def _move_one(
         self,
@@ -394,7 +394,7 @@ class StoreMoves:
         Raises:
             UnavailableError: All others have been tried.
         """
-        stores, me = replication.placement.stores, process.place
+        stores, index = replication.placement.stores, process.place
         others = [each.place for each in _others(replication, process)]
         backups = {
             store.number: store.backup.process
@@ -402,7 +402,7 @@ class StoreMoves:
             if store.backup is not None and store.is_paired
         }
         serving = [store.primary.process for store in stores]
-        store, target = plan_drain(serving, backups, me, others or [me])[0]
+        store, target = plan_drain(serving, backups, index, others or [index])[0]
         untried = [each for each in others if (store, each) not in tried]
         if not untried:
             raise UnavailableError(
@@ -416,40 +416,40 @@ class StoreMoves:
         await self._move(replication, store, target)
 
     async def _evict(
-        self, replication: Replication, place: ReplicatedStore, process: int
+        self, replication: Replication, store: ReplicatedStore, process: int
     ) -> None:
         """Moves the backup of a store to another process, unless it becomes primary
         here first."""
         self._require_whole()
         # With replicas it stays until another one is complete
         # (`ReplicatedStore.filled`).
-        replication.evict(place.number)
+        replication.evict(store.number)
         await replication.wait_until(
             lambda: (
-                place.primary.process == process
-                or process not in place.copy_processes
+                store.primary.process == process
+                or process not in store.copy_processes
                 or self._cluster.outage_error is not None
             )
         )
         self._require_whole()
         await self._settled(replication)
 
-    async def _move(self, replication: Replication, store: int, target: int) -> None:
+    async def _move(self, replication: Replication, number: int, target: int) -> None:
         """Moves a store; once more if the store was away meanwhile, and is back.
 
         Raises:
             PSUnavailableError: The store is lost, or another one.
         """
-        cluster, place = self._cluster, replication.placement.stores[store]
+        cluster, store = self._cluster, replication.placement.stores[number]
         was_away = True
         while was_away:
             self._require_whole()  # it may have been lost between two moves
-            await replication.move(store, target)
-            if was_away := place.is_reported_lost:
+            await replication.move(number, target)
+            if was_away := store.is_reported_lost:
                 # It counts as lost when its connection was cut for too long.
                 await replication.wait_until(
                     lambda: (
-                        not place.is_reported_lost or cluster.outage_error is not None
+                        not store.is_reported_lost or cluster.outage_error is not None
                     )
                 )
         await self._settled(replication)
