@@ -203,6 +203,7 @@ class _KnownFunction:
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
         """Returns earlier arguments with the same bytes, or these."""
+        # Taken out and put back, as the most recent: the oldest one goes first.
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
         if len(self.pickled) > SAME_BYTES:
@@ -343,6 +344,8 @@ class CallTable:
             if stand_in is None:
                 # All workers failed to build it; the closure raises the error.
                 return _TracedCall()
+        # A trace has placeholders for what is on the workers; all else is as the user
+        # gave it.
         args, kwargs = jax.tree.map(
             lambda leaf: (
                 stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf

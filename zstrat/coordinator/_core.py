@@ -247,6 +247,7 @@ class CoordinatorCore:
         if replication is None or name not in metrics or self.portal.is_here:
             return metrics
         timeout = 2 * self.session.settings.timeouts.beat
+        # Asked, not known: a server that was killed a moment ago is not missed yet.
         asking = replication.status.ask_without_backup(timeout)
         try:
             without_backup = self.portal.run(

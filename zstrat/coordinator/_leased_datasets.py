@@ -299,6 +299,8 @@ class LeasedEpoch:
         self._core.engine.join(None)
         while steps := self.steps:
             leased = self.require_leased(leased)
+            # As many as there are batches without a step, in one go: `steps` takes the
+            # lock.
             yield from range(number, number := number + steps)
             self._core.engine.join(None)
 
@@ -339,11 +341,13 @@ def _progress_bar(
     class LeaseProgress(Progress):
         def get_renderables(self) -> Iterable[RenderableType]:
             """Looks at the pass each time that the bar is drawn."""
+            # It may be drawn before its task is added.
             if self.tasks:
                 read(self.look)
             return super().get_renderables()
 
         def look(self, book: LeaseBook) -> None:
+            # No worker has built the dataset, so nothing is known yet.
             if not book.size:
                 return
             last = "" if book.epochs is None else f"/{book.epochs}"
@@ -418,6 +422,7 @@ def make_leased_dataset(
     """
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    # `from_indexed` has them already, and the values given here would have no effect.
     if batch is None and options != {
         "shuffle_seed": None,
         "epochs": 1,
@@ -448,6 +453,7 @@ def make_leased_dataset(
         drop_remainder=leased.drop_remainder,
         on_error=on_error,
     )
+    # The source is pickled once, here: it is as it was at this call, for all workers.
     return LeasedDataset(core, Code.of(leased), book, kind)
 
 

@@ -160,6 +160,8 @@ class Record:
         """Has iterators start at these positions when they are built; leases what a
         lost server has lost again."""
         if self.book is not None:
+            # Leases belong to no worker, so there is one state, and nothing to begin
+            # at.
             self.book.rewind(json.loads(states[0]))
             return
         self.states = {n: state for n, state in enumerate(states) if state}
@@ -281,6 +283,8 @@ class Builder:
                 numbers.append(number)
                 if record.book is not None:
                     with self._engine.lock:
+                        # Closures that still draw from it hold a claim on the handle,
+                        # so there are none.
                         self._engine.queue.leases.books.pop(number, None)
             else:
                 unknown.append(number)
@@ -298,6 +302,7 @@ class Builder:
         self._why_stopped = cause
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
+        # The next `dropped` has all workers free them.
         self._dropped.extend(self._records)
 
     def build_all(self, channel: WorkerChannel) -> None:
@@ -373,6 +378,7 @@ class Builder:
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
         """Rebuilds the iterators at positions of `states`. Closures that are scheduled
         later wait for them."""
+        # Before they are rebuilt, which sends these positions.
         record.start_at(states)
         for channel in self._channels.values():
             place = channel.member.place

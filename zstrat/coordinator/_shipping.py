@@ -104,6 +104,7 @@ class WorkerChannel:
             if answer.cancelled() or answer.exception() is not None:
                 return  # lost; the next connection is measured again
             shortest_so_far = min(shortest, loop.time() - began)
+            # One after the other: several at once would wait for each other.
             if left > 1:
                 self.time_round_trip(report, left - 1, shortest_so_far)
             else:
@@ -206,6 +207,7 @@ class WorkerChannel:
             BusyError: The worker does not read; a later call sends what is pending.
         """
         pending, session = self.pending_drops, self.session
+        # Only what this connection has: after a reconnect the worker has nothing.
         if gone := sorted(self.arguments.intersection(arguments)):
             self.arguments.difference_update(gone)
             pending.append(DropArguments(session, gone))

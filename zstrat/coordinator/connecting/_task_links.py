@@ -330,9 +330,11 @@ class SessionRequest:
             resumes: The task is in the session as far as we know.
         """
         self.stop()
+        # They came before this request, for a session that may be another one.
         self.early.clear()
         opening = self._reopening if resumes else self._opening
         if not resumes:
+            # Before it, on the same link: the task ends the earlier session first.
             for message in self._close_messages:
                 link.submit(_sent_now(message)).add_done_callback(_ignore_outcome)
         if isinstance(opening, OpenSession):

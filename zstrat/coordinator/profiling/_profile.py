@@ -127,6 +127,8 @@ class Profile:
         except BaseException as error:  # to the caller, such as a cancellation
             self._interrupted(error, session)
             raise
+        # On another thread, and to its end: the loop runs meanwhile, and a cancellation
+        # leaves no half of a file.
         await to_its_end(on_own_thread(partial(self._write, run)))
 
     def _prepare(self) -> CoordinatorCore:

@@ -102,11 +102,13 @@ class OpenTelemetryExport:
     def close(self) -> None:
         """Ends and sends the current sample, and shuts the exporter down. Waits ten
         seconds at most. Idempotent."""
+        # First, so that a sample that begins meanwhile ends at once.
         self._ends.open()
         run = self._run
         if run is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._core.session.portal.loop.call_soon_threadsafe(run.enough)
+        # At most so long: a program must end although its collector does not answer.
         self._thread.join(CLOSING)
         if self._thread.is_alive():
             log.warning(
@@ -158,6 +160,7 @@ class OpenTelemetryExport:
         self._run = None
         if collected is None:
             return []
+        # OpenTelemetry has the time of day, our spans the monotonic clock.
         return sdk_spans(timeline_of(collected), time.time() - time.monotonic())
 
     def _send(self, spans: list[ReadableSpan]) -> None:

@@ -137,6 +137,7 @@ class Inventory:
             for number, (name, _) in self._optimizers.items()
             if number not in point.optimizers
         ]
+        # Each name once, in order: several optimizers may have the same.
         return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
 
     async def create_again(self, client: PsClient, timeout: float) -> None:

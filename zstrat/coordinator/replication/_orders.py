@@ -71,6 +71,7 @@ WITH_BACKUP: Final = (
 """The primary has a backup, or fills it."""
 
 
+# From any phase with two copies, as either of them may be lost at any time.
 _ONE_LOST: Final = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
 NEXT_PHASES: Final[dict[CopyPhase, tuple[CopyPhase, ...]]] = {
     CopyPhase.CREATING: (CopyPhase.ALONE, CopyPhase.EMPTY),
@@ -103,6 +104,7 @@ NEXT_PHASES: Final[dict[CopyPhase, tuple[CopyPhase, ...]]] = {
         CopyPhase.EMPTY,
         *_ONE_LOST,
     ),
+    # Final in its session: nothing is left that could be served.
     CopyPhase.EMPTY: (),
 }
 """What may follow a phase in one session."""

@@ -76,6 +76,8 @@ class StoreProcesses:
             opening,
             self._make_link,
             self._events,
+            # No ``grace``: `Replication` decides when a store without a process counts
+            # as lost.
             one_life=True,
             turn=self._timeouts.turn,
             notice=self._timeouts.notice,
@@ -138,6 +140,7 @@ class StoreProcesses:
 
         Cancellation: it is closed without awaiting the answer.
         """
+        # Before `leave`, which ends that.
         was_ready = process.is_ready
         process.leave()
         try:

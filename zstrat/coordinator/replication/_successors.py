@@ -53,6 +53,7 @@ def successors(
         for copy in copies:
             if copy.origin != session:  # else it is new, and empty
                 found.setdefault(copy.store, []).append(FoundCopy(process, copy))
+    # Copies without variables are those of a program that has created none yet.
     if not any(each.copy.variables for copies in found.values() for each in copies):
         return {}
     _require_count(name, found, stores)
@@ -60,6 +61,7 @@ def successors(
     for store in range(stores):
         others = [f"/job:ps/task:{other}" for other in sorted(found) if other != store]
         chosen[store] = _successor(name, store, found.get(store, []), others)
+    # Stores of two programs make no model, and count their keys from other numbers.
     if len(origins := {each.chosen.copy.origin for each in chosen.values()}) > 1:
         raise session_lost(
             name, 0, f"there are parts of {len(origins)} different sessions"
@@ -80,10 +82,13 @@ def _successor(
     name: str, store: int, found: Sequence[FoundCopy], others: Sequence[str]
 ) -> Successor:
     view = max((each.copy.view for each in found), default=0)
+    # Before views are compared: an order of a newer view may have reached one of the
+    # two, which are equal all the same.
     if (pair := _pair(found)) is not None:
         useless = [each.process for each in found if each not in pair]
         return Successor(*pair, useless, view, is_pair=True)
     newest = [each for each in found if each.copy.view == view]
+    # The newest view may be one in which only an empty copy was made.
     if not any(each.copy.is_whole for each in newest):
         newest = _alone(found) or newest
     # The primary first: it has whatever its backup has.
@@ -100,6 +105,7 @@ def _successor(
             f"(other stores that are left: {there})",
         )
     chosen = fit[0]
+    # With the other copy there, neither has acknowledged anything alone.
     if not chosen.copy.is_sure and len(newest) < 2:
         raise session_lost(
             name,

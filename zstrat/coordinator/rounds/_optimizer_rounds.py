@@ -82,6 +82,8 @@ class RoundStatistics:
         in_order = sorted(contributed)
         self._closing = {}
         if len(in_order) > 1:
+            # Between the last two all others were there: so long the round waited for
+            # one worker.
             (before, _), (at, worker) = in_order[-2:]
             self._closing = {worker: _Wait(1, at - before)}
 
@@ -211,6 +213,7 @@ class OptimizerRounds:
             if is_dropped:
                 return
         member = RoundMember(given.step, given.attempt, given.weight)
+        # By step: a later attempt takes the place of an earlier one, as on the servers.
         self._members[given.step] = Contributed(worker, now, member, is_late)
 
     @property
