@@ -251,8 +251,11 @@ class Members:
     def oldest(self) -> str:
         """Describes the closure that has been in flight longest; "" if there is
         none."""
+        # Copied in one step of the interpreter: the loop may end closures meanwhile.
         heads = [
-            (next(iter(m.in_flight.values())), m) for m in self.members if m.in_flight
+            (closure, member)
+            for member in self.members
+            for closure in list(member.in_flight.values())[:1]
         ]
         if not heads:
             return ""
@@ -518,13 +521,15 @@ class Members:
         if not suspects:
             self._reserved = None
             return []
+        # Not one that is avoided while others are sound: it is idle, so it would be
+        # chosen each time, and the suspect would fail there and come back.
+        candidates = [member for member in self.sound if member.is_open]
         chosen = self._reserved
-        if chosen is None or not chosen.is_open:
-            candidates = [m for m in self.members if m.is_open]
-            if not candidates:
-                return []
-            chosen = min(candidates, key=lambda m: len(m.in_flight))
+        if chosen not in candidates:
+            chosen = min(candidates, key=lambda m: len(m.in_flight), default=None)
         self._reserved = chosen
+        if chosen is None:
+            return []
         # It is reserved, so it gets nothing more, and is empty soon.
         if chosen.in_flight:
             return []

@@ -18,7 +18,7 @@ from zstrat.errors import ZstratError
 from zstrat.wire import Inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSessionEvents
@@ -205,7 +205,7 @@ class CopiesStatus:
             counts["failovers"] = placement.failovers
             # A process that was killed a moment ago still counts as having its copies:
             # only a link that is alive says that they are there.
-            alive = [process.is_heard for process in self._processes]
+            alive = {n for n, each in enumerate(self._processes) if each.is_heard}
             counts["stores_without_backup"] = self._not_known_whole(alive)
         return {**counts, "stores": [self._entry(store) for store in placement.stores]}
 
@@ -222,16 +222,18 @@ class CopiesStatus:
         answers = await asyncio.gather(
             *(_answers(process, deadline) for process in self._processes)
         )
-        return self._not_known_whole(answers)
+        return self._not_known_whole({n for n, live in enumerate(answers) if live})
 
-    def _not_known_whole(self, live: Sequence[bool]) -> int:
+    def _not_known_whole(self, live: Collection[int]) -> int:
         """Returns the number of stores that are not known to have two complete copies.
 
         Args:
-            live: Whether each process is known to live, by index.
+            live: The indices of the processes that are known to live. One that was
+                added since is not, and may have a copy already.
         """
         return sum(
-            not store.is_paired or not all(live[copy.process] for copy in store.copies)
+            not store.is_paired
+            or not all(copy.process in live for copy in store.copies)
             for store in self._placement.stores
         )
 
