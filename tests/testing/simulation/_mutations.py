@@ -281,7 +281,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         )
     },
     "two copies part when a program goes on": {
-        "zstrat.coordinator.replication._orders._pair": _no_pair
+        "zstrat.coordinator.replication._successors._pair": _no_pair
     },
     "a server that comes later is of another session": {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (
