@@ -110,7 +110,7 @@ class PickledArguments:
         return len(self.code) + sum(array.nbytes for array in self.arrays)
 
     def retire_to(self, retired: deque[int]) -> None:
-        """Has the number appended to ``retired`` when this is collected."""
+        """Appends the number to ``retired`` when this object is collected."""
         # deque.append takes no lock: a finalizer may run while this thread holds any.
         weakref.finalize(self, retired.append, self.number).atexit = False
 
@@ -161,7 +161,7 @@ class ScheduledCall:
         """Claims on captured resources; those that the user dropped are dead."""
 
     def claims(self) -> tuple[Claim | None, ...]:
-        """Returns what a closure holds to keep its resources."""
+        """Returns the claims that a closure holds to keep its resources."""
         return tuple([claim() for claim in self._claims]) if self._claims else ()
 
 
@@ -202,7 +202,8 @@ class _KnownFunction:
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
-        """Returns earlier arguments with the same bytes, or these."""
+        """Returns cached arguments with the same bytes, or else caches these and
+        returns them."""
         # Taken out and put back, as the most recent: the oldest one goes first.
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
@@ -212,7 +213,7 @@ class _KnownFunction:
 
 
 class CallTable:
-    """Makes calls, and finds them again.
+    """Traces and pickles calls of step functions, and caches them.
 
     Args:
         strategy: Each trace, here and on workers, runs in its scope, so that variables
@@ -230,8 +231,9 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[ScheduledCall, bytes] | None:
-        """Returns the cached call and the bytes of these inputs, in microseconds. None
-        if the call must be made, or must not, as a step is being traced."""
+        """Looks a call up in the cache, in microseconds; returns it with the bytes of
+        its array inputs. None if it is not cached, or if a step is being traced, which
+        `make` refuses."""
         known = self._known.get(id(function))
         if (
             known is None

@@ -176,7 +176,7 @@ class Cluster:
         return self.renewal.session
 
     def end_on_close(self) -> None:
-        """Has `close` end the session even if it has a name. From any thread."""
+        """Makes `close` end the session even if it has a name. From any thread."""
         self._ends_on_close = not self.options.is_shared
 
     async def open(self) -> None:
@@ -274,8 +274,8 @@ class Cluster:
             self.renewal.report_outage(outage)
 
     def recover(self, timeout: float) -> None:
-        """Has lost parameter servers restored that return within ``timeout``
-        seconds."""
+        """Enables restores of parameter servers that are lost, and return within
+        ``timeout`` seconds."""
         assert not self.options.is_shared, "other programs use the servers, too"
         restore_timeout = timeout + self._timeouts.request
         self.recovery = Recovery(self, self.renewal, timeout, restore_timeout)
@@ -284,7 +284,8 @@ class Cluster:
             self.recovery.server_lost()
 
     def ensure_replication(self) -> Replication:
-        """Returns what watches processes and moves stores; makes it the first time."""
+        """Returns the `Replication`, which watches processes and moves stores; creates
+        it the first time."""
         if self.replication is None:
             self.replication = Replication(
                 self,

@@ -178,7 +178,7 @@ class CoordinatorCore:
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors that came with the one that was raised last, the first first."""
+        """All errors that came with the one that was raised last, oldest first."""
         with self.engine.lock:
             return list(self.engine.queue.errors)
 
@@ -288,7 +288,7 @@ class CoordinatorCore:
 
 
 class _LoopCalls:
-    """The calls of the engine to the loop. Has no reference to the
+    """Passes the calls of the engine on to the loop. Has no reference to the
     `CoordinatorCore`."""
 
     dispatcher: Dispatcher
@@ -318,7 +318,8 @@ class _LoopCalls:
 
 
 def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
-    """Returns the core of the strategy's coordinators; makes it the first time.
+    """Returns the core that the coordinators of a strategy share; creates it the first
+    time.
 
     Raises:
         ValueError: The strategy does not use parameter servers, or it already has a

@@ -111,7 +111,7 @@ class Dispatcher:
 
     @property
     def parts(self) -> CoordinatorParts:
-        """The parts of it that rounds use."""
+        """The parts of the coordinator that rounds use."""
         return CoordinatorParts(
             self.engine, self.members, self.channels, self.turn_soon
         )
@@ -159,8 +159,8 @@ class Dispatcher:
                 self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Hands out only closures that may have started before, so that all come to an
-        end."""
+        """Hands out only closures that may have started before, so that these end and
+        no others begin."""
         with self.engine.lock:
             # First, as what workers give back from now on has to stay in the queue.
             self.queue.held = True
@@ -174,7 +174,8 @@ class Dispatcher:
         self.turn_soon()
 
     def suspend(self, suspended: bool) -> None:
-        """Hands out nothing, not even closures that may have started; or all again."""
+        """Stops handing out closures, even those that may have started before; or
+        continues."""
         with self.engine.lock:
             self.queue.suspended = suspended
         # Else workers begin steps that only wait for the lost server.
@@ -183,7 +184,8 @@ class Dispatcher:
         self.turn_soon()
 
     def enter(self, session: int) -> None:
-        """Sends everything for another session from now on, which the workers join."""
+        """Sets the session number of all messages to workers, which join that
+        session."""
         self._session = session
         self._marking.enter(session)
         for channel in self.channels.values():
@@ -409,8 +411,8 @@ class Dispatcher:
         self._set_no_worker_timer(now)
 
     def _call_back_waiting(self) -> None:
-        """Has workers give back steps that wait for their round if the round waits for
-        others: for a step that runs again, or for a worker that has nothing to do."""
+        """Recalls steps that wait for their round, if the round waits for others: for a
+        step that runs again, or for a worker that is idle behind them."""
         idle = (
             self.queue.queued == self.queue.parked
             and self.members.waits_for_idle_worker
@@ -449,7 +451,8 @@ class Dispatcher:
         return self.queue.take(grant.count, now)
 
     def _send_drops(self) -> None:
-        """Has the workers drop arguments, resources and results that nobody needs."""
+        """Notifies workers of arguments, resources and results that are no longer
+        needed."""
         arguments = _drain(self.retired)
         resources = self.builder.dropped()
         results = _drain(self.abandoned)
@@ -480,8 +483,8 @@ class Dispatcher:
             log.info("%s: %s", channel.task.name, error)
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
-        """Returns whether a turn has something to do although no closure waits.
-        Anything else can wait for the next turn."""
+        """Returns whether a turn is needed although no closure waits. What else there
+        is to do can wait for the next turn."""
         return bool(
             self.retired
             or self.abandoned
@@ -542,8 +545,8 @@ def _drain(queue: deque[T]) -> list[T]:
 def _of_each_worker(
     work: Sequence[tuple[Grant, list[Closure]]],
 ) -> Iterable[tuple[Grant, list[Closure]]]:
-    """Joins what is granted to one worker in turn with others: sending may show that it
-    is lost, and then it gets nothing more."""
+    """Joins the grants of each worker into one; with rounds a worker gets several in
+    turn. Sending may show that it is lost, and then it gets nothing more."""
     joined: dict[int, tuple[Grant, list[Closure]]] = {}
     for grant, closures in work:
         joined.setdefault(grant.member.place, (grant, []))[1].extend(closures)

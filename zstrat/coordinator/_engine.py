@@ -308,8 +308,9 @@ class ClosureEngine:
             self._close(cause)
 
     def give_way(self, reason: str) -> str | None:
-        """Closes if no closure is unfinished; else describes those that are. Later
-        calls of the coordinator raise an error with the ``reason``."""
+        """Closes the coordinator if all its closures have ended, else returns a
+        description of the others. Its later calls raise an error with the
+        ``reason``."""
         with self.lock:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:

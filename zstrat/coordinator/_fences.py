@@ -69,7 +69,8 @@ class Fences:
         self._raising: set[asyncio.Task[None]] = set()
 
     def enter(self, session: int) -> None:
-        """Uses another session, in which nothing was pushed yet."""
+        """Sends fences for another session from now on, in which nothing was pushed
+        yet."""
         self._session = session
 
     def raise_to(
@@ -96,7 +97,8 @@ class Fences:
         task.add_done_callback(self._raising.discard)
 
     async def up_to(self, low_water: int, over: Iterable[StepRun]) -> None:
-        """Closes all steps below ``low_water``, and those of ``over``.
+        """Closes all steps below ``low_water``, and the runs of steps ``over``, on all
+        servers.
 
         Raises:
             PSUnavailableError: A server is lost.
@@ -230,8 +232,8 @@ class Marking:
         self._session = session
 
     def send(self, low_water: int, now: float) -> None:
-        """Sends ``low_water``, unless one was sent just before. A lost mark does no
-        harm, as the next one replaces it."""
+        """Sends ``low_water`` to all servers, unless one was sent a moment ago. A lost
+        mark does no harm, as the next one replaces it."""
         if now < self._next_at:
             return
         self._next_at = now + INTERVAL

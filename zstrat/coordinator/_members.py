@@ -119,7 +119,8 @@ class Member:
 
     @property
     def finished(self) -> int:
-        """Those of `started` that have ended: its clock for bounded staleness."""
+        """Number of closures of `started` that have ended: its clock for bounded
+        staleness."""
         return self.started - len(self.in_flight)
 
     @property
@@ -154,7 +155,8 @@ class Grant:
 
 
 class Members:
-    """All workers of the session. Each one prefetches ``prefetch`` steps.
+    """All workers of the session, and the decision which of them get closures. Each one
+    prefetches ``prefetch`` steps.
 
     Args:
         staleness: A worker gets its closure c + staleness + 1 when every sound worker
@@ -517,7 +519,8 @@ class Members:
             self.alone_since = now
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
-        """Empties one worker at a time for suspects, until none waits."""
+        """Reserves one worker for suspects: gives it nothing else until it is empty,
+        then one suspect after the other, until none waits."""
         if not suspects:
             self._reserved = None
             return []
@@ -543,8 +546,8 @@ def _sound(usable: list[Member]) -> list[Member]:
 
 
 def _round_robin(grants: Sequence[Grant]) -> list[Grant]:
-    """Gives each member one closure, then each a second one: those of one round follow
-    one another."""
+    """Gives each member one closure, then each a second one, and so on: closures of one
+    round follow each other."""
     most = max([grant.count for grant in grants], default=0)
     return [Grant(g.member, 1) for at in range(most) for g in grants if g.count > at]
 

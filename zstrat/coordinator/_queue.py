@@ -60,8 +60,9 @@ if TYPE_CHECKING:
 
 
 class QueueLeft(NamedTuple):
-    """The number of closures left in the queue after some were handed out, and whether
-    the queue was full before that. ``metrics`` are for observers; None: as before."""
+    """The state of the queue for workers: the number of closures that are left after
+    some were handed out, and whether it was full before. ``metrics`` are for observers;
+    None: unchanged."""
 
     waiting: int = 0
     full: bool = False
@@ -145,8 +146,8 @@ class Ended:
 
 
 class Effect(NamedTuple):
-    """The fate of the updates of a step whose worker was lost: whether a server
-    confirmed that it applied some."""
+    """What is known of the updates of a step whose worker was lost: ``is_certain`` if a
+    server has confirmed that it applied some."""
 
     words: str
     is_certain: bool
@@ -213,7 +214,8 @@ class Queue:
 
     @property
     def parked(self) -> int:
-        """Closures that wait until it is known how leases of others end."""
+        """Closures that wait until leases of other closures have ended, or come
+        back."""
         return self.leases.parked
 
     @property
@@ -282,7 +284,7 @@ class Queue:
         return [closure.step for closure in self._doubtful]
 
     def fence(self) -> list[int]:
-        """Starts to end all steps so far. CANCELLING → FENCING.
+        """Begins to close all steps so far on the servers. CANCELLING → FENCING.
 
         Returns:
             The steps that may have been applied.
@@ -292,7 +294,8 @@ class Queue:
         return self.doubtful
 
     def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
-        """Ends all steps so far. FENCING → FENCED.
+        """Ends the doubtful closures, now that all steps so far are closed on the
+        servers. FENCING → FENCED.
 
         Args:
             applied: What is known of the steps that were, or may have been, applied.
@@ -429,7 +432,7 @@ class Queue:
                 self.fail(error, closure)
 
     def fail(self, error: Exception, closure: Closure | None = None) -> None:
-        """Keeps an error for the next call of the user, if it is the first."""
+        """Keeps an error for the next call of the user, which raises the first one."""
         if not self.runs:
             return  # an effect of cancelling, which only its own value raises
         if self.phase is QueuePhase.OPEN:
@@ -512,8 +515,8 @@ class Queue:
         self.leases.give_back(resource, [item[2] for item in self._returned])
 
     def _lease(self, taken: list[Closure]) -> list[Closure]:
-        """Leases what these closures draw; returns those that have it. The others wait,
-        or end."""
+        """Leases the data that these closures draw; returns those that have their
+        leases. The others wait, or end."""
         leased = self.leases.lease(taken)
         if leased is None:
             return taken

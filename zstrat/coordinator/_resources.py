@@ -110,7 +110,7 @@ class Record:
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """One per present worker, in the order of their places."""
+        """One value per present worker, in the order of their places."""
         return tuple([value for _, value in sorted(self._values.items())])
 
     @property
@@ -157,8 +157,8 @@ class Record:
         return self._values[worker].state is NOT_READY
 
     def start_at(self, states: Sequence[str]) -> None:
-        """Has iterators start at these positions when they are built; leases what a
-        lost server has lost again."""
+        """Sets the positions at which iterators start when they are built. For leased
+        data: leases again what a lost server has lost."""
         if self.book is not None:
             # Leases belong to no worker, so there is one state, and nothing to begin
             # at.
@@ -196,7 +196,7 @@ class Record:
         return wrapped
 
     def ended(self, cause: str) -> None:
-        """Aborts the values that are not built, as building has stopped."""
+        """Aborts the values that are not built yet, as building has stopped."""
         for value in self.values:
             if value.state is NOT_READY:
                 value._abort(ClosureAbortedError(f"{self.name} is not built: {cause}"))
@@ -368,8 +368,8 @@ class Builder:
         )
 
     def start_at(self, states: Mapping[int, Sequence[str]]) -> None:
-        """Has the iterators of these numbers start at the positions when they are
-        built."""
+        """Sets the positions at which the iterators of these numbers start when they
+        are built."""
         with self._engine.lock:
             for number in states.keys() & self._records.keys():
                 self._records[number].start_at(states[number])

@@ -113,7 +113,7 @@ class RunStatus:
         self._reports[short(task)] = values
 
     def task_lost(self, task: str, reason: str) -> None:
-        """Notes a loss, and drops the report of the task but for the name of its
+        """Notes a loss, and drops the report of the task except for the name of its
         log."""
         # The log outlives the process, and says why it ended.
         report = self._reports.pop(short(task), {})

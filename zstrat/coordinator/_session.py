@@ -215,9 +215,9 @@ class ClusterSession:
         self.portal.call_soon(self.cluster.rounds.remove, optimizer)
 
     async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
-        """Drops what waits for rounds, while the session is `at_rest`: it would move
-        values that were restored. Workers drop what windows keep there, too, and what
-        formats of gradients have left out so far.
+        """Drops contributions that wait for rounds, as they would change values that
+        were restored; the session has to be `at_rest`. Workers also drop what windows
+        keep there, and what formats of gradients have left out so far.
 
         Args:
             restored: By outer optimizer: the rounds from which its windows, which begin
@@ -237,8 +237,8 @@ class ClusterSession:
             )
 
     def open_round(self, optimizer: int) -> int | None:
-        """Returns how many rounds of an optimizer were closed, or restored; None: it
-        has none here."""
+        """Returns the number of the open round of an optimizer; None if it has no
+        rounds here."""
         rounds = self.cluster.rounds.rounds.get(optimizer)
         return None if rounds is None else rounds.number
 
@@ -273,8 +273,8 @@ class ClusterSession:
         return await self.run_async(ask(), "asking a worker for its windows")
 
     def recover(self, timeout: float) -> None:
-        """Has lost parameter servers restored from the last checkpoint of `remember`
-        when they return.
+        """Enables restores of lost parameter servers, when they return, from the last
+        checkpoint of `remember`.
 
         Args:
             timeout: Seconds for a lost server to return.

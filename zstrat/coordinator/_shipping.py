@@ -401,7 +401,7 @@ class ClosureShipping:
 
 
 def _count_that_fit(closures: list[Closure]) -> int:
-    """Counts the first closures that fit one message: at least one."""
+    """Returns how many of the first closures fit one message: at least one."""
     size = 0
     for count, closure in enumerate(closures[:CLOSURES_PER_MESSAGE]):
         size += len(closure.inputs)

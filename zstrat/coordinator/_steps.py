@@ -176,7 +176,7 @@ class PendingErrors:
         return next((failure for failure in self._all if not failure.was_fetched), None)
 
     def begin(self) -> None:
-        """Forgets all errors, as the next one is a new first."""
+        """Forgets all errors: the next one is the first of a new failure."""
         self._all.clear()
 
     def add(self, failure: PendingError) -> None:

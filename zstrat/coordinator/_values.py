@@ -65,7 +65,7 @@ class ClosureRun(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """The name and the structure of a result, known before the result."""
+    """The name and the tree structure of a result, known before the result itself."""
 
     name: str
     treedef: Any
@@ -334,9 +334,9 @@ def _on_device(leaf: Any) -> Any:
 
 
 class Claim:
-    """Keeps a resource. The handle of the resource and closures that use it hold one
-    claim; when it is collected, ``drop`` gets the number of the resource. ``drop`` must
-    not take a lock."""
+    """Keeps a resource alive. The handle of the resource, and closures that use it,
+    hold one claim; when that is collected, ``drop`` gets the number of the resource.
+    ``drop`` must not take a lock."""
 
     __slots__ = ("__weakref__",)
 

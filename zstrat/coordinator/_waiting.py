@@ -112,7 +112,7 @@ class GuardedQueue(Protocol):
 
 @final
 class Waiters:
-    """The calls of the user that wait. Law: ``watchers`` changes with the lock held."""
+    """The waiting calls of the user. Law: ``watchers`` changes with the lock held."""
 
     def __init__(self, guarded: GuardedQueue) -> None:
         self.watchers: dict[Bell, Ready] = {}

@@ -89,7 +89,7 @@ def check_replicas(
 def links_of(
     job: Job, index: int, incarnation: int, settings: Settings, *, looks: bool = False
 ) -> MakeTaskLink:
-    """Returns what makes links over ZeroMQ, with the key of the job if there are keys.
+    """Returns a factory of ZeroMQ links, with the key of the job if there are keys.
 
     Args:
         looks: The links are those of an observer.
@@ -162,7 +162,7 @@ class MovableLink:
         self._moving = loop.create_task(going, name=f"{self._name} moves")  # see close
 
     def park(self) -> None:
-        """Starts no link up to the next `move`, as the address is unknown."""
+        """Stops starting links up to the next `move`, as the address is unknown."""
         self._has_address.clear()
 
     async def wait_open(self, deadline: float) -> None:
@@ -255,7 +255,7 @@ there, and some more."""
 
 @final
 class SessionRequest:
-    """The requests to one task. On the loop.
+    """Opens and closes our session on one task, by requests. On the loop.
 
     Args:
         opening: What opens the session there.
@@ -418,9 +418,9 @@ _last_sent: WeakKeyDictionary[asyncio.AbstractEventLoop, float] = WeakKeyDiction
 
 
 def _sent_now(message: Sent) -> Sent:
-    """Returns the message with the time of now, later than that of any message before:
-    uvloop's clock has steps of a millisecond, in which a task may be let go and taken
-    again."""
+    """Stamps a message with the present time, later than the stamp of any message
+    before: uvloop's clock has steps of a millisecond, in which a task may be released
+    and taken again."""
     loop = asyncio.get_running_loop()
     sent = max(loop.time(), math.nextafter(_last_sent.get(loop, 0.0), math.inf))
     _last_sent[loop] = sent

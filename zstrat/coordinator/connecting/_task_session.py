@@ -10,7 +10,8 @@ and while we are away. So its loss is not reported while it may come back with a
 it: it is asked to resume the session.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
-alternate.
+alternate, except that a task that moves while it is in the session is ready again
+without having been lost.
 """
 
 from __future__ import annotations

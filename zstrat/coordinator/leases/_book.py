@@ -128,7 +128,7 @@ class LeaseBook:
         return bool(self._open) and not has_more
 
     def built(self, size: int) -> str:
-        """Takes the number of examples that a worker has found; returns why it cannot
+        """Sets the number of examples, as a worker has found it; returns why it cannot
         be right, or ""."""
         if not self._size:
             if self._drops and size < self._batch:
@@ -181,12 +181,12 @@ class LeaseBook:
         return drawn
 
     def skip(self, step: int) -> None:
-        """Leaves the examples of a step out, which has failed."""
+        """Leaves out the examples of a step that has failed."""
         self.skipped += sum(lease.size for lease in _unpacked(self._open.pop(step)))
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
-        """Leases the ranges of a step again, as it had no effect: those of one that has
-        ``failed`` after all others of their epoch."""
+        """Takes the ranges of a step back, which had no effect, to lease them again:
+        those of one that has ``failed`` after all others of their epoch."""
         leases = _unpacked(self._open.pop(step))
         if failed:
             # Last, so that a batch that fails each time does not keep others from being
@@ -200,8 +200,8 @@ class LeaseBook:
         return _unpacked(self._open.get(step, b""))
 
     def state(self, waiting: Iterable[Lease] = ()) -> dict[str, Any]:
-        """Returns what is not done, as JSON types; ``waiting`` are leases of steps
-        whose updates are not in the values that are saved."""
+        """Returns the ranges that are not done, as JSON types; ``waiting`` are leases
+        of steps whose updates are not in the values that are saved."""
         leases = sorted((*self._pending(), *waiting))
         return {
             "examples": self._size,
@@ -300,8 +300,8 @@ class LeaseBook:
         return [*_unpacked(held), *self._returned, *self._failed]
 
     def _draw(self) -> Lease | None:
-        """Returns the next lease: one that came back, then a new one; of an epoch those
-        that failed last."""
+        """Returns the next lease: one that came back, else a new one; leases of failed
+        steps come last in their epoch."""
         if self._returned:
             return self._returned.popleft()
         if self._failed and self._new > self._failed[0].epoch:

@@ -95,8 +95,8 @@ class SessionLeases(Generic[C]):
         return found
 
     def _lease(self, closure: C, found: LeasedClosures[C]) -> bool:
-        """Leases what a closure draws; else notes that it waits, as open leases may
-        come back, or is over."""
+        """Leases what a closure draws; else adds it to those that wait, as open leases
+        may come back, or to those that are over."""
         taken: list[LeaseBook] = []
         packed: list[bytes] = []
         for resource, count in closure.draws:
@@ -136,8 +136,7 @@ class SessionLeases(Generic[C]):
                 book.applied(step)
 
     def cancelled(self, closure: C) -> None:
-        """Leases again what a closure had, which has had no effect, through no fault of
-        its own."""
+        """Takes back the leases of a closure that was cancelled without effect."""
         for book in self._books_of(closure):
             book.give_back(closure.step)
 
@@ -220,8 +219,8 @@ class SessionLeases(Generic[C]):
         return metrics
 
     def packed_done(self, states: Mapping[int, Sequence[str]]) -> bytes:
-        """Returns what is done of each dataset in these states, or else now, as
-        ``leases`` of a `Push` in place of all before."""
+        """Returns the ranges of each dataset that are done in these states, or else
+        now, packed as the ``leases`` of a `Push` that replaces all earlier ones."""
         packed = []
         for number, book in self.books.items():
             if not (name := book.noted_as):

@@ -42,7 +42,7 @@ LARGEST_TASK_NUMBER: Final = 2**31 - 1
 
 
 class Presence(enum.Enum):
-    """Whether a worker belongs to the cluster, whether it answers or not."""
+    """Membership of a worker in the cluster, whether it answers or not."""
 
     PRESENT = "present"
     AWAY = "away"
@@ -143,8 +143,8 @@ class Membership:
         return len(self._workers)
 
     def fix_places(self, why: str) -> None:
-        """Refuses new places from now on: something exists of which each worker so far
-        has a part."""
+        """Refuses new places from now on, as something exists that has a part on each
+        worker so far."""
         self._why_fixed = self._why_fixed or why
 
     def add(self, address: str, task_number: int | None = None) -> AdmitWorker:

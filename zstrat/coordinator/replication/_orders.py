@@ -128,7 +128,7 @@ COPIES_IN: Final[dict[CopyPhase, tuple[bool | None, bool | None]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Of a store: ``life`` is that of the process that has it in its memory."""
+    """A copy of a store; ``life`` is that of the process which has it in memory."""
 
     process: int
     life: int
@@ -177,7 +177,8 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """The process of the primary is to hand the store to its backup, and to be that."""
+    """Make the process of the primary hand the store to its backup, and become the
+    backup."""
 
     store: int
     view: int

@@ -299,12 +299,13 @@ class ReplicatedStore:
         return [Lose(self.number, reason, gone=True)]
 
     def avoid(self, copy: Copy | None) -> None:
-        """Keeps copies of this store away from the process for a while."""
+        """Places no copy of this store on the process for a while."""
         if copy is not None:
             self.processes[copy.process].unwilling.add(self.number)
 
     def drop(self, copy: Copy | None) -> list[PlacementOrder]:
-        """Frees a useless copy; a process that is away is asked when it is back."""
+        """Orders a useless copy to be dropped; a process that is away gets the order
+        when it is back."""
         if copy is None or not self.processes[copy.process].is_there:
             return []
         return [Drop(self.number, self.view, copy.process)]

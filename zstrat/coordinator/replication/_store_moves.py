@@ -230,7 +230,8 @@ class StoreMoves:
     async def _turn(
         self, deadline: float | None, who: str, seconds: float | None
     ) -> AsyncIterator[None]:
-        """Waits until no other change is under way, and keeps others from it."""
+        """Waits until no other change is under way, and lets none begin inside of the
+        block."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._changing.acquire()
@@ -281,7 +282,7 @@ class StoreMoves:
         log.info("%s at %s is drained and removed", process.name, address)
 
     async def _watched(self, deadline: float) -> Replication:
-        """Returns the `Replication`, when all processes are there."""
+        """Returns the `Replication`, once all its processes are connected."""
         self._require_whole()
         replication = self._cluster.ensure_replication()
         if not replication.is_started:
@@ -290,7 +291,8 @@ class StoreMoves:
         return replication
 
     def _require_whole(self) -> None:
-        """
+        """Checks that each store has a server.
+
         Raises:
             PSUnavailableError: A store is lost, or is being filled.
         """
@@ -298,7 +300,8 @@ class StoreMoves:
             raise outage
 
     def _new_number(self, address: str, number: int | None) -> int:
-        """
+        """Returns the task number of a process that is to be added.
+
         Raises:
             AlreadyExistsError, InvalidArgumentError: As `add`.
         """
@@ -344,7 +347,8 @@ class StoreMoves:
         raise NotFoundError(f"{address!r:.80} {why}")
 
     def _require_others(self, replication: Replication, process: TaskSession) -> None:
-        """
+        """Checks that enough other processes are there to take the stores of this one.
+
         Raises:
             InvalidArgumentError: Too few would be left.
         """

@@ -66,7 +66,8 @@ RETRY_SECONDS: Final = 5.0
 
 @final
 class StoreOrders:
-    """The orders of one session.
+    """Sends the orders of the placement, and reports their outcomes to it, in one
+    session.
 
     Args:
         session: The number of the session; another one after `Replication.renew`.
@@ -119,7 +120,8 @@ class StoreOrders:
             self._retry_timer = loop.call_later(RETRY_SECONDS, self._retry_refused)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for what orders and their answers bring about.
+        """Waits until ``is_so()``, which is checked whenever orders were carried out or
+        a loss was reported.
 
         Cancellation: nothing is lost.
         """
@@ -139,8 +141,8 @@ class StoreOrders:
             task.move(home, is_empty=True)
 
     def report_unserved(self, number: int, reason: str) -> None:
-        """Reports a server that is lost when no process is known to be: unless a report
-        of its store is due already."""
+        """Reports the lost server of a store of which the placement knows no serving
+        copy, unless such a report is due already."""
         store = self.placement.stores[number]
         if store.is_reported_lost and number not in self._losses_due:
             words = self.status.reason_with_process(number, reason)
@@ -288,7 +290,8 @@ class StoreOrders:
         return await task.link.submit(request, deadline=deadline)
 
     async def _promote(self, order: Promote) -> Message:
-        """Asks a backup over a separate link: the program's line moves afterwards."""
+        """Promotes a backup over a link of its own, as the program's requests move
+        there only afterwards."""
         # By then the session of its process has noticed if it is lost.
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup

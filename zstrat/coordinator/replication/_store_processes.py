@@ -34,7 +34,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 @final
 class StoreProcesses:
-    """The processes of one program.
+    """The sessions on all processes of one program.
 
     Args:
         events: Called by their sessions.
@@ -210,8 +210,8 @@ class CopiesStatus:
         return {**counts, "stores": [self._entry(store) for store in placement.stores]}
 
     async def ask_without_backup(self, timeout: float) -> int:
-        """Asks all processes, and counts the stores of which not both answer: a process
-        that was killed a moment ago may not be missed yet.
+        """Asks all processes whether they live, and counts the stores without two
+        living copies: a process that was killed a moment ago may not be missed yet.
 
         Args:
             timeout: Seconds that a process has to answer.

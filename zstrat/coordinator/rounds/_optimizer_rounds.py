@@ -41,7 +41,8 @@ RECENT_ROUNDS: Final = 64
 
 
 class _Wait(NamedTuple):
-    """Rounds that waited for a worker alone, the last one, and for how many seconds."""
+    """Number of rounds that waited for one worker alone, the last to contribute, and
+    the seconds of all these waits."""
 
     rounds: int = 0
     seconds: float = 0.0
@@ -53,7 +54,8 @@ _Waits = dict[int, _Wait]  # by worker
 @final
 @dataclass(slots=True)
 class RoundStatistics:
-    """The numbers of the rounds of one optimizer. Workers are known by their place."""
+    """Counts of the rounds of one optimizer, and their waiting times. Workers are known
+    by their place."""
 
     closed: int = 0
     """Rounds that all servers have applied."""
@@ -141,8 +143,8 @@ FORMER: Final = -1
 
 
 class Contributed(NamedTuple):
-    """A contribution: the worker, when it was reported, what the servers know, and
-    whether it is for a round that was closed before."""
+    """A contribution: its worker, the time of its report, the member that servers know,
+    and whether it came after its round was closed."""
 
     worker: int
     at: float
@@ -151,8 +153,9 @@ class Contributed(NamedTuple):
 
 
 class RestoredRounds(NamedTuple):
-    """The open round in a checkpoint. Another one does, too, if it is ``cycle`` or
-    several times that later: what was done since has made rounds as well."""
+    """The number of the open round in a checkpoint. A restore may continue with a later
+    one instead, a multiple of ``cycle`` away: numbers of rounds that were closed since
+    are not used again."""
 
     number: int
     cycle: int
@@ -298,8 +301,8 @@ class OptimizerRounds:
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
     def begin(self, number: int, inherited: Sequence[StepContribution] = ()) -> None:
-        """Continues from this round, and from what the program before has contributed
-        to it alone."""
+        """Continues with this round, and with nothing but what the program before has
+        contributed to it."""
         self.number, self._inherited = number, inherited
         self._members, self._enough_at, self.is_closing = {}, None, False
 
@@ -457,8 +460,8 @@ def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, Held
 
 
 def first_free_step(held: Sequence[Mapping[int, HeldRounds]]) -> int:
-    """Returns the first step number that no contribution has, the least one that the
-    next program may use."""
+    """Returns the first step number above those of all contributions, the least that
+    the next program may use."""
     taken = [
         given.step
         for each in held

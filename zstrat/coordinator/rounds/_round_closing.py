@@ -257,7 +257,7 @@ class RoundClosing:
             self.rounds.dropped(order)
 
     def restart(self) -> None:
-        """Begins again on servers that are emptied, and so differ no more."""
+        """Begins again on empty servers, which therefore no longer differ."""
         if self._error is not None and self._coordinator is not None:
             engine = self._coordinator.engine
             if engine.outage_error is self._error:  # or else a server is lost
