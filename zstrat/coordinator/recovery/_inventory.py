@@ -126,7 +126,8 @@ class Inventory:
             del self._trees[at]
 
     def missing_in(self, point: RestorePoint) -> list[str]:
-        """Returns names of what would have no value if servers were filled from it."""
+        """Returns the names of what would have no value if servers were filled from
+        this checkpoint."""
         variables = [
             f"variable {spec.name!r}"
             for key, spec in self._variables.items()

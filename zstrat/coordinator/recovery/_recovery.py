@@ -187,8 +187,8 @@ class Recovery:
                     raise
 
     async def settled(self, since: int) -> bool:
-        """Waits as `over`. Returns True if a server was away, or `restores` is not
-        ``since``."""
+        """Waits until no recovery is under way, as `over`. Returns True if a server was
+        away, or `restores` is not ``since``."""
         waited = self.is_under_way
         if not waited and not all(task.link.is_open for task in self._cluster.ps):
             waited = True
@@ -241,7 +241,8 @@ class Recovery:
             return
 
     async def _all_back(self) -> None:
-        """Waits until each server is in the session, or there and empty.
+        """Waits until each server is back: in the session with its data, or connected
+        and empty.
 
         Raises:
             PSUnavailableError: One did not come back.

@@ -50,7 +50,7 @@ class RenewedCluster(ClusterTasks, Protocol):
 
 @final
 class SessionRenewal:
-    """The numbers of one session. On the loop.
+    """The number of one session, and the change to another one. On the loop.
 
     Args:
         session: The first number.
@@ -191,9 +191,9 @@ class SessionRenewal:
         await self._cluster.rounds.drop(rounds)
 
     async def note_leases(self, states: Mapping[int, Sequence[str]]) -> None:
-        """Has the servers note what is done of leased datasets, for a program that
-        resumes the session: that of these states of iterators, by number, and that of
-        other iterators as it is now.
+        """Notes on the servers what is done of leased datasets, for a program that
+        resumes the session: by these states of iterators, by number, and for other
+        iterators what is done now.
 
         Raises:
             PSUnavailableError, DeadlineExceededError: One does not answer.

@@ -140,7 +140,8 @@ class OrphanedStores:
             await process.wait_ready(deadline)
 
     async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
-        """Carries out work that waits for orphaned stores, until one of them is lost.
+        """Carries out work that needs all orphaned stores, and gives it up when one of
+        them is lost.
 
         Raises:
             PSUnavailableError: Nothing is left of a store; names it, and what to do.

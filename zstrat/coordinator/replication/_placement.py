@@ -102,7 +102,8 @@ class StorePlacement:
         return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
-        """Returns whether the home of the store has it by itself."""
+        """Returns whether the home of the store has it from the start, without an order
+        to create it."""
         return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
@@ -251,8 +252,8 @@ class StorePlacement:
         return store.host(min(fit, key=self._copies_of))
 
     def _fit_for_copy(self, store: ReplicatedStore) -> list[int]:
-        """Processes that may get a further copy: only the target, if it is one of them.
-        If it is not, the store stays where it is."""
+        """Returns the processes that may get a further copy: only the target, if it is
+        one of them. If it is not, the store stays where it is."""
         fit = [
             number
             for number, process in enumerate(self._processes)
@@ -310,7 +311,7 @@ class StorePlacement:
         return []
 
     def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
-        """Leaves the store where it is; a copy that only the move needed ends."""
+        """Leaves the store where it is, and ends a copy that only the move needed."""
         store = self.stores[number]
         # From then on only its answer says who serves.
         if store.target is None or store.phase in _ASKED_TO_SERVE:
@@ -324,7 +325,7 @@ class StorePlacement:
         return self._end_backup(store, reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:
-        """Replaces the backup of the store, in a process that leaves."""
+        """Moves the backup of the store away from a process that leaves."""
         store = self.stores[number]
         if self.replicas and store.phase is not CopyPhase.HOSTING:
             return self._seek(store)

@@ -105,7 +105,7 @@ class ReplicatedStore:
 
     @property
     def is_bare(self) -> bool:
-        """Whether no other process has anything of it."""
+        """Whether no process but that of the primary has anything of the store."""
         return self.phase in (CopyPhase.ALONE, CopyPhase.EMPTY)
 
     @property
@@ -132,7 +132,7 @@ class ReplicatedStore:
 
     @property
     def is_backup_at_target(self) -> bool:
-        """Whether its backup is where it moves."""
+        """Whether its backup is in the process to which it moves."""
         return self.backup is not None and self.backup.process == self.target
 
     def lives(self, copy: Copy | None) -> bool:
@@ -159,12 +159,13 @@ class ReplicatedStore:
         self.primary = self.copy_at_home()
 
     def copy_at_home(self) -> Copy:
-        """Returns the copy that its home has by itself, in the life of now."""
+        """Returns the copy that its home has from the start, in the present life of
+        that process."""
         process = self.processes[self.home]
         return Copy(self.home, process.life, process.address)
 
     def create(self) -> list[PlacementOrder]:
-        """Asks its home, which does not have it by itself, to create it."""
+        """Orders its home, which does not have it from the start, to create it."""
         self._change(CopyPhase.CREATING, "")
         return [Establish(self.number, self.view, self.home)]
 
@@ -195,7 +196,7 @@ class ReplicatedStore:
         return [Detach(self.number, self.view), *self.drop(third)]
 
     def keep(self, reason: str) -> list[PlacementOrder]:
-        """Has the primary serve, and keep the backup that it has."""
+        """Publishes the primary, and orders it to keep the backup that it has."""
         assert self.backup is not None, self
         self._change(CopyPhase.ATTACHING, reason)
         self.paired_view = self.view
@@ -214,7 +215,7 @@ class ReplicatedStore:
         return [Host(self.number, self.view, process)]
 
     def fill(self, copy: Copy) -> list[PlacementOrder]:
-        """Has the primary fill the copy that a process hosts now."""
+        """Orders the primary to fill the copy that a process hosts now."""
         if self.phase is CopyPhase.ADDING:
             self.third = copy
             self._set_phase(CopyPhase.FILLING)
@@ -240,7 +241,7 @@ class ReplicatedStore:
         return self.drop(before)
 
     def end_third(self, reason: str) -> list[PlacementOrder]:
-        """Gives the third copy up: the primary keeps the backup that it has. A move
+        """Gives up the third copy: the primary keeps the backup that it has. A move
         that needed the copy ends."""
         third, self.third = self.third, None
         assert third is not None, self
@@ -254,13 +255,13 @@ class ReplicatedStore:
         return [attach, *self.drop(third)]
 
     def serve(self) -> list[PlacementOrder]:
-        """Has the primary serve alone, and seeks a backup."""
+        """Publishes the primary, which serves alone, and seeks a backup."""
         self._set_phase(CopyPhase.ALONE)
         self.is_reported_lost = False
         return [Serve(self.number, self.view, self.primary), *self.seek(self)]
 
     def serve_with(self, backup: Copy) -> list[PlacementOrder]:
-        """Has the primary serve with a backup that is complete."""
+        """Publishes the primary, which has a complete backup."""
         self.backup, self.paired_view = backup, self.view
         self._set_phase(CopyPhase.PAIRED)
         self.is_reported_lost = False
@@ -290,7 +291,7 @@ class ReplicatedStore:
         return [Lose(self.number, reason)]
 
     def lose(self, reason: str) -> list[PlacementOrder]:
-        """Gives the store up: no complete copy is left."""
+        """Gives up the store: no complete copy is left."""
         if self.phase is CopyPhase.EMPTY:
             return []
         self.target = None
@@ -557,7 +558,7 @@ class ReplicatedStore:
         self.backup = None
 
     def _end_move_with_backup(self) -> None:
-        """Ends a move that needed the backup, which ends."""
+        """Ends a move if it needs the backup, which ends now."""
         if self.is_backup_at_target:
             self.target = None
 
