@@ -112,20 +112,33 @@ class SessionRenewal:
 
         Cancellation: the tasks stay started.
         """
-        cluster = self._cluster
         try:
             await self._resume(name, deadline)
         except PSUnavailableError as error:
             if not restart_partial:
                 raise
             log.warning("the session starts empty, with nothing restored: %s", error)
-            self.origin = 0  # that of the next session
-            self._keep_origin()
-            self.renew_servers()
-            self.resumed, self.origin = False, self.session
-            self.renew_workers({})
-            await arrive(cluster.ps, cluster.workers, deadline)
-            await all_joined(cluster.workers, deadline)
+            await self.start_empty(deadline)
+
+    async def start_empty(self, deadline: float) -> None:
+        """Enters another session with all tasks, in which nothing has been created.
+
+        Args:
+            deadline: Loop time.
+
+        Raises:
+            ZstratError: As `arrive`.
+
+        Cancellation: the tasks stay started.
+        """
+        cluster = self._cluster
+        self.origin = 0  # that of the next session
+        self._keep_origin()
+        self.renew_servers()
+        self.resumed, self.origin = False, self.session
+        self.renew_workers({})
+        await arrive(cluster.ps, cluster.workers, deadline)
+        await all_joined(cluster.workers, deadline)
 
     async def _resume(self, name: str, deadline: float) -> None:
         cluster, replication = self._cluster, self._cluster.replication
