@@ -193,11 +193,10 @@ class ClusterCoordinator(CoordinatorFace):
             Exception: The error of an earlier closure, with a note that names it. This
                 call is not scheduled then.
         """
+        # Two look-ups, as this runs at each call: `line_of` finds the line for an error.
         caller = sys._getframe(1)
         site = caller.f_code, caller.f_lasti
         del caller  # an error's traceback would keep it alive
-        # Two look-ups are all that a line in the user's code costs; errors find its
-        # number (`line_of`).
         core = self._core
         try:
             call = core.calls.find(fn, args, kwargs)

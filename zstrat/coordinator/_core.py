@@ -139,8 +139,8 @@ class CoordinatorCore:
         values that hold the outcome on each worker, ``book`` has the leases of a leased
         dataset, which begins ``from_start`` or continues where a program before has
         left it."""
-        self.require_kept()
         # Else it would wait for workers that another strategy has.
+        self.require_kept()
         record = Record(
             self.engine,
             [member.place for member in self.dispatcher.members.members],
@@ -282,8 +282,8 @@ class CoordinatorCore:
         async def call() -> None:
             function(*args)
 
+        # A closed portal has stopped the dispatcher, with the cluster.
         if not self.portal.is_closed:
-            # The portal has stopped the dispatcher with the cluster.
             self.portal.run(call(), STOP_SECONDS, function.__name__)
 
 

@@ -361,8 +361,8 @@ class Dispatcher:
             self._turn()
 
     def _turn(self) -> None:
-        self._turn_due = None
         # First: whatever this turn brings about may ask for another one.
+        self._turn_due = None
         self.turns += 1
         now, queue = self._now(), self.queue
         if self.rounds.rounds:

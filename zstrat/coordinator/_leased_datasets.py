@@ -183,9 +183,9 @@ class LeasedIterator(PerWorkerIterator):
         if not wait_known(self._core, self._record):
             assert self._record.failure is not None
             raise self._record.failure.with_traceback(None)
+        # Only when all steps have ended it is known which leases come back.
         self._core.engine.join(None)
         with self._core.engine.lock:
-            # First: only when all steps have ended it is known what comes back.
             if self._book.is_over:
                 return None
             return LeasedEpoch(self, self._core, self._book, self._book.epoch)

@@ -145,9 +145,9 @@ class Outcomes:
                 if self._struck:
                     self._step_succeeded(step, member.place)
                 value = closure.value
-                value._run = (step, member.name, closure.attempt)
                 # Before it is settled: then a waiting thread reads it, without the
                 # lock.
+                value._run = (step, member.name, closure.attempt)
                 if size >= 0:
                     value._settle(layout, results[start:offset])
                 else:

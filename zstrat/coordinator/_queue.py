@@ -425,9 +425,9 @@ class Queue:
                 for draw in closure.draws:
                     self.leases_changed(draw.resource)
         if error is not None:
+            closure.source.sign(error)
             # Skipped examples (`on_error="skip"`) are an expected failure: the value
             # raises it, the run does not.
-            closure.source.sign(error)
             if not skipped:
                 self.fail(error, closure)
 

@@ -86,8 +86,8 @@ class ResolverWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
         self._is_asking = self._is_stopped = False
-        self._asked_at = self._loop.time()
         # As if just asked: the first answer made this session.
+        self._asked_at = self._loop.time()
         self._last_error = ""
         self.questions = self.errors = 0
 
@@ -147,9 +147,9 @@ class ResolverWatch:
     def _answered(
         self, answer: Mapping[int, str] | None, error: BaseException | None
     ) -> None:
+        # The answer may come long after that, as a thread cannot be stopped.
         if self._is_stopped:
             return
-        # The answer of a thread that nobody waits for any longer.
         self._is_asking = False
         if self._answer_timer is not None:
             self._answer_timer.cancel()

@@ -150,8 +150,8 @@ class StorePlacement:
         before if it still has all its data."""
         process = self._processes[number]
         process.is_there, process.life = True, life
-        process.unwilling.clear()
         # It may be another process, or the same one with more memory.
+        process.unwilling.clear()
         if not self._is_started:
             return []
         orders: list[PlacementOrder] = []
@@ -313,7 +313,7 @@ class StorePlacement:
     def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
         """Leaves the store where it is, and ends a copy that only the move needed."""
         store = self.stores[number]
-        # From then on only its answer says who serves.
+        # Once a copy is asked to serve, only its answer says which one does.
         if store.target is None or store.phase in _ASKED_TO_SERVE:
             return []
         # Looked at first, as it compares with the target.

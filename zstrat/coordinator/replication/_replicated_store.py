@@ -190,8 +190,8 @@ class ReplicatedStore:
     def detach(self, reason: str) -> list[PlacementOrder]:
         """Asks the primary to continue alone."""
         self._end_move_with_backup()
-        third, self.third = self.third, None
         # A primary that continues alone fills nobody.
+        third, self.third = self.third, None
         self._change(CopyPhase.DETACHING, reason)
         return [Detach(self.number, self.view), *self.drop(third)]
 
@@ -277,8 +277,8 @@ class ReplicatedStore:
             unwilling: Do not ask that one again for a while.
         """
         if unwilling:
+            # Else the same process would be chosen, which has the fewest copies still.
             self.avoid(self.backup)
-        # Else `seek` would choose the same process, which has the fewest copies still.
         self._forget_backup()
         self._set_phase(CopyPhase.ALONE)
         return self.seek(self)

@@ -91,8 +91,8 @@ def plan_drain(
     at = list(serving)
     moves: list[StoreMove] = []
     for store in [store for store, server in enumerate(serving) if server == process]:
-        target = backups.get(store, -1)
         # Where a complete backup is, the move is a swap, and copies nothing.
+        target = backups.get(store, -1)
         if target not in others:
             target = min(sorted(others), key=at.count)
         at[store] = target

@@ -113,8 +113,8 @@ class StoreOrders:
                 case _:
                     self._ask(order)
         self.status.log_changes()
-        self._news.set()
         # After all orders: who waits looks at the state that they have made.
+        self._news.set()
         if self.placement.has_refused and self._retry_timer is None:
             loop = asyncio.get_running_loop()
             self._retry_timer = loop.call_later(RETRY_SECONDS, self._retry_refused)
@@ -236,8 +236,8 @@ class StoreOrders:
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
+            # It is not known whether the order was carried out: `unanswered` decides.
             reason = str(error)
-        # It is not known whether the order was carried out: `unanswered` decides.
         except Exception as error:  # to the log and the placement: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
             # A copy that its primary never let count refuses in this way
@@ -246,8 +246,8 @@ class StoreOrders:
             outcome = partial(placement.refused, never_counted=never_counted)
             reason = str(error)
         else:
-            del self._asking[order.store]
             # First: what follows may be another order for the same store.
+            del self._asking[order.store]
             self.carry_out(self._done(order, answer))
             return
         del self._asking[order.store]
@@ -292,7 +292,7 @@ class StoreOrders:
     async def _promote(self, order: Promote) -> Message:
         """Promotes a backup over a link of its own, as the program's requests move
         there only afterwards."""
-        # By then the session of its process has noticed if it is lost.
+        # In that time the session of its process notices if it is lost.
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup
         backup = ProbedTask(

@@ -263,9 +263,9 @@ class RoundClosing:
             if engine.outage_error is self._error:  # or else a server is lost
                 engine.end_outage()
         self._failed, self._error = [], None
+        # Their orders were for servers that have nothing now.
         for task in self._closing:
             task.cancel()
-        # Their orders were for servers that have nothing any longer.
         self.rounds.restart()
 
     async def stop(self) -> None:
