@@ -193,7 +193,7 @@ class ClusterCoordinator(CoordinatorFace):
             Exception: The error of an earlier closure, with a note that names it. This
                 call is not scheduled then.
         """
-        # Two look-ups, as this runs at each call: `line_of` finds the line for an error.
+        # Two look-ups, as each call pays for them; errors find the line (`line_of`).
         caller = sys._getframe(1)
         site = caller.f_code, caller.f_lasti
         del caller  # an error's traceback would keep it alive
