@@ -10,8 +10,12 @@ from coordinator_stores import world as world
 
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import connect_session
-from zstrat.coordinator.replication import Copy, CopyPhase, StorePlacement
-from zstrat.coordinator.replication._store_processes import CopiesStatus
+from zstrat.coordinator.replication import (
+    CopiesStatus,
+    Copy,
+    CopyPhase,
+    StorePlacement,
+)
 from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (

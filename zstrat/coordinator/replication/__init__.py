@@ -18,4 +18,5 @@ from ._replication import Replication as Replication
 from ._store_moves import StoreMoves as StoreMoves
 from ._store_moves import plan_drain as plan_drain
 from ._store_moves import plan_rebalance as plan_rebalance
+from ._store_processes import CopiesStatus as CopiesStatus
 from ._successors import successors as successors
