@@ -48,7 +48,7 @@ from ._queue import HANDBACK_DELAY, Ended
 from ._run_status import short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._engine import ClosureEngine
@@ -63,6 +63,8 @@ ROUND_TRIPS: Final = 4
 """Round trips that are timed; the shortest counts, as the others waited somewhere."""
 CLOSURES_PER_MESSAGE: Final = 2048
 """Closures of different functions take about 60 bytes each."""
+NUMBERS_PER_MESSAGE: Final = 16384
+"""Numbers of what a worker is to drop take at most nine bytes each."""
 INPUTS_PER_MESSAGE: Final = 2**20
 """Bytes. A worker starts the closures of a message when it has received all of it."""
 
@@ -208,14 +210,14 @@ class WorkerChannel:
         """
         pending, session = self.pending_drops, self.session
         # Only what this connection has: after a reconnect the worker has nothing.
-        if gone := sorted(self.arguments.intersection(arguments)):
-            self.arguments.difference_update(gone)
-            pending.append(DropArguments(session, gone))
-        if gone := sorted(self.resources.intersection(resources)):
-            self.resources.difference_update(gone)
-            pending.append(DropResources(session, gone))
-        if gone := sorted(results):
-            pending.append(DropResults(session, gone))
+        for piece in _pieces(self.arguments.intersection(arguments)):
+            self.arguments.difference_update(piece)
+            pending.append(DropArguments(session, piece))
+        for piece in _pieces(self.resources.intersection(resources)):
+            self.resources.difference_update(piece)
+            pending.append(DropResources(session, piece))
+        for piece in _pieces(results):
+            pending.append(DropResults(session, piece))
         while pending:
             # Removed after it was sent: if the worker is busy, it stays the first.
             self.task.link.notify(pending[0])
@@ -398,6 +400,13 @@ class ClosureShipping:
             self._members.ended(channel.member, 0, now)
             self._engine.waiters.notify()
         self._turn_soon()
+
+
+def _pieces(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yields the numbers in order, as many at a time as fit one message."""
+    ordered = sorted(numbers)
+    for at in range(0, len(ordered), NUMBERS_PER_MESSAGE):
+        yield ordered[at : at + NUMBERS_PER_MESSAGE]
 
 
 def _count_that_fit(closures: list[Closure]) -> int:
