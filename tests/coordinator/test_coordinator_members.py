@@ -330,6 +330,20 @@ def test_a_suspect_does_not_go_to_a_worker_that_reaches_no_server():
     assert give(members, 0, suspects=1, first=20) == {1: 1}
 
 
+def test_a_suspect_waits_for_the_slowest_worker_as_others_do():
+    """Who waits at the bound is idle, so it would be chosen."""
+    members = opened(2, closures_in_flight=4, staleness=1)
+    assert give(members, 4) == {0: 2, 1: 2}
+    slow, quick = members.members
+    quick.in_flight.clear()
+    members.ended(quick, 2, 1.0)
+    assert give(members, 4, suspects=1, first=10) == {}
+    del slow.in_flight[min(slow.in_flight)]
+    members.ended(slow, 1, 2.0)
+    assert give(members, 0, suspects=1, first=20) == {1: 1}
+    assert members.largest_lead == 1
+
+
 def test_the_oldest_closure_may_end_while_it_is_described():
     """The loop takes it away, while another thread reads."""
 

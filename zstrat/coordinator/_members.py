@@ -527,6 +527,10 @@ class Members:
         # Not one that is avoided while others are sound: it is idle, so it would be
         # chosen each time, and the suspect would fail there and come back.
         candidates = [member for member in self.sound if member.is_open]
+        if self.staleness is not None:
+            # Who waits at the bound is idle, too; the slowest one never waits there.
+            most = self._slowest() + self.staleness
+            candidates = [member for member in candidates if member.started <= most]
         chosen = self._reserved
         if chosen not in candidates:
             chosen = min(candidates, key=lambda m: len(m.in_flight), default=None)
