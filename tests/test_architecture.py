@@ -88,7 +88,7 @@ DOORS = {
     "tomllib": "zstrat.config",
     "click": "zstrat.cli",
     "keras": "zstrat.integrations.keras",
-    "rich": ("zstrat.cli", "zstrat.coordinator.leases._session_leases"),
+    "rich": ("zstrat.cli", "zstrat.coordinator._leased_datasets"),
 }
 
 JAX_AT_IMPORT = {

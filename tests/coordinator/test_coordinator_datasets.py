@@ -5,6 +5,7 @@ import gc
 import jax
 import numpy as np
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.coordinator import RemoteValueStatus
@@ -14,6 +15,7 @@ from zstrat.errors import (
     ClosureInputError,
     OutOfRangeError,
 )
+from zstrat.wire import BuildResource
 
 
 def numbers():
@@ -44,6 +46,30 @@ def test_a_step_draws_from_the_iterator_of_its_worker(world):
     used = [len(worker.ran) for worker in world.workers]
     assert drawn == sorted(3.0 * i for n in used for i in range(n))
     assert step.trace_count == 1
+
+
+def test_a_dataset_that_cannot_be_sent_fails_and_nobody_waits(make_world, monkeypatch):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    link = world.workers[0].link
+    submit = link.submit
+
+    def refuse(message, **options):
+        if isinstance(message, BuildResource):
+            raise ValueError("the header is too large")
+        return submit(message, **options)
+
+    monkeypatch.setattr(link, "submit", refuse)
+    iterator = iter(coordinator.create_per_worker_dataset(numbers))
+    with pytest.raises(ClosureInputError, match="header is too large"):
+        iterator.wait_ready(timeout=5.0)
+    value = coordinator.schedule(step, args=(iterator,))
+    with pytest.raises(ClosureInputError, match="header is too large"):
+        value.fetch(timeout=5.0)
+    monkeypatch.setattr(link, "submit", submit)
+    with pytest.raises(ClosureInputError):
+        coordinator.join()
+    assert coordinator.schedule(good).fetch() == 1
 
 
 @pytest.mark.parametrize("eager", [False, True])

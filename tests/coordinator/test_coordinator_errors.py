@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import itertools
 import signal
 import threading
 from typing import ClassVar
@@ -10,8 +11,9 @@ import pytest
 from coordinator_fakes import good
 
 import zstrat.program as zs
+from zstrat.coordinator.parts import Kept
 from zstrat.errors import BusyError, CancelledError, OutOfRangeError
-from zstrat.wire import Outcome
+from zstrat.wire import DropArguments, DropResults, Outcome, encode
 
 
 @zs.function(eager=True)
@@ -314,6 +316,33 @@ def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
 
     world.on_loop(clean_twice)
     assert [message.arguments for message in told] == [[99]]
+
+
+def test_a_worker_is_told_in_messages_that_fit_what_to_forget(make_world):
+    world = make_world(workers=1)
+    dispatcher = world.coordinator()._core.dispatcher
+    (channel,) = dispatcher.channels.values()
+    (worker,) = world.workers
+    numbers = range(2**40, 2**40 + 60_000)
+    told = []
+
+    def clean():
+        worker.link.notify = told.append
+        channel.arguments.update(numbers)
+        dispatcher.retired.extend(numbers)
+        epoch = channel.member.epoch
+        dispatcher.abandoned.extend(Kept(0, epoch, step, None) for step in numbers)
+        dispatcher._send_drops()
+
+    world.on_loop(clean)
+    assert [kind for kind, _ in itertools.groupby(map(type, told))] == [
+        DropArguments,
+        DropResults,
+    ]
+    for message in told:
+        encode(message)
+    dropped = [message for message in told if isinstance(message, DropResults)]
+    assert [step for message in dropped for step in message.steps] == list(numbers)
 
 
 def test_the_end_does_not_need_a_worker_that_reads(make_world):

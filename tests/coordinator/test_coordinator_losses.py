@@ -311,6 +311,8 @@ def test_what_a_worker_did_not_take_any_more_is_tried_again_and_no_more(
     scheduled_at_once(world, coordinator, 10)
     coordinator.join()
     assert sorted(worker.ran) == [(i, 1) for i in range(1, 11)], "each ran once"
+    (member,) = coordinator._core.dispatcher.members.members
+    assert member.finished == member.completed == 10, "the clock of bounded staleness"
 
 
 def test_what_came_back_is_tried_again_though_the_timer_came_early(

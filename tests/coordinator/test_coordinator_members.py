@@ -317,6 +317,53 @@ def test_a_suspect_runs_alone_and_the_others_go_on_elsewhere():
     assert give(members, 10, first=40) == {0: 4}
 
 
+def test_a_suspect_does_not_go_to_a_worker_that_reaches_no_server():
+    """It is idle, as it gets nothing, so it would be chosen each time."""
+    members = opened(3, closures_in_flight=4)
+    members.avoid(0, True)
+    assert give(members, 3) == {1: 2, 2: 1}
+    assert give(members, 0, suspects=1, first=10) == {}
+    members.avoid(2, True)  # which was chosen, and is emptied
+    for member in members.members[1:]:
+        member.in_flight.clear()
+        members.ended(member, 1, 1.0)
+    assert give(members, 0, suspects=1, first=20) == {1: 1}
+
+
+def test_a_suspect_waits_for_the_slowest_worker_as_others_do():
+    """Who waits at the bound is idle, so it would be chosen."""
+    members = opened(2, closures_in_flight=4, staleness=1)
+    assert give(members, 4) == {0: 2, 1: 2}
+    slow, quick = members.members
+    quick.in_flight.clear()
+    members.ended(quick, 2, 1.0)
+    assert give(members, 4, suspects=1, first=10) == {}
+    del slow.in_flight[min(slow.in_flight)]
+    members.ended(slow, 1, 2.0)
+    assert give(members, 0, suspects=1, first=20) == {1: 1}
+    assert members.largest_lead == 1
+
+
+def test_the_oldest_closure_may_end_while_it_is_described():
+    """The loop takes it away, while another thread reads."""
+
+    class Emptied(dict):
+        def __len__(self):
+            count = super().__len__()
+            self.clear()
+            return count
+
+    members = opened(1)
+    give(members, 1)
+    (member,) = members.members
+    assert members.oldest().startswith(" (the oldest: step 1")
+    member.in_flight = Emptied(member.in_flight)
+    assert members.oldest() in (
+        "",
+        " (the oldest: step 1, closure, on " + NAMES[0] + ")",
+    )
+
+
 def test_those_who_are_missing_are_named_with_the_reason():
     members = opened()
     members.lost(1, "silent for 5.0s", 3.0)

@@ -10,6 +10,12 @@ from coordinator_stores import world as world
 
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import connect_session
+from zstrat.coordinator.replication import (
+    CopiesStatus,
+    Copy,
+    CopyPhase,
+    StorePlacement,
+)
 from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
@@ -163,6 +169,32 @@ def test_a_store_of_a_silent_server_is_not_known_to_have_a_backup(world):
     world.on_loop(setattr, second, "answers_looks", False)  # heard a moment ago
     assert told() == (2, ["paired"] * 2)
     assert world.numbers_of["stores_without_backup"] == 0  # where nobody is asked
+
+
+async def test_a_process_may_be_added_while_others_are_asked_for_their_copies():
+    placement = StorePlacement(["a", "b"])
+    first, second = placement.stores
+    processes = []
+
+    class Process:
+        is_heard = True
+
+        @property
+        def link(self):
+            return self
+
+        async def submit(self, message, *, deadline):
+            if len(processes) == 2:
+                number = placement.enter("c")
+                processes.append(Process())
+                for store in (first, second):
+                    store.phase = CopyPhase.PAIRED
+                    store.backup = Copy(number, 0, "c")
+
+    processes += [Process(), Process()]
+    status = CopiesStatus(placement, processes, processes)
+    assert await status.ask_without_backup(1.0) == 2  # nobody has asked it
+    assert await status.ask_without_backup(1.0) == 0
 
 
 def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(world):

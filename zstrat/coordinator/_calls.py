@@ -39,7 +39,7 @@ from zstrat.program import (
 from zstrat.program.trace import joined
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
-from ._on_worker import in_step
+from ._placeholders import in_step
 from ._values import Claim, DatasetHandle, PerWorker, RemoteValue, Result, StandIn
 from .leases import Draw
 
@@ -110,7 +110,7 @@ class PickledArguments:
         return len(self.code) + sum(array.nbytes for array in self.arrays)
 
     def retire_to(self, retired: deque[int]) -> None:
-        """Has the number appended to ``retired`` when this is collected."""
+        """Appends the number to ``retired`` when this object is collected."""
         # deque.append takes no lock: a finalizer may run while this thread holds any.
         weakref.finalize(self, retired.append, self.number).atexit = False
 
@@ -161,7 +161,7 @@ class ScheduledCall:
         """Claims on captured resources; those that the user dropped are dead."""
 
     def claims(self) -> tuple[Claim | None, ...]:
-        """Returns what a closure holds to keep its resources."""
+        """Returns the claims that a closure holds to keep its resources."""
         return tuple([claim() for claim in self._claims]) if self._claims else ()
 
 
@@ -202,7 +202,9 @@ class _KnownFunction:
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
-        """Returns earlier arguments with the same bytes, or these."""
+        """Returns cached arguments with the same bytes, or else caches these and
+        returns them."""
+        # Taken out and put back, as the most recent: the oldest one goes first.
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
         if len(self.pickled) > SAME_BYTES:
@@ -211,7 +213,7 @@ class _KnownFunction:
 
 
 class CallTable:
-    """Makes calls, and finds them again.
+    """Traces and pickles calls of step functions, and caches them.
 
     Args:
         strategy: Each trace, here and on workers, runs in its scope, so that variables
@@ -229,13 +231,15 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[ScheduledCall, bytes] | None:
-        """Returns the cached call and the bytes of these inputs, in microseconds. None
-        if the call must be made, or must not, as a step is being traced."""
+        """Looks a call up in the cache, in microseconds; returns it with the bytes of
+        its array inputs. None if it is not cached, or if a step is being traced, which
+        `make` refuses."""
         known = self._known.get(id(function))
         if (
             known is None
             or known.reference() is not function
             or known.settings != jax_settings()
+            # `make` raises then: a step must not schedule steps.
             or _recording() is not None
         ):
             return None
@@ -246,6 +250,7 @@ class CallTable:
             return None
         if call is None or (inputs and any(map(loses_bits, inputs))):
             return None  # the trace warns of values that jax truncates
+        # `make` says which iterator was dropped.
         if call.captured and any(claim() is None for claim in call.captured):
             return None
         return call, bytes_of_inputs(inputs) if inputs else b""
@@ -283,6 +288,7 @@ class CallTable:
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
         for resource in resources:
+            # Before tracing, which would wait for a worker to build it.
             resource.require_kept()
         traced = self._trace(function, positional, named)
         result = Result(function.name, traced.treedef)
@@ -292,8 +298,12 @@ class CallTable:
         if traced.carried:
             positional = (_values_of(traced.carried), *positional)
         elif function.eager or result.treedef is not None:
+            # Not if the structure of the result is unknown: the next call is traced
+            # then.
             key, inputs = _key_and_inputs(args, kwargs)
         if inputs:
+            # Their bytes travel with each closure, so that calls with other values
+            # share these arguments.
             positional, named = cut_inputs((positional, named), [0])
         arguments = self._pickled(function, known, positional, named)
         held = known.held if result.treedef is None else ()
@@ -315,6 +325,7 @@ class CallTable:
     def traces(self) -> int:
         """Number of traces in this process of functions that still exist. From any
         thread."""
+        # A copy: other threads schedule meanwhile.
         known = [each.reference() for each in list(self._known.values())]
         return sum(function.trace_count for function in known if function is not None)
 
@@ -335,6 +346,8 @@ class CallTable:
             if stand_in is None:
                 # All workers failed to build it; the closure raises the error.
                 return _TracedCall()
+        # A trace has placeholders for what is on the workers; all else is as the user
+        # gave it.
         args, kwargs = jax.tree.map(
             lambda leaf: (
                 stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf

@@ -4,8 +4,8 @@ A parameter server has one life in a session: if it returns with another incarna
 was used by another coordinator, its values are gone. While one is lost the cluster has
 an *outage*, and every call that schedules or joins raises its error. With
 ``on_ps_loss="restore"`` calls wait until the server is restored (`recovery/`), and with
-``replicas=1`` its backup takes over (`replication/`). Workers (`membership/`) and
-stores (`moving/`) may change at any time. This file connects these parts and the
+``replicas=1`` its backup takes over (`replication/`, which also moves stores). Workers
+(`membership/`) may change at any time. This file connects these parts and the
 dispatcher.
 """
 
@@ -167,6 +167,7 @@ class Cluster:
                 task, hello, opened, self.workers, self._devices
             ),
         )
+        # A worker that was away may still serve an earlier session of this program.
         if renewal.close_messages:
             task.renew(renewal.worker_session, renewal.close_messages)
         return task
@@ -177,7 +178,7 @@ class Cluster:
         return self.renewal.session
 
     def end_on_close(self) -> None:
-        """Has `close` end the session even if it has a name. From any thread."""
+        """Makes `close` end the session even if it has a name. From any thread."""
         self._ends_on_close = not self.options.is_shared
 
     async def open(self) -> None:
@@ -199,6 +200,8 @@ class Cluster:
             for task in self.ps[len(self._home) :]:
                 task.park()
             if not self.name:
+                # With a name `adopt` creates them, if nothing is left that would be in
+                # their place.
                 await self.replication.create_stores(deadline)
         if self.name:  # it is not known yet which process serves which store
             await self.renewal.adopt(self.name, self.options.restart_partial, deadline)
@@ -208,6 +211,8 @@ class Cluster:
             self.workers, min(deadline, loop.time() + WORKERS_JOIN_SECONDS)
         )
         self.run_status.begin()
+        # After connected workers have joined: steps are planned for their devices, and
+        # later workers have to have as many.
         self._devices = devices_of(self.workers)
         await self._open_stores(deadline)
 
@@ -273,6 +278,8 @@ class Cluster:
         tasks = (*self.workers, *self.ps, *processes)
         answers = []
         for task in tasks:
+            # All are left before the first await: what happens to a task after that is
+            # not a loss.
             was_closed = task.is_closed  # or is being closed
             task.leave()
             if not was_closed and task.is_ready and (self._ends_on_close or exits):
@@ -292,21 +299,24 @@ class Cluster:
             self.renewal.suspend_dispatch()
         dispatcher.start()
         self.pause.attach(dispatcher)
+        # While a restore is under way calls wait, and raise no error.
         outage = None if dispatcher.queue.suspended else self.outage_error
         if outage is not None:
             self.renewal.report_outage(outage)
 
     def recover(self, timeout: float) -> None:
-        """Has lost parameter servers restored that return within ``timeout``
-        seconds."""
+        """Enables restores of parameter servers that are lost, and return within
+        ``timeout`` seconds."""
         assert not self.options.is_shared, "other programs use the servers, too"
         restore_timeout = timeout + self._timeouts.request
         self.recovery = Recovery(self, self.renewal, timeout, restore_timeout)
         if self._absent:
+            # One was lost before restores were enabled.
             self.recovery.server_lost()
 
     def ensure_replication(self) -> Replication:
-        """Returns what watches processes and moves stores; makes it the first time."""
+        """Returns the `Replication`, which watches processes and moves stores; creates
+        it the first time."""
         if self.replication is None:
             self.replication = Replication(
                 self,
@@ -383,6 +393,7 @@ class Cluster:
         self._absent.pop(task.place, None)
         if self.recovery is not None:
             self.recovery.server_returned(is_last=not self._absent)
+        # Only when the last one is back: the error names one of them until then.
         if self.dispatcher is not None and self.outage_error is None:
             self.dispatcher.engine.end_outage()
             self.dispatcher.turn_soon()

@@ -28,7 +28,7 @@ from ._leased_datasets import (
     make_leased_dataset,
     summed,
 )
-from ._on_worker import coordinator_on_worker
+from ._placeholders import coordinator_on_worker
 from ._values import AsyncRemoteValue, PerWorkerValues, RemoteValue
 from .profiling import MAX_BYTES, SECONDS, Profile
 
@@ -160,6 +160,7 @@ class ClusterCoordinator(CoordinatorFace):
             "errors_once": errors_once,
         }
         core = core_of(strategy, options)
+        # Two threads that ask at once get the same object.
         with core.session.lock:
             coordinator: ClusterCoordinator | None = core.blocking
             if coordinator is None:
@@ -192,6 +193,7 @@ class ClusterCoordinator(CoordinatorFace):
             Exception: The error of an earlier closure, with a note that names it. This
                 call is not scheduled then.
         """
+        # Two look-ups, as each call pays for them; errors find the line (`line_of`).
         caller = sys._getframe(1)
         site = caller.f_code, caller.f_lasti
         del caller  # an error's traceback would keep it alive
@@ -355,6 +357,8 @@ class ClusterCoordinator(CoordinatorFace):
         try:
             epoch = current_epoch(iterator)
             call = core.calls.make(fn, args, kwargs)
+            # Again, as batches of steps that were cancelled or lost come back to the
+            # epoch.
             while steps := epoch.steps_of(call[0]):
                 values += [core.engine.put(*call, site) for _ in range(steps)]
                 core.engine.join(None)
@@ -465,6 +469,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         try:
             call = core.calls.find(fn, args, kwargs)
             if call is None:
+                # Tracing may take seconds, in which the caller's loop has to run.
                 call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
             return await core.engine.put_async(*call, site)
         except Exception as error:  # to the caller

@@ -94,6 +94,8 @@ class CoordinatorCore:
         queue = Queue(
             MAX_QUEUED if max_queued is None else max_queued,
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
+            # Above the steps of an earlier coordinator, and of a program before whose
+            # contributions wait on the servers.
             max(self.session.next_step, self.session.cluster.rounds.first_step),
             errors_once=errors_once,
         )
@@ -119,6 +121,7 @@ class CoordinatorCore:
         self._finalizer = weakref.finalize(
             self, portal.call_soon, self.dispatcher.stop, "the coordinator was dropped"
         )
+        # At exit the portal closes the cluster, which stops the dispatcher.
         self._finalizer.atexit = False
 
     def create_resource(
@@ -136,6 +139,7 @@ class CoordinatorCore:
         values that hold the outcome on each worker, ``book`` has the leases of a leased
         dataset, which begins ``from_start`` or continues where a program before has
         left it."""
+        # Else it would wait for workers that another strategy has.
         self.require_kept()
         record = Record(
             self.engine,
@@ -174,7 +178,7 @@ class CoordinatorCore:
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors that came with the one that was raised last, the first first."""
+        """All errors that came with the one that was raised last, oldest first."""
         with self.engine.lock:
             return list(self.engine.queue.errors)
 
@@ -204,7 +208,10 @@ class CoordinatorCore:
         recovery = cluster.recovery
         return {
             **cluster.run_status.metrics(
-                tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
+                # Copies, as the loop adds workers while this thread reads.
+                tuple(cluster.workers),
+                tuple(cluster.ps),
+                dispatcher.members.members,
             ),
             "queued_closures": queue.queued,
             "queue_full": queue.is_full,
@@ -236,9 +243,11 @@ class CoordinatorCore:
     def _store_metrics(self) -> dict[str, PlainTree]:
         cluster, name = self.session.cluster, "stores_without_backup"
         metrics, replication = cluster.moves.metrics, cluster.replication
+        # On the loop's thread it would wait for itself.
         if replication is None or name not in metrics or self.portal.is_here:
             return metrics
         timeout = 2 * self.session.settings.timeouts.beat
+        # Asked, not known: a server that was killed a moment ago is not missed yet.
         asking = replication.status.ask_without_backup(timeout)
         try:
             without_backup = self.portal.run(
@@ -263,6 +272,7 @@ class CoordinatorCore:
                 self.session.core = self.blocking = None
         if self._finalizer.alive:
             self._on_loop(self.dispatcher.stop, cause)
+            # Last: if Ctrl-C comes before, the finalizer stops the dispatcher.
             self._finalizer.detach()
             self.calls.forget()
         if cluster:
@@ -272,12 +282,13 @@ class CoordinatorCore:
         async def call() -> None:
             function(*args)
 
+        # A closed portal has stopped the dispatcher, with the cluster.
         if not self.portal.is_closed:
             self.portal.run(call(), STOP_SECONDS, function.__name__)
 
 
 class _LoopCalls:
-    """The calls of the engine to the loop. Has no reference to the
+    """Passes the calls of the engine on to the loop. Has no reference to the
     `CoordinatorCore`."""
 
     dispatcher: Dispatcher
@@ -307,7 +318,8 @@ class _LoopCalls:
 
 
 def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
-    """Returns the core of the strategy's coordinators; makes it the first time.
+    """Returns the core that the coordinators of a strategy share; creates it the first
+    time.
 
     Raises:
         ValueError: The strategy does not use parameter servers, or it already has a

@@ -135,6 +135,8 @@ class PerWorkerIterator(PerWorker):
         keeping it for lost workers."""
         asking = self._core.dispatcher.builder.states(self._record)
         states = await self.session.run_async(asking, f"reading the position of {self}")
+        # As JSON types and not as text: the state is a part of the checkpoint's own
+        # JSON.
         return {"pipelines": [json.loads(state) if state else None for state in states]}
 
     async def start_at_async(self, state: Mapping[str, Any]) -> None:
@@ -157,6 +159,7 @@ class PerWorkerIterator(PerWorker):
 
         Cancellation: the iterators may move all the same.
         """
+        # Before anything moves: all workers accept the positions, or nothing changes.
         await self.require_fit_async(state)
         going = self._core.dispatcher.builder.go_to(self._record, self.states_of(state))
         await self.session.run_async(going, f"rebuilding {self}")
@@ -228,6 +231,8 @@ class PerWorkerIterator(PerWorker):
         self._core.engine.wait_until(
             lambda: record.is_settled, timeout, f"building {record.name}"
         )
+        # Of a lost worker it is aborted, which counts as settled: it builds when it
+        # returns.
         for value in record.values:
             if value.is_ready and value.error is not None and not value.is_aborted:
                 raise value.error.with_traceback(None)
@@ -237,6 +242,7 @@ class PerWorkerIterator(PerWorker):
 
     def __next__(self) -> Any:
         current = recorder.get()
+        # Inside of a trace only: the placeholder notes a draw, and no element is here.
         if current is not None and (iterator := self._wait_stand_in()) is not None:
             return current.draw(iterator)
         raise NotImplementedError(
@@ -252,6 +258,7 @@ class PerWorkerIterator(PerWorker):
         dataset, record = self._dataset, self._record
         if dataset._spec is None and wait_known(self._core, record):
             assert record.layout is not None
+            # For all passes of the dataset, which have the same elements.
             dataset._spec = spec_of(record.layout)
         return dataset._spec
 
@@ -352,6 +359,7 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
         claim,
         stand_in,
         core.require_kept,
+        # Each time, as workers join and leave.
         lambda: record.values,
     )
 
@@ -360,6 +368,7 @@ def wait_known(core: CoordinatorCore, record: Record) -> bool:
     """Waits until a worker has built the record; returns False if all failed."""
     if not record.is_known:
         core.engine.wait_until(
+            # One worker is enough: the others have elements of the same kind.
             lambda: record.is_known or record.failure is not None,
             FIRST_BUILD,
             f"building {record.name} on the first worker",
@@ -374,6 +383,7 @@ def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:
         TypeError: It needs more than an `InputContext`.
     """
     try:
+        # Here, as on a worker the error would come only when the dataset is built.
         parameters = inspect.signature(dataset_fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return

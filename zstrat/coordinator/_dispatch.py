@@ -104,14 +104,14 @@ class Dispatcher:
         self._worker_wait_timeout = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._desertion_timer: asyncio.TimerHandle | None = None
+        self._no_worker_timer: asyncio.TimerHandle | None = None
         self._metrics_due = 0.0
         """From when on the next closures bring workers new metrics, for observers."""
         self._stopped = self._called_back = False
 
     @property
     def parts(self) -> CoordinatorParts:
-        """The parts of it that rounds use."""
+        """The parts of the coordinator that rounds use."""
         return CoordinatorParts(
             self.engine, self.members, self.channels, self.turn_soon
         )
@@ -128,11 +128,12 @@ class Dispatcher:
         if self._stopped:
             return
         self._stopped = True
-        for handle in (self._turn_due, self._timer, self._desertion_timer):
+        for handle in (self._turn_due, self._timer, self._no_worker_timer):
             if handle is not None:
                 handle.cancel()
-        self.cancel_running()
+        self.recall_unstarted()
         now = self._now()
+        # Closed first: `Queue.retry` cancels then what it would queue again before.
         self.engine.close(cause)
         # Workers may still run closures, which must not change a variable from now on.
         self.fence(self.queue.steps.next, [])
@@ -149,20 +150,21 @@ class Dispatcher:
     def cancel_waiting(self, request: Cancelling | None = None) -> None:
         """Cancels waiting closures, on request or because one has failed."""
         if self.engine.cancel_waiting(request):
-            self.cancel_running()
+            self.recall_unstarted()
 
-    def cancel_running(self) -> None:
+    def recall_unstarted(self) -> None:
         """Has the workers give back the closures that they have not started."""
         for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
                 self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Hands out only closures that may have started before, so that all come to an
-        end."""
+        """Hands out only closures that may have started before, so that these end and
+        no others begin."""
         with self.engine.lock:
+            # First, as what workers give back from now on has to stay in the queue.
             self.queue.held = True
-        self.cancel_running()
+        self.recall_unstarted()
         self.turn_soon()
 
     def release(self) -> None:
@@ -172,15 +174,18 @@ class Dispatcher:
         self.turn_soon()
 
     def suspend(self, suspended: bool) -> None:
-        """Hands out nothing, not even closures that may have started; or all again."""
+        """Stops handing out closures, even those that may have started before; or
+        continues."""
         with self.engine.lock:
             self.queue.suspended = suspended
+        # Else workers begin steps that only wait for the lost server.
         if suspended:
-            self.cancel_running()
+            self.recall_unstarted()
         self.turn_soon()
 
     def enter(self, session: int) -> None:
-        """Sends everything for another session from now on, which the workers join."""
+        """Sets the session number of all messages to workers, which join that
+        session."""
         self._session = session
         self._marking.enter(session)
         for channel in self.channels.values():
@@ -261,6 +266,7 @@ class Dispatcher:
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
+        # First, as `Members.remove` expects that nothing is in flight there.
         self.worker_lost(task, reason)
         if for_good:
             del self.channels[task.place]
@@ -274,10 +280,12 @@ class Dispatcher:
         if self._stopped:
             return
         channel = self.channels[task.place]
-        self.engine.deserted = None
+        self.engine.no_worker_error = None
         epoch = task.entry
         self.members.connected(task.place, epoch)
         channel.clear()
+        # Timed while nothing else is on the way: building resources takes the worker
+        # long.
         channel.time_round_trip(partial(self.members.measured, task.place, epoch))
         # A worker that did not notice its loss may still have old closures.
         self._notify(channel, CancelSteps(self._session))
@@ -294,6 +302,8 @@ class Dispatcher:
             return
         with self.engine.lock:
             for closure in orphans:
+                # Only a lost process speaks against its closures. A broken connection,
+                # or a worker that was removed, must not make suspects of them.
                 if task.lives_on:  # so the closure did not kill it
                     ended = self.queue.retry(closure, now, begun=True)
                 else:
@@ -319,6 +329,7 @@ class Dispatcher:
                 task.layouts.update(layouts)
                 if not self._stopped:
                     channel, now = self.channels[task.place], self._now()
+                    # Before `handle`, which takes ended closures out of `in_flight`.
                     # Of runs that count: others were given to another worker.
                     contributed = [
                         each
@@ -340,6 +351,8 @@ class Dispatcher:
     def turn_soon(self) -> None:
         """Schedules a turn at the end of this loop iteration. On the loop."""
         if self._turn_due is None and not self._stopped:
+            # At the end of the iteration, so that a burst of calls and outcomes makes
+            # one turn.
             self._turn_due = asyncio.get_running_loop().call_soon(self._turn)
 
     def turn(self) -> None:
@@ -348,6 +361,7 @@ class Dispatcher:
             self._turn()
 
     def _turn(self) -> None:
+        # First: whatever this turn brings about may ask for another one.
         self._turn_due = None
         self.turns += 1
         now, queue = self._now(), self.queue
@@ -355,6 +369,8 @@ class Dispatcher:
             self._call_back_waiting()
             self.rounds.look(now)
         with self.engine.lock:
+            # All decisions are made under the lock; messages are sent after it, as
+            # sending may find a worker lost, which takes the lock again.
             records = self.builder.take_new()
             # No closure is handed out before all workers build the new resources, which
             # it may need.
@@ -366,6 +382,8 @@ class Dispatcher:
             work = [(grant, self._take_closures(grant, now)) for grant in grants]
             exhausted, queue.exhausted = queue.exhausted, []
             self.engine.settle(exhausted)
+            # `grants` has counted closures that ended or were parked instead of being
+            # sent.
             if exhausted or queue.parked > parked:  # workers have room for others
                 self.turn_soon()
             metrics = self._metrics_for_observers(now) if work else None
@@ -375,6 +393,8 @@ class Dispatcher:
             low_water, due = queue.steps.low_water, queue.next_due()
             queue.leases.forget_applied()
             self.engine.waiters.notify()
+        # A restore ends with a fence that has the mark
+        # (`SessionRenewal.close_ended_steps`).
         if not queue.suspended:
             self._marking.send(low_water, now)
         for record in records:
@@ -388,18 +408,19 @@ class Dispatcher:
             if not self.channels[place].member.in_flight:
                 idle.set()
         self._set_timer(due, now)
-        self._set_alarm(now)
+        self._set_no_worker_timer(now)
 
     def _call_back_waiting(self) -> None:
-        """Has workers give back steps that wait for their round if the round waits for
-        others: for a step that runs again, or for a worker that has nothing to do."""
+        """Recalls steps that wait for their round, if the round waits for others: for a
+        step that runs again, or for a worker that is idle behind them."""
         idle = (
             self.queue.queued == self.queue.parked
             and self.members.waits_for_idle_worker
         )
         needed = self.queue.runs_again or idle
         if needed and not self._called_back:
-            self.cancel_running()
+            self.recall_unstarted()
+        # Not again at each turn: the request was sent, and its answers are on the way.
         self._called_back = needed
 
     def consistency(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
@@ -430,7 +451,8 @@ class Dispatcher:
         return self.queue.take(grant.count, now)
 
     def _send_drops(self) -> None:
-        """Has the workers drop arguments, resources and results that nobody needs."""
+        """Notifies workers of arguments, resources and results that are no longer
+        needed."""
         arguments = _drain(self.retired)
         resources = self.builder.dropped()
         results = _drain(self.abandoned)
@@ -461,14 +483,14 @@ class Dispatcher:
             log.info("%s: %s", channel.task.name, error)
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
-        """Returns whether a turn has something to do although no closure waits.
-        Anything else can wait for the next turn."""
+        """Returns whether a turn is needed although no closure waits. What else there
+        is to do can wait for the next turn."""
         return bool(
             self.retired
             or self.abandoned
             or channel.pending_drops
             or self._retiring
-            or self._desertion_timer is not None
+            or self._no_worker_timer is not None
             or self.members.alone_since is not None
         )
 
@@ -481,24 +503,24 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(due, self.turn_soon)
 
-    def _set_alarm(self, now: float) -> None:
+    def _set_no_worker_timer(self, now: float) -> None:
         """Starts the timeout for a worker to join, if there is none and closures wait;
         else stops it."""
         waits = self.members.alone_since is not None and self.engine.needs_worker
-        if waits and self._desertion_timer is None:
+        if waits and self._no_worker_timer is None:
             loop = asyncio.get_running_loop()
-            self._desertion_timer = loop.call_at(
-                now + self._worker_wait_timeout, self._deserted
+            self._no_worker_timer = loop.call_at(
+                now + self._worker_wait_timeout, self._no_worker_came
             )
             log.warning(
                 "there is no worker; waiting for one: %s", self.members.absent()
             )
-        elif not waits and self._desertion_timer is not None:
-            self._desertion_timer.cancel()
-            self._desertion_timer = None
+        elif not waits and self._no_worker_timer is not None:
+            self._no_worker_timer.cancel()
+            self._no_worker_timer = None
 
-    def _deserted(self) -> None:
-        self._desertion_timer = None
+    def _no_worker_came(self) -> None:
+        self._no_worker_timer = None
         if self.members.usable or not self.engine.needs_worker:
             return
         error = UnavailableError(
@@ -506,7 +528,7 @@ class Dispatcher:
             f"({self.members.absent()}): start one, add one with "
             "strategy.workers.add, or raise worker_wait_timeout="
         )
-        self.engine.deserted = error
+        self.engine.no_worker_error = error
         self.engine.fail(error)
 
     def _now(self) -> float:
@@ -523,8 +545,8 @@ def _drain(queue: deque[T]) -> list[T]:
 def _of_each_worker(
     work: Sequence[tuple[Grant, list[Closure]]],
 ) -> Iterable[tuple[Grant, list[Closure]]]:
-    """Joins what is granted to one worker in turn with others: sending may show that it
-    is lost, and then it gets nothing more."""
+    """Joins the grants of each worker into one; with rounds a worker gets several in
+    turn. Sending may show that it is lost, and then it gets nothing more."""
     joined: dict[int, tuple[Grant, list[Closure]]] = {}
     for grant, closures in work:
         joined.setdefault(grant.member.place, (grant, []))[1].extend(closures)

@@ -63,7 +63,7 @@ class ClosureEngine:
         self.queue = queue
         self.outage_error: ZstratError | None = None
         """The error of calls that schedule, join or fetch while a ps is lost."""
-        self.deserted: ZstratError | None = None
+        self.no_worker_error: ZstratError | None = None
         """The error of closures that waited too long for a worker."""
         self.must_wake = True
         """Whether the next `put` has to wake the loop, which has taken all closures."""
@@ -151,6 +151,8 @@ class ClosureEngine:
             with self.lock:
                 if self.queue.phase is QueuePhase.CLOSED:
                     return
+                # The loop does the cancelling, as a second Ctrl-C would interrupt it
+                # here.
                 self.waiters.watchers[bell] = lambda: request.is_done
                 self.loop.cancel_waiting(request)
             bell.wait(INTERRUPT_SECONDS)
@@ -186,6 +188,7 @@ class ClosureEngine:
         """Blocks until ``ready()``, which a worker makes true. A pending error is
         raised instead."""
         with self.lock:
+            # Before the loop wakes: its turn looks at `needs_worker`.
             self._worker_waits += 1
         try:
             self.loop.wake()  # it starts the timeout if there is no worker
@@ -204,7 +207,8 @@ class ClosureEngine:
         if self.queue.running or not self.queue.runs:
             return None  # cancelled closures end by themselves
         if self.outage_error is None and self.queue.phase is QueuePhase.FAILED:
-            return self.deserted  # raised once; then closures wait for a worker again
+            # Raised once; then closures wait for a worker again.
+            return self.no_worker_error
         return self.outage_error
 
     @property
@@ -229,13 +233,14 @@ class ClosureEngine:
         """
         queue = self.queue
         with self.lock:
+            # An idle queue stays open, without a fence, which asks every server.
             before, busy = queue.cancelled, not queue.is_idle
             cancels = queue.phase is QueuePhase.FAILED or (
                 request is not None and queue.phase is QueuePhase.OPEN and busy
             )
             if cancels:
                 ended = queue.cancel_waiting(None if request is None else request.cause)
-                self.settle(self._blamed(ended))
+                self.settle(self._blame_outage(ended))
                 self.must_wake = True
             if request is not None:
                 request.is_done, request.before = True, before
@@ -258,7 +263,7 @@ class ClosureEngine:
         for item in ended:
             item.closure.value._settle_error(item.error)
 
-    def _blamed(self, ended: Iterable[Ended]) -> list[Ended]:
+    def _blame_outage(self, ended: Iterable[Ended]) -> list[Ended]:
         """Replaces the error of cancelled closures that had started when a parameter
         server was lost: it is not known whether they were applied there."""
         outage = self.outage_error
@@ -297,12 +302,15 @@ class ClosureEngine:
         with self.lock:
             if self.queue.phase is QueuePhase.CLOSED:
                 return
+            # Closing ends all steps, and so raises the low water: `join` has to know
+            # which had ended before.
             self._low_water_at_close = self.queue.steps.low_water
             self._close(cause)
 
     def give_way(self, reason: str) -> str | None:
-        """Closes if no closure is unfinished; else describes those that are. Later
-        calls of the coordinator raise an error with the ``reason``."""
+        """Closes the coordinator if all its closures have ended, else returns a
+        description of the others. Its later calls raise an error with the
+        ``reason``."""
         with self.lock:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
@@ -372,6 +380,8 @@ class ClosureEngine:
         ready = self._try_ended()
         if ready is not None:
             return ready
+        # The first error goes before an outage, which every later call raises as well
+        # (`fail`).
         if queue.phase is QueuePhase.FENCED:
             failure = queue.reopen()
             self.waiters.notify()
@@ -407,11 +417,14 @@ class ClosureEngine:
         self._fence_if_quiet()
         if queue.is_at_rest:
             return None
-        for error in (self.outage_error, self.deserted):
+        for error in (self.outage_error, self.no_worker_error):
             if error is not None:
                 raise error.with_traceback(None)
         return lambda: bool(
-            queue.is_at_rest or queue.is_quiet or self.outage_error or self.deserted
+            queue.is_at_rest
+            or queue.is_quiet
+            or self.outage_error
+            or self.no_worker_error
         )
 
     def _try_put(self, closure: Closure) -> Ready | None:
@@ -425,6 +438,7 @@ class ClosureEngine:
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
+        # All that it waits for had ended before the coordinator was closed: no error.
         if queue.phase is QueuePhase.CLOSED and self._low_water_at_close >= mark:
             return None
         ready = self._try_raise("coordinator.join")
@@ -437,6 +451,8 @@ class ClosureEngine:
             )
         if not rounds.is_open_below(mark):
             return None
+        # No closure is left that could contribute, so the loop closes rounds with what
+        # they have (`RoundClosing.look`).
         rounds.flush_below = max(rounds.flush_below, mark)
         self.loop.wake()
         return lambda: (

@@ -69,7 +69,8 @@ class Fences:
         self._raising: set[asyncio.Task[None]] = set()
 
     def enter(self, session: int) -> None:
-        """Uses another session, in which nothing was pushed yet."""
+        """Sends fences for another session from now on, in which nothing was pushed
+        yet."""
         self._session = session
 
     def raise_to(
@@ -87,7 +88,7 @@ class Fences:
         """
 
         async def raise_fence() -> None:
-            done(await self._ask(end, [], doubtful))
+            done(await self._ask(end, list(doubtful)))
 
         task = asyncio.get_running_loop().create_task(
             raise_fence(), name=f"fence {end}"
@@ -96,7 +97,8 @@ class Fences:
         task.add_done_callback(self._raising.discard)
 
     async def up_to(self, low_water: int, over: Iterable[StepRun]) -> None:
-        """Closes all steps below ``low_water``, and those of ``over``.
+        """Closes all steps below ``low_water``, and the runs of steps ``over``, on all
+        servers.
 
         Raises:
             PSUnavailableError: A server is lost.
@@ -115,12 +117,13 @@ class Fences:
             task.cancel()
         await asyncio.gather(*self._raising, return_exceptions=True)
 
-    async def _ask(
-        self, low_water: int, over: list[StepRun], doubtful: Sequence[int]
-    ) -> dict[int, Effect]:
-        asked = list(doubtful)
+    async def _ask(self, end: int, asked: list[int]) -> dict[int, Effect]:
+        """Closes all steps below ``end`` on every server; returns what is known of
+        those of ``asked`` that were, or may have been, applied."""
+        # All are asked, also when one of them fails: each answer makes a step less
+        # doubtful.
         outcomes = await asyncio.gather(
-            *(self._one(task, low_water, over, asked) for task in self._ps),
+            *(self._one(task, end, [], asked) for task in self._ps),
             return_exceptions=True,
         )
         applied: dict[int, list[str]] = {step: [] for step in asked}
@@ -162,6 +165,7 @@ class Fences:
         self, task: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
         """Closes steps on one server; returns which of ``asked`` it applied."""
+        # One deadline for all messages to this server, however often they are repeated.
         deadline = asyncio.get_running_loop().time() + self._timeout
         applied: list[int] = []
         # The first message closes all steps. The last one has the mark, as the server
@@ -188,6 +192,8 @@ class Fences:
             try:
                 (answer,) = await self._client.each(asked, Fenced, deadline=deadline)
             except PSUnavailableError:
+                # The client fails at once while the server is lost: without a wait this
+                # would spin.
                 await self._returned(task, deadline)
                 continue
             return answer.applied
@@ -226,8 +232,8 @@ class Marking:
         self._session = session
 
     def send(self, low_water: int, now: float) -> None:
-        """Sends ``low_water``, unless one was sent just before. A lost mark does no
-        harm, as the next one replaces it."""
+        """Sends ``low_water`` to all servers, unless one was sent a moment ago. A lost
+        mark does no harm, as the next one replaces it."""
         if now < self._next_at:
             return
         self._next_at = now + INTERVAL

@@ -22,11 +22,14 @@ from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from ._calls import Code
 from ._datasets import PerWorkerIterator, wait_known
 from ._values import DatasetHandle, RemoteValue
-from .leases import LeaseBook, OnError, lease_bar
+from .leases import LeaseBook, OnError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
+
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
 
     from ._calls import ScheduledCall
     from ._core import CoordinatorCore
@@ -108,7 +111,7 @@ class LeasedIterator(PerWorkerIterator):
     def progress(self) -> AbstractContextManager[object]:
         """Shows a bar in the terminal, in ``with iterator.progress():``, with the
         examples of all epochs that are done, and the time that is left."""
-        return lease_bar(self._read)
+        return _progress_bar(self._read)
 
     def _read(self, look: Callable[[LeaseBook], object]) -> None:
         with self._core.engine.lock:
@@ -143,10 +146,14 @@ class LeasedIterator(PerWorkerIterator):
 
         async def restore() -> None:
             with engine.lock:
+                # In this order: a pass moves only while no step has a lease, and
+                # closures that wait look at the new position.
                 engine.queue.give_leases_back(self.resource)
                 self._book.restore(state[_KEY])
                 engine.queue.leases_changed(self.resource)
             self._core.dispatcher.turn_soon()
+            # Servers have noted the leases of the earlier position, for a program that
+            # resumes.
             await self.session.cluster.renewal.note_leases({})
 
         async with self.session.at_rest():
@@ -176,6 +183,7 @@ class LeasedIterator(PerWorkerIterator):
         if not wait_known(self._core, self._record):
             assert self._record.failure is not None
             raise self._record.failure.with_traceback(None)
+        # Only when all steps have ended it is known which leases come back.
         self._core.engine.join(None)
         with self._core.engine.lock:
             if self._book.is_over:
@@ -202,6 +210,7 @@ class LeasedEpochs:
             yield epoch
 
     async def __aiter__(self) -> AsyncIterator[LeasedEpoch]:
+        # On a thread, as it joins.
         while (epoch := await asyncio.to_thread(self._next)) is not None:
             yield epoch
 
@@ -290,6 +299,8 @@ class LeasedEpoch:
         self._core.engine.join(None)
         while steps := self.steps:
             leased = self.require_leased(leased)
+            # As many as there are batches without a step, in one go: `steps` takes the
+            # lock.
             yield from range(number, number := number + steps)
             self._core.engine.join(None)
 
@@ -304,6 +315,60 @@ class LeasedEpoch:
 
     def __repr__(self) -> str:
         return f"<epoch {self.number} of {self.iterator}>"
+
+
+def _progress_bar(
+    read: Callable[[Callable[[LeaseBook], object]], None],
+    console: Console | None = None,
+) -> Progress:
+    """Returns a bar, for ``with``: how many examples of the pass are done or skipped,
+    and when it will be over. In a file or a pipe only its last state is printed.
+
+    Args:
+        read: Calls a function with the book, which does not change meanwhile.
+        console: Where it is shown; None: on standard output.
+    """
+    # Here, as most programs show none, and importing rich takes 65 ms.
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    class LeaseProgress(Progress):
+        def get_renderables(self) -> Iterable[RenderableType]:
+            """Looks at the pass each time that the bar is drawn."""
+            # It may be drawn before its task is added.
+            if self.tasks:
+                read(self.look)
+            return super().get_renderables()
+
+        def look(self, book: LeaseBook) -> None:
+            # No worker has built the dataset, so nothing is known yet.
+            if not book.size:
+                return
+            last = "" if book.epochs is None else f"/{book.epochs}"
+            epoch = book.epoch if book.is_over else book.epoch + 1
+            self.update(
+                self.tasks[0].id,
+                completed=book.done + book.skipped,
+                total=book.total,
+                description=f"epoch {epoch}{last}",
+            )
+
+    progress = LeaseProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    progress.add_task("waiting for a worker", total=None)
+    return progress
 
 
 def current_epoch(iterator: Any) -> LeasedEpoch:
@@ -357,6 +422,7 @@ def make_leased_dataset(
     """
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    # `from_indexed` has them already, and the values given here would have no effect.
     if batch is None and options != {
         "shuffle_seed": None,
         "epochs": 1,
@@ -387,6 +453,7 @@ def make_leased_dataset(
         drop_remainder=leased.drop_remainder,
         on_error=on_error,
     )
+    # The source is pickled once, here: it is as it was at this call, for all workers.
     return LeasedDataset(core, Code.of(leased), book, kind)
 
 

@@ -119,7 +119,8 @@ class Member:
 
     @property
     def finished(self) -> int:
-        """Those of `started` that have ended: its clock for bounded staleness."""
+        """Number of closures of `started` that have ended: its clock for bounded
+        staleness."""
         return self.started - len(self.in_flight)
 
     @property
@@ -134,6 +135,8 @@ class Member:
             return 0
         has, depth = len(self.in_flight), self.depth
         free = max(0, depth - has)
+        # It may run dry before a third of a large depth has ended, so it is filled at
+        # once.
         if self.fixed_depth is not None or has < MIN_DEPTH + self.prefetch:
             return free
         # A message wakes three threads on each side, which costs as much as a short
@@ -152,7 +155,8 @@ class Grant:
 
 
 class Members:
-    """All workers of the session. Each one prefetches ``prefetch`` steps.
+    """All workers of the session, and the decision which of them get closures. Each one
+    prefetches ``prefetch`` steps.
 
     Args:
         staleness: A worker gets its closure c + staleness + 1 when every sound worker
@@ -179,7 +183,7 @@ class Members:
         self.largest_lead: int | None = None if staleness is None else 0
         """The most closures by which a worker that got one was ahead of the slowest;
         None: it is not bounded, and not measured."""
-        self._roomy: dict[int, Member] = {}
+        self._perhaps_free: dict[int, Member] = {}
         """Members that may have room, so that a turn need not look at a thousand busy
         workers."""
         self.members: list[Member] = []
@@ -249,8 +253,11 @@ class Members:
     def oldest(self) -> str:
         """Describes the closure that has been in flight longest; "" if there is
         none."""
+        # Copied in one step of the interpreter: the loop may end closures meanwhile.
         heads = [
-            (next(iter(m.in_flight.values())), m) for m in self.members if m.in_flight
+            (closure, member)
+            for member in self.members
+            for closure in list(member.in_flight.values())[:1]
         ]
         if not heads:
             return ""
@@ -267,8 +274,8 @@ class Members:
         return member
 
     def pace(self) -> None:
-        """From now on steps contribute to rounds: each worker holds one step that runs,
-        and one that waits for the round to be closed."""
+        """Limits each worker to two steps, as steps contribute to rounds from now on:
+        one that runs, and one that waits for its round to be closed."""
         self._is_paced = True
         for member in self.members:
             if self._depth is None:
@@ -292,13 +299,13 @@ class Members:
         """Gives the worker no more closures. It may end those that it has."""
         member = self._at[place]
         member.retired, member.reason = True, reason
-        self._missing(member, now)
+        self._note_unusable(member, now)
 
     def remove(self, place: int) -> None:
         """Removes a worker after `lost`."""
         member = self._at.pop(place)
         assert not member.in_flight, member
-        self._roomy.pop(place, None)
+        self._perhaps_free.pop(place, None)
         self.members = [m for m in self.members if m is not member]
         self._ended += member.completed
         self._lost += member.losses
@@ -310,10 +317,13 @@ class Members:
         assert not member.in_flight, member
         member.state, member.reason = MemberState.BUILDING, ""
         member.epoch = epoch
+        # What was true of an earlier connection, or process, is not of this one.
         member.building, member.alone, member.avoided = 0, False, False
         member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
+        # From 0 on it would be the slowest, and all others would wait until it has
+        # caught up.
         member.started = self._slowest(besides=member)
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
@@ -334,20 +344,21 @@ class Members:
         """Notes that ``count`` resources are built or have failed; after the last one
         the worker may get closures."""
         member = self._at[place]
+        # An answer of an earlier connection, whose resources are gone.
         if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
         assert member.building >= count, member
         member.building -= count
         if member.building == 0:
             member.state = MemberState.OPEN
-            self._roomy[place] = member
+            self._perhaps_free[place] = member
 
     def leaving(self, place: int, reason: str, now: float) -> None:
         """Notes that the worker shuts down, and takes no more closures."""
         member = self._at[place]
         if member.state in (MemberState.OPEN, MemberState.BUILDING):
             member.state, member.reason = MemberState.LEAVING, reason
-            self._missing(member, now)
+            self._note_unusable(member, now)
 
     def lost(
         self, place: int, reason: str, now: float, *, counts: bool = True
@@ -358,6 +369,8 @@ class Members:
             counts: Count it as a loss; False if it was removed.
         """
         member = self._at[place]
+        # The loss of one connection may be noticed twice, by its session and by a send.
+        # It counts once, and the newer reason is the better one.
         if member.state in (MemberState.CONNECTING, MemberState.LOST):
             member.reason = reason
             return []
@@ -369,7 +382,7 @@ class Members:
         member._count = member._seconds = 0.0
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        self._missing(member, now)
+        self._note_unusable(member, now)
         return orphans
 
     def grants(self, ordinary: int, suspects: int, running: int) -> list[Grant]:
@@ -392,10 +405,10 @@ class Members:
         if self._depth is None and not self._is_paced:
             takers = self._within_share(takers, ordinary + running)
         if ordinary < sum([free for _, free in takers]):
-            given = _level(takers, ordinary)
+            given = _spread_evenly(takers, ordinary)
         else:
             given = [Grant(member, free) for member, free in takers]
-        return grants + (_in_turn(given) if self._is_paced else given)
+        return grants + (_round_robin(given) if self._is_paced else given)
 
     def _with_room(self) -> list[tuple[Member, int]]:
         """Returns the members that have room, and how many closures each may get."""
@@ -404,10 +417,10 @@ class Members:
             most = self._slowest() + staleness + 1
             bounded = [(m, min(m.free, most - m.started)) for m in self.members]
             return [(member, free) for member, free in bounded if free > 0]
-        roomy = [(m, free) for m in self._roomy.values() if (free := m.free)]
-        roomy.sort(key=lambda pair: pair[0].place)
-        self._roomy = {member.place: member for member, _ in roomy}
-        return roomy
+        able = [(m, free) for m in self._perhaps_free.values() if (free := m.free)]
+        able.sort(key=lambda pair: pair[0].place)
+        self._perhaps_free = {member.place: member for member, _ in able}
+        return able
 
     def _within_share(
         self, takers: Sequence[tuple[Member, int]], left: int
@@ -421,6 +434,8 @@ class Members:
         for member, free in takers:
             if rate := member.rate:
                 # Solved k / rate <= (left + 1 - k) / (all rates - rate) for k.
+                # Of equal rates the quotient is an integer in exact arithmetic, which
+                # rounding must not push below itself: hence the 1e-9.
                 share = max(1, math.floor((left + 1) * rate / self._rates + 1e-9))
                 free = min(free, share - len(member.in_flight))
             if free > 0:
@@ -460,7 +475,7 @@ class Members:
     def ended(self, member: Member, count: int, now: float) -> None:
         """Notes that ``count`` closures of the member ended. Call this whenever it has
         fewer in flight, as it may take more then."""
-        self._roomy[member.place] = member
+        self._perhaps_free[member.place] = member
         if not member.in_flight:
             member.alone = False
         if count == 0:
@@ -482,36 +497,47 @@ class Members:
         member.last_error = error
 
     def avoid(self, place: int, avoided: bool) -> None:
-        """Gives the worker closures only if all others are avoided, too; or
-        normally."""
+        """Avoids the worker, so that it gets closures only if all others are avoided,
+        too; or ends that."""
         if (member := self._at.get(place)) is not None:
             if member.avoided and not avoided:  # as one that joins
                 started = self._slowest(besides=member) + len(member.in_flight)
                 member.started = max(member.started, started)
             newly, member.avoided = avoided and not member.avoided, avoided
+            # `_slowest` left them out while others were sound; one that was far behind
+            # would now stop everybody.
             if newly and all(each.avoided for each in self.usable):
                 for each in self.usable:  # all get closures again
                     least = member.finished + len(each.in_flight)
                     each.started = max(each.started, least)
 
-    def _missing(self, member: Member, now: float) -> None:
+    def _note_unusable(self, member: Member, now: float) -> None:
+        """Notes that a worker gets no closures from now on."""
         if self._reserved is member:
             self._reserved = None
         if not self.usable and self.alone_since is None:
             self.alone_since = now
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
-        """Empties one worker at a time for suspects, until none waits."""
+        """Reserves one worker for suspects: gives it nothing else until it is empty,
+        then one suspect after the other, until none waits."""
         if not suspects:
             self._reserved = None
             return []
+        # Not one that is avoided while others are sound: it is idle, so it would be
+        # chosen each time, and the suspect would fail there and come back.
+        candidates = [member for member in self.sound if member.is_open]
+        if self.staleness is not None:
+            # Who waits at the bound is idle, too; the slowest one never waits there.
+            most = self._slowest() + self.staleness
+            candidates = [member for member in candidates if member.started <= most]
         chosen = self._reserved
-        if chosen is None or not chosen.is_open:
-            candidates = [m for m in self.members if m.is_open]
-            if not candidates:
-                return []
-            chosen = min(candidates, key=lambda m: len(m.in_flight))
+        if chosen not in candidates:
+            chosen = min(candidates, key=lambda m: len(m.in_flight), default=None)
         self._reserved = chosen
+        if chosen is None:
+            return []
+        # It is reserved, so it gets nothing more, and is empty soon.
         if chosen.in_flight:
             return []
         return [Grant(chosen, 1, alone=True)]
@@ -523,15 +549,16 @@ def _sound(usable: list[Member]) -> list[Member]:
     return [member for member in usable if not member.avoided]
 
 
-def _in_turn(grants: Sequence[Grant]) -> list[Grant]:
-    """Gives each member one closure, then each a second one: those of one round follow
-    one another."""
+def _round_robin(grants: Sequence[Grant]) -> list[Grant]:
+    """Gives each member one closure, then each a second one, and so on: closures of one
+    round follow each other."""
     most = max([grant.count for grant in grants], default=0)
     return [Grant(g.member, 1) for at in range(most) for g in grants if g.count > at]
 
 
-def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
+def _spread_evenly(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member with the fewest in flight."""
+    # The usual case of a program that fetches each value before its next call: no heap.
     if count == 1:
         return [Grant(min([m for m, _ in takers], key=_load), 1)]
     heap = [(*_load(m), 0, free) for m, free in takers]

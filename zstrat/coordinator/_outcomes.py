@@ -128,6 +128,7 @@ class Outcomes:
         with self._engine.lock:
             for completion in message.completions:
                 step, outcome, layout_id, size, _ = completion
+                # Also for a stale outcome, whose bytes are in the message all the same.
                 start = offset
                 if size > 0:
                     offset += size
@@ -144,6 +145,8 @@ class Outcomes:
                 if self._struck:
                     self._step_succeeded(step, member.place)
                 value = closure.value
+                # Before it is settled: then a waiting thread reads it, without the
+                # lock.
                 value._run = (step, member.name, closure.attempt)
                 if size >= 0:
                     value._settle(layout, results[start:offset])
@@ -174,12 +177,16 @@ class Outcomes:
         held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome == CANCELLED:
+            # It did not run here, so it does not count for bounded staleness.
             member.started -= 1
             settle(queue.retry(closure, now, HANDBACK_DELAY, begun=False))
             if isinstance(error, WorkerLostError):
+                # So a worker answers that is shutting down: what it has not begun goes
+                # elsewhere.
                 self._members.leaving(member.place, error.reason, now)
             return
         delay = None
+        # DOUBTFUL, or OK with a result that cannot be read: its updates may be applied.
         begun = completion.outcome != FAILED
         if completion.outcome == OK:
             error = ProtocolError(
@@ -237,6 +244,8 @@ class Outcomes:
                     closure.busy_since = now
                 if now - closure.busy_since > BUSY_SECONDS:
                     return None
+                # No strike is noted: a busy server lives, so this worker is not
+                # avoided.
                 return self._backoff(worker, "a busy task").delay(now)
             case _:
                 return None
@@ -246,6 +255,8 @@ class Outcomes:
         if backoff.is_exhausted(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
+        # This worker may be lost by now. The closure fails only if nobody reaches the
+        # server: one worker alone may have a broken network.
         live = {worker, *(member.place for member in self._members.usable)}
         if all(self._backoff(place, task).is_exhausted(now) for place in live):
             return None

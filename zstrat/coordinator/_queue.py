@@ -60,8 +60,9 @@ if TYPE_CHECKING:
 
 
 class QueueLeft(NamedTuple):
-    """The number of closures left in the queue after some were handed out, and whether
-    the queue was full before that. ``metrics`` are for observers; None: as before."""
+    """The state of the queue for workers: the number of closures that are left after
+    some were handed out, and whether it was full before. ``metrics`` are for observers;
+    None: unchanged."""
 
     waiting: int = 0
     full: bool = False
@@ -89,7 +90,7 @@ HANDBACK_DELAY: Final = 0.05
 
 
 class QueuePhase(enum.Enum):
-    """The state of the queue; the drawing is in the docstring of the module."""
+    """The phase of the queue; the drawing is in the docstring of the module."""
 
     OPEN = "open"
     FAILED = "failed"
@@ -145,8 +146,8 @@ class Ended:
 
 
 class Effect(NamedTuple):
-    """The fate of the updates of a step whose worker was lost: whether a server
-    confirmed that it applied some."""
+    """What is known of the updates of a step whose worker was lost: ``is_certain`` if a
+    server has confirmed that it applied some."""
 
     words: str
     is_certain: bool
@@ -213,7 +214,8 @@ class Queue:
 
     @property
     def parked(self) -> int:
-        """Closures that wait until it is known how leases of others end."""
+        """Closures that wait until leases of other closures have ended, or come
+        back."""
         return self.leases.parked
 
     @property
@@ -257,6 +259,8 @@ class Queue:
         not open."""
         if self.phase is not QueuePhase.OPEN or self.is_full:
             return False
+        # Numbered here, not when it is handed out: `join` waits for all numbers up to
+        # now, and rounds add contributions in the order of the calls.
         closure.step = self.steps.issue()
         self._fresh.append(closure)
         self._nbytes += closure.nbytes
@@ -280,7 +284,7 @@ class Queue:
         return [closure.step for closure in self._doubtful]
 
     def fence(self) -> list[int]:
-        """Starts to end all steps so far. CANCELLING → FENCING.
+        """Begins to close all steps so far on the servers. CANCELLING → FENCING.
 
         Returns:
             The steps that may have been applied.
@@ -290,7 +294,8 @@ class Queue:
         return self.doubtful
 
     def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
-        """Ends all steps so far. FENCING → FENCED.
+        """Ends the doubtful closures, now that all steps so far are closed on the
+        servers. FENCING → FENCED.
 
         Args:
             applied: What is known of the steps that were, or may have been, applied.
@@ -301,6 +306,8 @@ class Queue:
         doubtful, self._doubtful = self._doubtful, []
         self.phase = QueuePhase.FENCED
         ended = []
+        # Only now: while the fence was raised, these steps kept the low water down, so
+        # no server could forget them before it had answered.
         for closure in doubtful:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
@@ -309,6 +316,9 @@ class Queue:
             if effect is None:
                 self.cancelled += 1
                 self.leases.cancelled(closure)
+            # The push that was applied carried the leases, too, so its examples are
+            # read. If it is not certain, they are left out: reading them again might
+            # train on them twice.
             elif closure.leases and effect.is_certain:
                 self.leases.applied(closure)
             elif closure.leases:
@@ -348,6 +358,8 @@ class Queue:
     def fetched(self, error: Exception) -> None:
         """Notes that a fetch raises the error."""
         self._failures.fetched(error)
+        # Nothing was cancelled yet, as no call of the user has come: so the run simply
+        # continues (`errors_once`).
         if self.phase is QueuePhase.FAILED and self._failures.first is None:
             self._pending, self.phase = False, QueuePhase.OPEN
 
@@ -414,11 +426,13 @@ class Queue:
                     self.leases_changed(draw.resource)
         if error is not None:
             closure.source.sign(error)
+            # Skipped examples (`on_error="skip"`) are an expected failure: the value
+            # raises it, the run does not.
             if not skipped:
                 self.fail(error, closure)
 
     def fail(self, error: Exception, closure: Closure | None = None) -> None:
-        """Keeps an error for the next call of the user, if it is the first."""
+        """Keeps an error for the next call of the user, which raises the first one."""
         if not self.runs:
             return  # an effect of cancelling, which only its own value raises
         if self.phase is QueuePhase.OPEN:
@@ -439,6 +453,8 @@ class Queue:
         closure.begun |= begun
         closure.attempt -= not begun  # it does not count
         if self.phase is QueuePhase.CLOSED:
+            # Nobody waits for a fence any longer, so its value says that it may have
+            # been applied.
             return self._cancel([closure], None)
         if not self.runs:
             if not closure.begun:
@@ -446,6 +462,8 @@ class Queue:
             # It may have been applied; the fence will say.
             self._doubtful.append(closure)
             return []
+        # What may have been applied goes before what was not begun: a checkpoint waits
+        # for the former alone (`is_at_rest`).
         heap = self._returned
         if closure.begun:
             heap = self._suspects if closure.is_suspect else self._retries
@@ -460,6 +478,8 @@ class Queue:
         closure.losses = (*closure.losses, worker)
         closure.begun = True
         lost = len(closure.losses)
+        # While the queue is cancelled, the fence decides instead: it may find the
+        # updates applied, or never sent.
         if lost >= self.max_attempts and self.runs:
             error = WorkerLostError(
                 ", ".join(closure.losses),
@@ -480,6 +500,8 @@ class Queue:
         step."""
         if not self._fresh:
             return 0
+        # Fresh closures have consecutive steps, but for a few that were parked. So one
+        # subtraction does, and the margin of `MAX_AHEAD` covers these.
         ahead = self._fresh[0].step - self.steps.low_water
         return min(len(self._fresh), max(0, self.max_ahead - ahead))
 
@@ -493,11 +515,13 @@ class Queue:
         self.leases.give_back(resource, [item[2] for item in self._returned])
 
     def _lease(self, taken: list[Closure]) -> list[Closure]:
-        """Leases what these closures draw; returns those that have it. The others wait,
-        or end."""
+        """Leases the data that these closures draw; returns those that have their
+        leases. The others wait, or end."""
         leased = self.leases.lease(taken)
         if leased is None:
             return taken
+        # They were taken as fresh ones; parking undoes that, and their bytes count
+        # again.
         for closure in leased.parked:
             self.running -= 1
             closure.attempt -= 1

@@ -110,7 +110,7 @@ class Record:
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """One per present worker, in the order of their places."""
+        """One value per present worker, in the order of their places."""
         return tuple([value for _, value in sorted(self._values.items())])
 
     @property
@@ -157,9 +157,11 @@ class Record:
         return self._values[worker].state is NOT_READY
 
     def start_at(self, states: Sequence[str]) -> None:
-        """Has iterators start at these positions when they are built; leases what a
-        lost server has lost again."""
+        """Sets the positions at which iterators start when they are built. For leased
+        data: leases again what a lost server has lost."""
         if self.book is not None:
+            # Leases belong to no worker, so there is one state, and nothing to begin
+            # at.
             self.book.rewind(json.loads(states[0]))
             return
         self.states = {n: state for n, state in enumerate(states) if state}
@@ -170,6 +172,7 @@ class Record:
         return InvalidArgumentError(f"{self.name}: {why}") if why else None
 
     def built(self, worker: int, layout: LayoutMessage) -> None:
+        # That of the first worker: traces have been made with it.
         self.layout = self.layout or layout
         self._values[worker]._settle_built()
 
@@ -193,7 +196,7 @@ class Record:
         return wrapped
 
     def ended(self, cause: str) -> None:
-        """Aborts the values that are not built, as building has stopped."""
+        """Aborts the values that are not built yet, as building has stopped."""
         for value in self.values:
             if value.state is NOT_READY:
                 value._abort(ClosureAbortedError(f"{self.name} is not built: {cause}"))
@@ -280,6 +283,8 @@ class Builder:
                 numbers.append(number)
                 if record.book is not None:
                     with self._engine.lock:
+                        # Closures that still draw from it hold a claim on the handle,
+                        # so there are none.
                         self._engine.queue.leases.books.pop(number, None)
             else:
                 unknown.append(number)
@@ -297,6 +302,7 @@ class Builder:
         self._why_stopped = cause
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
+        # The next `dropped` has all workers free them.
         self._dropped.extend(self._records)
 
     def build_all(self, channel: WorkerChannel) -> None:
@@ -308,7 +314,8 @@ class Builder:
                 record.begin_build(channel.member.place)
         for record in records:
             self._build(channel, record)
-        self._built(channel, channel.member.epoch, 0)
+        # Without any resource nothing would be answered, and the worker never opened.
+        self._built(channel, 0)
 
     async def states(self, record: Record) -> list[str]:
         """Returns the positions of the iterators of all input pipelines, as JSON; ""
@@ -361,8 +368,8 @@ class Builder:
         )
 
     def start_at(self, states: Mapping[int, Sequence[str]]) -> None:
-        """Has the iterators of these numbers start at the positions when they are
-        built."""
+        """Sets the positions at which the iterators of these numbers start when they
+        are built."""
         with self._engine.lock:
             for number in states.keys() & self._records.keys():
                 self._records[number].start_at(states[number])
@@ -371,6 +378,7 @@ class Builder:
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
         """Rebuilds the iterators at positions of `states`. Closures that are scheduled
         later wait for them."""
+        # Before they are rebuilt, which sends these positions.
         record.start_at(states)
         for channel in self._channels.values():
             place = channel.member.place
@@ -383,6 +391,8 @@ class Builder:
     def abort_worker(self, channel: WorkerChannel, reason: str) -> None:
         """Aborts the values of a lost worker. Lock held."""
         for record in self._records.values():
+            # With it the last worker may be gone that was building: closures that wait
+            # for the size of a leased dataset end then with the error of the others.
             record.aborted(channel.member.place, channel.member.name, reason)
             self._engine.queue.leases_changed(record.number)
 
@@ -413,14 +423,24 @@ class Builder:
             record.add_worker(member.place, member.name, member.reason)
 
     def _build(self, channel: WorkerChannel, record: Record) -> None:
+        # Noted before it is built, as a drop that comes meanwhile has to reach the
+        # worker, too.
         channel.resources.add(record.number)
-        loop = asyncio.get_running_loop()
         epoch = channel.member.epoch
         try:
-            channel.put_code(record.maker)
-            arguments = channel.put_arguments(record.arguments)
+            answer = self._request(channel, record)
         except PeerLostError:
             return  # its session reports the loss, and all is rebuilt when it returns
+        except Exception as error:  # to those who use it: it cannot be sent
+            self._outcome(channel, record, error)
+            return
+        answer.add_done_callback(lambda f: self._answered(channel, epoch, record, f))
+
+    @staticmethod
+    def _request(channel: WorkerChannel, record: Record) -> asyncio.Future[Message]:
+        """Asks a worker to build a resource. Raises what sending raises."""
+        channel.put_code(record.maker)
+        arguments = channel.put_arguments(record.arguments)
         pipeline = record.pipelines[channel.member.place]
         message = BuildResource(
             channel.session,
@@ -433,10 +453,8 @@ class Builder:
             record.states.get(pipeline, ""),
             0 if record.book is None else record.book.noted_as,
         )
-        future = channel.task.link.submit(
-            message, deadline=loop.time() + BUILD_DEADLINE
-        )
-        future.add_done_callback(lambda f: self._answered(channel, epoch, record, f))
+        deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
+        return channel.task.link.submit(message, deadline=deadline)
 
     def _answered(
         self,
@@ -448,6 +466,7 @@ class Builder:
         if answer.cancelled():
             return
         error = answer.exception()
+        # It joined again meanwhile, and builds everything again; or it will.
         if channel.member.epoch != epoch or isinstance(error, PeerLostError):
             return
         if self._channels.get(channel.member.place) is not channel:
@@ -455,22 +474,28 @@ class Builder:
         if isinstance(error, StaleSessionError):
             channel.task.reopen("it is no longer in our session")
             return
+        self._outcome(channel, record, error or answer.result())
+
+    def _outcome(
+        self, channel: WorkerChannel, record: Record, outcome: Message | BaseException
+    ) -> None:
+        """Takes the answer of a worker, or why the resource is not built there."""
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
+            # Of an earlier attempt: a position may have been set since (`go_to`).
             channel.failed.pop(record.number, None)
-            built = answer.result() if error is None else None
-            if isinstance(built, ResourceBuilt):
-                error = record.misfit(built.examples)
-            if isinstance(built, ResourceBuilt) and error is None:
-                record.built(worker, built.layout)
+            if isinstance(outcome, ResourceBuilt):
+                outcome = record.misfit(outcome.examples) or outcome
+            if isinstance(outcome, ResourceBuilt):
+                record.built(worker, outcome.layout)
             else:
-                assert isinstance(error, Exception)
-                channel.failed[record.number] = record.failed(worker, name, error)
+                assert isinstance(outcome, Exception), outcome
+                channel.failed[record.number] = record.failed(worker, name, outcome)
             self._engine.queue.leases_changed(record.number)
             self._engine.waiters.notify()
-        self._built(channel, epoch, 1)
+        self._built(channel, 1)
 
-    def _built(self, channel: WorkerChannel, epoch: int, count: int) -> None:
-        self._members.built(channel.member.place, epoch, count)
+    def _built(self, channel: WorkerChannel, count: int) -> None:
+        self._members.built(channel.member.place, channel.member.epoch, count)
         if channel.member.state is MemberState.OPEN:
             self._turn_soon()

@@ -80,6 +80,8 @@ class Scalars:
         points_by_name: dict[str, PlainTree] = {}
         with self._lock:
             for name, points in self._points.items():
+                # Scalars belong to the process: an earlier run of it may have logged,
+                # too.
                 late: list[PlainTree] = [
                     [step, at - since, value if math.isfinite(value) else None]
                     for step, at, value in points
@@ -111,8 +113,9 @@ class RunStatus:
         self._reports[short(task)] = values
 
     def task_lost(self, task: str, reason: str) -> None:
-        """Notes a loss, and drops the report of the task but for the name of its
+        """Notes a loss, and drops the report of the task except for the name of its
         log."""
+        # The log outlives the process, and says why it ended.
         report = self._reports.pop(short(task), {})
         self._reports[short(task)] = {"log": report.get("log")}
         self._losses[short(task)] = reason[:LINE_CHARACTERS]
@@ -120,6 +123,7 @@ class RunStatus:
     def printed(self, task: str, texts: Iterable[PrintedText]) -> None:
         """Keeps lines that a step or a dataset printed."""
         for stream, text, _ in texts:
+            # A step may print megabytes, of which no more would be kept.
             for line in text.splitlines()[-KEPT_LINES:]:
                 self._line(short(task), _STREAMS.get(stream, "stdout"), line)
 

@@ -203,6 +203,8 @@ class ParameterServers:
         """Deletes the variables."""
 
         async def delete() -> None:
+            # Forgotten after the servers have: a restore in between creates it again,
+            # and the request is repeated (`_once`).
             await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
             if self._inventory is not None:
                 self._inventory.deleted(specs)
@@ -238,6 +240,7 @@ class ParameterServers:
             PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
             for spec, op, optimizer, arrays in updates
         ]
+        # Through the gate, as a checkpoint has each update whole or not at all.
         gate, recovery = self._cluster.pause.gate, self._cluster.recovery
         if recovery is None:
             await gate.through(lambda: self.client.update(pushed))
@@ -249,6 +252,7 @@ class ParameterServers:
             deadline = asyncio.get_running_loop().time() + timeout
             await gate.through(lambda: self.client.update(pushed, deadline=deadline))
 
+        # It is not idempotent by itself: only a restore undoes what it may have done.
         await recovery.through(update, again=False)
 
     @repeated
@@ -284,6 +288,8 @@ class ParameterServers:
                     continue
                 dtype = DTYPES[entry.dtype]
                 nbytes = math.prod(entry.shape) * dtype.itemsize
+                # In pieces: one answer with all of it would hold up other requests for
+                # long.
                 parts = [
                     await client.read_snapshot(
                         ps, number, place, at, min(_PIECE, nbytes - at)
@@ -293,6 +299,7 @@ class ParameterServers:
                 whole = np.concatenate(parts) if parts else np.empty(0, np.uint8)
                 slots[entry.key][entry.leaf] = whole.view(dtype).reshape(entry.shape)
         finally:
+            # In any case: a pin keeps old values in the servers' memory.
             await client.release(number)
         return [slots[spec.key] for spec in specs]
 
@@ -408,6 +415,7 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     server.start()
     try:
         await server.wait_ready(deadline)
+        # 0 asks for any session whose coordinator is alive.
         request = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
         answer = await server.link.submit(request, deadline=deadline + ANSWER_SECONDS)
     except DeadlineExceededError as error:

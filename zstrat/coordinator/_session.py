@@ -93,6 +93,8 @@ class ClusterSession:
         session."""
         # However the portal is closed, the sessions on the tasks are closed before.
         portal.at_close(partial(cluster.close, False))
+        # `retire` takes no lock and does not wait: a finalizer runs on any thread,
+        # between any two lines.
         weakref.finalize(self, portal.retire).atexit = False
 
     def finish(self) -> None:
@@ -156,6 +158,8 @@ class ClusterSession:
                 own, which move while bytes arrive: only the loop knows whether a large
                 value is still on its way.
         """
+        # With restores a request may wait for a machine to boot, for as long as
+        # `recover` says.
         if timeout is None or self.cluster.recovery is not None:
             timeout = math.inf
         try:
@@ -211,9 +215,9 @@ class ClusterSession:
         self.portal.call_soon(self.cluster.rounds.remove, optimizer)
 
     async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
-        """Drops what waits for rounds, while the session is `at_rest`: it would move
-        values that were restored. Workers drop what windows keep there, too, and what
-        formats of gradients have left out so far.
+        """Drops contributions that wait for rounds, as they would change values that
+        were restored; the session has to be `at_rest`. Workers also drop what windows
+        keep there, and what formats of gradients have left out so far.
 
         Args:
             restored: By outer optimizer: the rounds from which its windows, which begin
@@ -233,8 +237,8 @@ class ClusterSession:
             )
 
     def open_round(self, optimizer: int) -> int | None:
-        """Returns how many rounds of an optimizer were closed, or restored; None: it
-        has none here."""
+        """Returns the number of the open round of an optimizer; None if it has no
+        rounds here."""
         rounds = self.cluster.rounds.rounds.get(optimizer)
         return None if rounds is None else rounds.number
 
@@ -258,6 +262,7 @@ class ClusterSession:
 
         async def ask() -> Message | None:
             deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
+            # On the loop, where the number cannot change before it is sent.
             sent = message(self.cluster.renewal.worker_session, *fields)
             try:
                 link = self.cluster.workers[worker].link
@@ -268,8 +273,8 @@ class ClusterSession:
         return await self.run_async(ask(), "asking a worker for its windows")
 
     def recover(self, timeout: float) -> None:
-        """Has lost parameter servers restored from the last checkpoint of `remember`
-        when they return.
+        """Enables restores of lost parameter servers, when they return, from the last
+        checkpoint of `remember`.
 
         Args:
             timeout: Seconds for a lost server to return.
@@ -347,6 +352,8 @@ class ClusterSession:
             exit: Also drain and end the processes of workers and parameter servers.
         """
         if self.taken_over is None:
+            # Not after a newer strategy took the cluster over: it may continue the
+            # session of that name.
             self.cluster.end_on_close()
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
@@ -410,6 +417,7 @@ class ClusterSession:
             core = self.core
         if core is None:
             return None
+        # Before the engine closes, which forgets it.
         pending = core.engine.queue.unraised
         unfinished: str | None = core.engine.give_way(reason)
         if unfinished is None and pending is not None:

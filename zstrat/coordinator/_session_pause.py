@@ -64,6 +64,7 @@ class Gate:
 
         Cancellation: the update is not started, or continues.
         """
+        # A loop, as another pause may have closed it before this task runs.
         while self.is_closed:
             await self._open.wait()
         update = start()
@@ -104,6 +105,7 @@ class SessionPause:
     def attach(self, dispatcher: Dispatcher) -> None:
         """Uses the session's new dispatcher."""
         self._dispatcher = dispatcher
+        # A coordinator that is made during a pause must not start steps either.
         if self._holders:
             dispatcher.hold()
 
@@ -124,9 +126,12 @@ class SessionPause:
             await self.gate.close()
             return SessionCut(self._rounds.first_step)
         dispatcher.hold()
+        # First: a step that ends contributes to rounds, so these come to rest after the
+        # steps.
         await dispatcher.engine.rest_async()
         await self._rounds.hold()
         await self.gate.close()
+        # Nothing runs, so the cut does not change while the fence is raised.
         cut = replace(cut_of(dispatcher.queue), waiting=self._rounds.rounds.waiting)
         await self._fences.up_to(cut.end, cut.besides)
         return cut

@@ -48,7 +48,7 @@ from ._queue import HANDBACK_DELAY, Ended
 from ._run_status import short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._engine import ClosureEngine
@@ -63,6 +63,8 @@ ROUND_TRIPS: Final = 4
 """Round trips that are timed; the shortest counts, as the others waited somewhere."""
 CLOSURES_PER_MESSAGE: Final = 2048
 """Closures of different functions take about 60 bytes each."""
+NUMBERS_PER_MESSAGE: Final = 16384
+"""Numbers of what a worker is to drop take at most nine bytes each."""
 INPUTS_PER_MESSAGE: Final = 2**20
 """Bytes. A worker starts the closures of a message when it has received all of it."""
 
@@ -104,6 +106,7 @@ class WorkerChannel:
             if answer.cancelled() or answer.exception() is not None:
                 return  # lost; the next connection is measured again
             shortest_so_far = min(shortest, loop.time() - began)
+            # One after the other: several at once would wait for each other.
             if left > 1:
                 self.time_round_trip(report, left - 1, shortest_so_far)
             else:
@@ -117,6 +120,8 @@ class WorkerChannel:
         """Sends the code, unless the worker has it."""
         if code.digest in self.codes:
             return
+        # A request, not a notice as arguments are: a worker may refuse code, and says
+        # why.
         message = PutCode(self.session, code.digest, code.code)
         self.task.link.submit(message).add_done_callback(self._log_refusal)
         self.codes.add(code.digest)
@@ -164,6 +169,8 @@ class WorkerChannel:
         attempt = 0
         steps: list[int] = []
         for closure in closures:
+            # Neighbours with one call and attempt share a header: most messages have a
+            # single one.
             if closure.call is not call or closure.attempt != attempt:
                 call, attempt, steps = closure.call, closure.attempt, []
                 number = call.arguments.number if call.arguments else 0
@@ -202,14 +209,15 @@ class WorkerChannel:
             BusyError: The worker does not read; a later call sends what is pending.
         """
         pending, session = self.pending_drops, self.session
-        if gone := sorted(self.arguments.intersection(arguments)):
-            self.arguments.difference_update(gone)
-            pending.append(DropArguments(session, gone))
-        if gone := sorted(self.resources.intersection(resources)):
-            self.resources.difference_update(gone)
-            pending.append(DropResources(session, gone))
-        if gone := sorted(results):
-            pending.append(DropResults(session, gone))
+        # Only what this connection has: after a reconnect the worker has nothing.
+        for piece in _pieces(self.arguments.intersection(arguments)):
+            self.arguments.difference_update(piece)
+            pending.append(DropArguments(session, piece))
+        for piece in _pieces(self.resources.intersection(resources)):
+            self.resources.difference_update(piece)
+            pending.append(DropResources(session, piece))
+        for piece in _pieces(results):
+            pending.append(DropResults(session, piece))
         while pending:
             # Removed after it was sent: if the worker is busy, it stays the first.
             self.task.link.notify(pending[0])
@@ -311,6 +319,8 @@ class ClosureShipping:
             left: What still waits in the queue.
             now: Loop time.
         """
+        # Before they are sent: if sending shows that the worker is lost, others get
+        # what is in flight there, these included.
         self._members.dispatched(channel.member, closures, now, alone=grant.alone)
         unsent = closures
         try:
@@ -338,6 +348,7 @@ class ClosureShipping:
         bad: list[Ended] = []
         for closure in closures:
             call = closure.call
+            # By identity, which is safe while the closures hold their calls.
             if id(call) not in checked:
                 checked[id(call)] = channel.send_call(call)
             error = checked[id(call)]
@@ -371,6 +382,8 @@ class ClosureShipping:
         with self._engine.lock:
             for closure in unsent:
                 if channel.member.in_flight.pop(closure.step, None) is not None:
+                    # As those that it gives back, for the clock of bounded staleness.
+                    channel.member.started -= 1
                     again = self._queue.retry(closure, now, HANDBACK_DELAY, begun=False)
                     self._engine.settle(again)
         self._members.ended(channel.member, 0, now)
@@ -389,8 +402,15 @@ class ClosureShipping:
         self._turn_soon()
 
 
+def _pieces(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yields the numbers in order, as many at a time as fit one message."""
+    ordered = sorted(numbers)
+    for at in range(0, len(ordered), NUMBERS_PER_MESSAGE):
+        yield ordered[at : at + NUMBERS_PER_MESSAGE]
+
+
 def _count_that_fit(closures: list[Closure]) -> int:
-    """Counts the first closures that fit one message: at least one."""
+    """Returns how many of the first closures fit one message: at least one."""
     size = 0
     for count, closure in enumerate(closures[:CLOSURES_PER_MESSAGE]):
         size += len(closure.inputs)

@@ -56,11 +56,13 @@ class Steps:
             AssertionError: It was not issued, or is already below the low water.
         """
         assert self.low_water <= step < self.next, f"step {step} is not open"
+        # 0 stands for no run there: numbers start at 1.
         end = self._end_of.pop(step + 1, 0)
         if end:
             del self._first_of[end]
         else:
             end = step + 1
+        # A run that touches the low water raises it, and is never stored.
         if step == self.low_water:
             self.low_water = end
             return
@@ -174,10 +176,12 @@ class PendingErrors:
         return next((failure for failure in self._all if not failure.was_fetched), None)
 
     def begin(self) -> None:
-        """Forgets all errors, as the next one is a new first."""
+        """Forgets all errors: the next one is the first of a new failure."""
         self._all.clear()
 
     def add(self, failure: PendingError) -> None:
+        # The last one makes room: the first errors say what began it, and the newest is
+        # what happens now.
         if len(self._all) >= KEPT_ERRORS:
             self._all.pop()
         self._all.append(failure)

@@ -24,7 +24,7 @@ from zstrat.program import Resource, StepIterator, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
-from ._on_worker import DatasetOnWorker, Unfetched
+from ._placeholders import DatasetOnWorker, Unfetched
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
@@ -65,7 +65,7 @@ class ClosureRun(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """The name and the structure of a result, known before the result."""
+    """The name and the tree structure of a result, known before the result itself."""
 
     name: str
     treedef: Any
@@ -183,6 +183,7 @@ class RemoteValue(Unfetched):
         try:
             await self._engine.wait_value_async(self)
             result = self._result
+            # Here and not in `_settled`, which would block the caller's loop.
             if self.state is _READY and isinstance(result, Kept):
                 self._result = _Opened(
                     await self._engine.fetch_kept_async(result), result.layout
@@ -199,6 +200,7 @@ class RemoteValue(Unfetched):
         return f"<RemoteValue of {self._expected.name} {self.state.value}{detail}>"
 
     def _settle(self, layout: LayoutMessage | None, data: bytes) -> None:
+        # The result before the state: fetching threads read the state without the lock.
         self._result = _Inline(layout, data)
         self._ready(_READY)
 
@@ -259,6 +261,8 @@ class RemoteValue(Unfetched):
             )
         else:
             return result
+        # Another thread may do the same: both arrays are equal, and either one may
+        # stay.
         self._result = opened
         return opened
 
@@ -317,6 +321,7 @@ def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:
     leaves, offset = [], 0
     for name, shape in zip(layout.dtypes, layout.shapes, strict=True) if layout else ():
         dtype, count = dtype_named(name), math.prod(shape)
+        # A view of bytes, which no user can change: values are shared by all who fetch.
         leaf = np.frombuffer(data, dtype, count, offset).reshape(shape)
         leaves.append(leaf)
         offset += leaf.nbytes
@@ -329,13 +334,14 @@ def _on_device(leaf: Any) -> Any:
 
 
 class Claim:
-    """Keeps a resource. The handle of the resource and closures that use it hold one
-    claim; when it is collected, ``drop`` gets the number of the resource. ``drop`` must
-    not take a lock."""
+    """Keeps a resource alive. The handle of the resource, and closures that use it,
+    hold one claim; when that is collected, ``drop`` gets the number of the resource.
+    ``drop`` must not take a lock."""
 
     __slots__ = ("__weakref__",)
 
     def __init__(self, drop: Callable[[int], object], number: int) -> None:
+        # At exit the session ends, and everything with it.
         weakref.finalize(self, drop, number).atexit = False
 
 

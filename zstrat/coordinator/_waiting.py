@@ -112,7 +112,7 @@ class GuardedQueue(Protocol):
 
 @final
 class Waiters:
-    """The calls of the user that wait. Law: ``watchers`` changes with the lock held."""
+    """The waiting calls of the user. Law: ``watchers`` changes with the lock held."""
 
     def __init__(self, guarded: GuardedQueue) -> None:
         self.watchers: dict[Bell, Ready] = {}
@@ -129,6 +129,8 @@ class Waiters:
     def notify(self) -> None:
         """Wakes the calls whose condition is true. Lock held."""
         if self._fetching and self._guarded.standstill is not None:
+            # Fetches have no condition here, as settling their value rings them. So
+            # only a standstill, when no value can be settled, has to wake all of them.
             bells, self._fetching = self._fetching, WeakSet()
             for bell in list(bells):
                 bell.ring()
@@ -179,6 +181,8 @@ class Waiters:
             # A call that Ctrl-C interrupted may not have woken the loop.
             self._guarded.remind()
             bell = make_bell()
+            # In the same critical section as the attempt: what makes the condition true
+            # comes later, so no wake-up is lost.
             self.watchers[bell] = ready
             return bell
 
@@ -187,6 +191,7 @@ class Waiters:
         """Shows the output of workers in the context of the call while it waits."""
         self.echo.place = copy_context()
         try:
+            # So a notebook shows the text in the cell that waits.
             yield
         finally:
             with self._guarded.lock:
@@ -237,6 +242,8 @@ class Waiters:
         """Returns a bell that rings when the value is settled or cannot be; None if it
         is settled."""
         if value.state is not _NOT_READY:
+            # Without the lock: most values are settled by the time that they are
+            # fetched.
             return None
         with self._guarded.lock:
             if value.state is not _NOT_READY:
@@ -246,6 +253,8 @@ class Waiters:
                 value._listen(bell)
                 self._fetching.add(bell)
                 return bell
+        # Outside of the lock, which this takes. The error is raised again by other
+        # calls, and each would add its traceback and context.
         self._guarded.fetched(error)
         error.__context__ = None  # of the call that raised it before
         raise error.with_traceback(None)

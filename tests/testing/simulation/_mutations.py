@@ -218,7 +218,7 @@ def _undeleted(original: Callable[..., Any], store: Any, change: Any) -> Any:
 _COPIES: Final = "zstrat.ps.replication"
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
-_RENEWAL: Final = "zstrat.coordinator.recovery._inventory.SessionRenewal"
+_RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.change_program"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
@@ -281,7 +281,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         )
     },
     "two copies part when a program goes on": {
-        "zstrat.coordinator.replication._orders._pair": _no_pair
+        "zstrat.coordinator.replication._successors._pair": _no_pair
     },
     "a server that comes later is of another session": {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (

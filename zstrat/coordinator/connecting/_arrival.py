@@ -75,6 +75,7 @@ class Arrival:
         awaited = [
             f"{task.name} at {task.address} ({task.state})" for task in self.awaited
         ]
+        # The addresses and states were logged before, and may be long.
         if awaited and awaited == self._logged:
             names = ", ".join(task.name for task in self.awaited)
             log.warning("connecting: still waiting for %s, as before", names)
@@ -104,6 +105,7 @@ async def arrive(
     try:
         for task in (*ps, *workers):
             task.start()
+        # All are awaited, so that one error names every task that is missing.
         missing = await asyncio.gather(
             *(task.wait_ready(deadline) for task in ps), return_exceptions=True
         )
@@ -119,6 +121,7 @@ async def all_joined(workers: Sequence[TaskSession], deadline: float) -> None:
     joining = [
         task.wait_ready(deadline)
         for task in workers
+        # Those that refuse, or do not answer, are not waited for: one worker is enough.
         if task.link.is_open and not task.is_ready and task.refusal is None
     ]
     await asyncio.gather(*joining, return_exceptions=True)
@@ -150,6 +153,7 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
     """Raises one error as it is, and several as one with the texts of all."""
     if not errors:
         return
+    # A refusal says more than that others are late.
     refusals = [e for e in errors if not isinstance(e, DeadlineExceededError)]
     if len(errors) == 1 or refusals:
         raise (refusals or errors)[0]
@@ -247,6 +251,8 @@ async def probe(
     try:
         await arrive(servers, others, deadline)
     finally:
+        # Also when some did not answer: these links would connect for as long as the
+        # loop runs.
         await asyncio.gather(*(task.link.close() for task in (*servers, *others)))
 
 
@@ -282,6 +288,7 @@ def objection_to(
     for other in tasks:
         if other is task or other.is_closed or not other.is_ready:
             continue
+        # By the incarnation, as a host may be known by several names and addresses.
         if other.hello is not None and other.hello.incarnation == hello.incarnation:
             return AlreadyExistsError(
                 f"the process at {task.address} is already in the cluster: it is "

@@ -60,6 +60,8 @@ class StoreDirectory:
         if before == address:  # it stays where it was, without its backup
             return
         for worker in self._workers:
+            # Not only those in the session: a request that opens it may be on its way
+            # with the old address.
             if worker.link.is_open:  # else it gets all addresses with its next session
                 self._send(worker, MoveServer(worker.session, store, view, address))
 
@@ -80,6 +82,7 @@ class StoreDirectory:
         try:
             answer = worker.link.submit(moved)
         except BusyError:
+            # The message that opens its session has all addresses.
             worker.reopen("too many requests wait for its answer to send an address")
             return
         self._unanswered.add(answer)

@@ -196,7 +196,10 @@ def _opened(
         BusyError: One of them has unfinished work.
         ValueError, OSError: The HTTP port is not free (``settings.http``).
     """
+    # First: a port that is not free is an error before any task is asked.
     serve_from_settings(settings)
+    # Before anything is opened, so that a second thread is refused and does not close
+    # what this one is opening.
     claim = open_sessions.claim(tasks)
     try:
         portal = Portal(name)
@@ -263,6 +266,8 @@ class SessionClaim:
     def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
         self.tasks = frozenset(tasks)
         self.made_at = "{}:{}".format(*user_line())
+        # Weak: a session that the program drops closes itself, and a claim must not
+        # prevent that.
         self._session: weakref.ref[ClusterSession] | None = None
         self._portal: weakref.ref[Portal] | None = None
 
@@ -358,6 +363,8 @@ class OpenSessions:
         """Forgets all sessions after a fork: they belong to the parent."""
         self._lock = threading.Lock()
         for claim in self._claims:
+            # The child may use none of the parent's sockets, so sessions are only
+            # marked.
             if (session := claim.session) is not None:
                 session.forget()
         self._claims = []

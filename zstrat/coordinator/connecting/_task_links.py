@@ -89,7 +89,7 @@ def check_replicas(
 def links_of(
     job: Job, index: int, incarnation: int, settings: Settings, *, looks: bool = False
 ) -> MakeTaskLink:
-    """Returns what makes links over ZeroMQ, with the key of the job if there are keys.
+    """Returns a factory of ZeroMQ links, with the key of the job if there are keys.
 
     Args:
         looks: The links are those of an observer.
@@ -153,6 +153,8 @@ class MovableLink:
     def move(self, address: str) -> None:
         """Moves to another address."""
         self._has_address.set()
+        # First: callbacks of the new link have this number, and those of the earlier
+        # one are ignored from now on.
         self._moves += 1
         before, self.now = self.now, self._new_link(address)
         going = self._replace(before, self._moving)
@@ -160,7 +162,7 @@ class MovableLink:
         self._moving = loop.create_task(going, name=f"{self._name} moves")  # see close
 
     def park(self) -> None:
-        """Starts no link up to the next `move`, as the address is unknown."""
+        """Stops starting links up to the next `move`, as the address is unknown."""
         self._has_address.clear()
 
     async def wait_open(self, deadline: float) -> None:
@@ -173,11 +175,14 @@ class MovableLink:
             if self._moving is not None:
                 await asyncio.wait([self._moving])
             if self.is_parked:
+                # It was parked while the earlier link was closed.
                 continue
             link = self.now
             try:
                 await link.wait_open(deadline)
             except ClosedError:
+                # Else it was closed because it moved: wait for the link that took its
+                # place.
                 if link is self.now:
                     raise
             else:
@@ -250,7 +255,7 @@ there, and some more."""
 
 @final
 class SessionRequest:
-    """The requests to one task. On the loop.
+    """Opens and closes our session on one task, by requests. On the loop.
 
     Args:
         opening: What opens the session there.
@@ -325,9 +330,11 @@ class SessionRequest:
             resumes: The task is in the session as far as we know.
         """
         self.stop()
+        # They came before this request, for a session that may be another one.
         self.early.clear()
         opening = self._reopening if resumes else self._opening
         if not resumes:
+            # Before it, on the same link: the task ends the earlier session first.
             for message in self._close_messages:
                 link.submit(_sent_now(message)).add_done_callback(_ignore_outcome)
         if isinstance(opening, OpenSession):
@@ -357,6 +364,8 @@ class SessionRequest:
             return False
         if self._held_since is None:
             self._held_since = now
+        # Only a `HeldError` says that the other coordinator is alive; without it the
+        # task may not have noticed its death yet.
         doubt = 0.0 if isinstance(refusal, HeldError) else self._notice
         return now - self._held_since >= max(self._turn, doubt)
 
@@ -409,9 +418,9 @@ _last_sent: WeakKeyDictionary[asyncio.AbstractEventLoop, float] = WeakKeyDiction
 
 
 def _sent_now(message: Sent) -> Sent:
-    """Returns the message with the time of now, later than that of any message before:
-    uvloop's clock has steps of a millisecond, in which a task may be let go and taken
-    again."""
+    """Stamps a message with the present time, later than the stamp of any message
+    before: uvloop's clock has steps of a millisecond, in which a task may be released
+    and taken again."""
     loop = asyncio.get_running_loop()
     sent = max(loop.time(), math.nextafter(_last_sent.get(loop, 0.0), math.inf))
     _last_sent[loop] = sent

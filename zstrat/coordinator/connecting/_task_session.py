@@ -10,7 +10,8 @@ and while we are away. So its loss is not reported while it may come back with a
 it: it is asked to resume the session.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
-alternate.
+alternate, except that a task that moves while it is in the session is ready again
+without having been lost.
 """
 
 from __future__ import annotations
@@ -309,6 +310,7 @@ class TaskSession:
             if self._moves:
                 self.give_up(why)
         self._set_phase(SessionPhase.AWAY)
+        # Any process may answer: in the session that it enters none has anything.
         self._life, self.refusal = None, None
         self._request.enter(session, close_messages)
         if self.link.is_open:
@@ -325,6 +327,7 @@ class TaskSession:
             return
         self._request.stop()
         self._stop_absence()
+        # Without `_leave`: a move is not reported as a loss.
         self.opened, self.refusal, self._life = None, None, life or None
         self._entered.clear()
         self._request.restart_pauses()
@@ -332,6 +335,8 @@ class TaskSession:
         self._set_phase(SessionPhase.EMPTY if is_empty else SessionPhase.AWAY)
         self._link.move(address)
         if self.line is not None:
+            # After the link: requests that end with the earlier one are sent again over
+            # this one.
             self.line.move(self.link)
 
     def park(self) -> None:
@@ -420,6 +425,7 @@ class TaskSession:
             return
         self._request.stop()
         self.back_by = asyncio.get_running_loop().time() + error.returns
+        # A task that said goodbye was stopped on purpose.
         level = logging.INFO if error.left else logging.WARNING
         if not self._one_life or not self.is_ready or self._moves:
             self._leave(error.reason, level)
@@ -459,6 +465,8 @@ class TaskSession:
             is_taken = self._one_life and isinstance(error, BusyError)
             phase = SessionPhase.GONE if is_taken else SessionPhase.AWAY
             self._leave(str(error), phase=phase)
+        # Asked again after a pause: a coordinator may end, and so may the step of an
+        # earlier session that the task waits for. Any other refusal is for good.
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             if self._request.repeat(self._ask, error):
@@ -488,6 +496,7 @@ class TaskSession:
         if self.line is not None:
             self.line.resume()
         if resumed:
+            # Its absence was not reported, so its return is not, either.
             log.info("%s at %s is back with its data", self.name, self.address)
             return
         self.entry = next(_ENTRIES)
@@ -499,6 +508,7 @@ class TaskSession:
         log.log(level, "%s at %s is %s", self.name, self.address, where)
         self._events.task_ready(self)
         early = self._request.early
+        # A handler may end the session, and then the rest is of no use.
         while early and self.is_ready:
             self._received(early.popleft())
 
@@ -543,6 +553,7 @@ class TaskSession:
             self.line.hold()
         elif self.line is not None:
             self.line.lose(reason, gone=self.gone, keep_pushes=not self.link.is_refused)
+        # Last, when all of this is consistent: the handler may look at it, or renew it.
         self._events.task_lost(self, reason)
 
     def _stop_absence(self) -> None:

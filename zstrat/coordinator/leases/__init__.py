@@ -5,4 +5,3 @@ from ._book import OnError as OnError
 from ._session_leases import REMEMBERED as REMEMBERED
 from ._session_leases import Draw as Draw
 from ._session_leases import SessionLeases as SessionLeases
-from ._session_leases import lease_bar as lease_bar

@@ -62,6 +62,7 @@ class LeaseBook:
         """Where the next new lease begins, and where those of an epoch end."""
         self._open: dict[int, bytes] = {}
         """By step: its leases, as they are packed for workers."""
+        # The dict's own method, as it is called once for each step.
         self.applied: Final[Callable[[int], object]] = self._open.pop
         """Notes that the updates of a step are applied."""
         self._returned: deque[Lease] = deque()
@@ -127,10 +128,11 @@ class LeaseBook:
         return bool(self._open) and not has_more
 
     def built(self, size: int) -> str:
-        """Takes the number of examples that a worker has found; returns why it cannot
+        """Sets the number of examples, as a worker has found it; returns why it cannot
         be right, or ""."""
         if not self._size:
             if self._drops and size < self._batch:
+                # An epoch without a batch would never be over.
                 return self._too_few(size)
             self._size = size
             self._set_end()
@@ -170,6 +172,7 @@ class LeaseBook:
         drawn: list[Lease] = []
         for _ in range(count):
             if (lease := self._draw()) is None:
+                # Back in front, in their order: the next step gets the same.
                 self._returned.extendleft(reversed(drawn))
                 return ()
             drawn.append(lease)
@@ -178,14 +181,16 @@ class LeaseBook:
         return drawn
 
     def skip(self, step: int) -> None:
-        """Leaves the examples of a step out, which has failed."""
+        """Leaves out the examples of a step that has failed."""
         self.skipped += sum(lease.size for lease in _unpacked(self._open.pop(step)))
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
-        """Leases the ranges of a step again, as it had no effect: those of one that has
-        ``failed`` after all others of their epoch."""
+        """Takes the ranges of a step back, which had no effect, to lease them again:
+        those of one that has ``failed`` after all others of their epoch."""
         leases = _unpacked(self._open.pop(step))
         if failed:
+            # Last, so that a batch that fails each time does not keep others from being
+            # read.
             self._failed.extend(leases)
         else:
             self._returned.extendleft(reversed(leases))
@@ -195,8 +200,8 @@ class LeaseBook:
         return _unpacked(self._open.get(step, b""))
 
     def state(self, waiting: Iterable[Lease] = ()) -> dict[str, Any]:
-        """Returns what is not done, as JSON types; ``waiting`` are leases of steps
-        whose updates are not in the values that are saved."""
+        """Returns the ranges that are not done, as JSON types; ``waiting`` are leases
+        of steps whose updates are not in the values that are saved."""
         leases = sorted((*self._pending(), *waiting))
         return {
             "examples": self._size,
@@ -224,6 +229,8 @@ class LeaseBook:
         """Continues a saved pass. No step may have a lease."""
         assert not self._open, "a pass is moved while steps have leases"
         saved = _Saved(state)
+        # Workers have built it, maybe; if not, the size of the checkpoint is checked
+        # against theirs when they have (`built`).
         self._size = self._size or saved.size
         self._epoch, self._next = saved.epoch, saved.next
         self.skipped = saved.skipped
@@ -241,6 +248,7 @@ class LeaseBook:
         while (self._epoch, self._next) < now and (lease := self._draw_new()):
             if lease not in pending:
                 lost.append(lease)
+        # Steps keep the leases that they have, so what was drawn stays drawn.
         self._epoch, self._next = max(now, (self._epoch, self._next))
         self._returned.extend(lost)
 
@@ -270,6 +278,7 @@ class LeaseBook:
         # Of epochs before a checkpoint a remainder that is left out counts as done.
         self._epoch, self._next = epoch, min(start + size, self._end)
         for gap in gaps(self.inherited, epoch, self._next, self._end):
+            # A gap may be what several steps had: it is leased in batches again.
             stop = gap.start + gap.size
             for at in range(gap.start, stop, self._batch):
                 self._returned.append(Lease(gap.epoch, at, min(self._batch, stop - at)))
@@ -291,8 +300,8 @@ class LeaseBook:
         return [*_unpacked(held), *self._returned, *self._failed]
 
     def _draw(self) -> Lease | None:
-        """Returns the next lease: one that came back, then a new one; of an epoch those
-        that failed last."""
+        """Returns the next lease: one that came back, else a new one; leases of failed
+        steps come last in their epoch."""
         if self._returned:
             return self._returned.popleft()
         if self._failed and self._new > self._failed[0].epoch:

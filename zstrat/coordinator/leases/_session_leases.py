@@ -1,12 +1,8 @@
-"""The leases of a coordinator's session, and their progress.
-
-`SessionLeases` has the leases of all leased datasets, and the closures that wait for
+"""`SessionLeases`: the leases of all leased datasets, and the closures that wait for
 some. The engine's lock is held by all callers.
 
 The queue asks it when closures are handed out, and reports how each of them has ended.
 A closure that draws from several datasets gets all its leases or none.
-
-A bar in the terminal shows a pass through a leased dataset.
 """
 
 from __future__ import annotations
@@ -20,68 +16,13 @@ from zstrat.wire import LEASE
 from ._book import done_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from rich.console import Console, RenderableType
-    from rich.progress import Progress
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from zstrat.coordinator.rounds._optimizer_rounds import OptimizerRounds
     from zstrat.data import Lease
     from zstrat.wire import PlainTree
 
     from ._book import LeaseBook
-
-
-def lease_bar(
-    read: Callable[[Callable[[LeaseBook], object]], None],
-    console: Console | None = None,
-) -> Progress:
-    """Returns a bar, for ``with``: how many examples of the pass are done or skipped,
-    and when it will be over. In a file or a pipe only its last state is printed.
-
-    Args:
-        read: Calls a function with the book, which does not change meanwhile.
-        console: Where it is shown; None: on standard output.
-    """
-    # Here, as most programs show none, and importing rich takes 65 ms.
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    class LeaseProgress(Progress):
-        def get_renderables(self) -> Iterable[RenderableType]:
-            """Looks at the pass each time that the bar is drawn."""
-            if self.tasks:
-                read(self.look)
-            return super().get_renderables()
-
-        def look(self, book: LeaseBook) -> None:
-            if not book.size:
-                return
-            last = "" if book.epochs is None else f"/{book.epochs}"
-            epoch = book.epoch if book.is_over else book.epoch + 1
-            self.update(
-                self.tasks[0].id,
-                completed=book.done + book.skipped,
-                total=book.total,
-                description=f"epoch {epoch}{last}",
-            )
-
-    progress = LeaseProgress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    progress.add_task("waiting for a worker", total=None)
-    return progress
 
 
 REMEMBERED: Final = 4096
@@ -137,6 +78,8 @@ class SessionLeases(Generic[C]):
         if not taken:
             return None
         draws = taken[-1].draws  # one object for all closures of a call
+        # The usual case by one call for all: every step draws one batch of one dataset.
+        # What does not fit goes on below, each closure by itself.
         same = [each for each in taken if each.draws is draws and not each.leases]
         if len(draws) == 1 and draws[0].batches == 1 and len(same) == len(taken):
             number, steps = draws[0].resource, [each.step for each in same]
@@ -152,8 +95,8 @@ class SessionLeases(Generic[C]):
         return found
 
     def _lease(self, closure: C, found: LeasedClosures[C]) -> bool:
-        """Leases what a closure draws; else notes that it waits, as open leases may
-        come back, or is over."""
+        """Leases what a closure draws; else adds it to those that wait, as open leases
+        may come back, or to those that are over."""
         taken: list[LeaseBook] = []
         packed: list[bytes] = []
         for resource, count in closure.draws:
@@ -163,8 +106,12 @@ class SessionLeases(Generic[C]):
                 taken.append(book)
                 packed += [LEASE.pack(resource, *lease) for lease in leases]
                 continue
+            # All or none: two closures that each hold what the other one needs would
+            # never end.
             for other in taken:
                 other.give_back(closure.step)
+            # Open leases may come back, when their step fails or is cancelled. So it is
+            # not over yet for a closure that asks for more than is left.
             if book.waits or book.open:
                 found.parked.append(closure)
                 self._parked.setdefault(resource, []).append(closure)
@@ -182,12 +129,14 @@ class SessionLeases(Generic[C]):
         for resource, _ in closure.draws:
             if (book := self.books.get(resource)) is not None:
                 if self.rounds:
+                    # Its gradients may wait for a round, and are then not in the values
+                    # of a checkpoint. Noted before the book forgets what the step
+                    # holds.
                     self._note(step, book)
                 book.applied(step)
 
     def cancelled(self, closure: C) -> None:
-        """Leases again what a closure had, which has had no effect, through no fault of
-        its own."""
+        """Takes back the leases of a closure that was cancelled without effect."""
         for book in self._books_of(closure):
             book.give_back(closure.step)
 
@@ -195,7 +144,8 @@ class SessionLeases(Generic[C]):
         """Notes that a closure with leases has failed. Returns True if its examples are
         skipped, so that the error is raised by a fetch alone."""
         books = list(self._books_of(closure))
-        # An error of the cluster says nothing against the examples.
+        # An error of the cluster says nothing against the examples: `on_error` does
+        # not apply.
         of_step = isinstance(error, StepError) or not isinstance(error, ZstratError)
         skipped = of_step and all(
             (book := self.books.get(number)) is not None and book.on_error == "skip"
@@ -269,14 +219,16 @@ class SessionLeases(Generic[C]):
         return metrics
 
     def packed_done(self, states: Mapping[int, Sequence[str]]) -> bytes:
-        """Returns what is done of each dataset in these states, or else now, as
-        ``leases`` of a `Push` in place of all before."""
+        """Returns the ranges of each dataset that are done in these states, or else
+        now, packed as the ``leases`` of a `Push` that replaces all earlier ones."""
         packed = []
         for number, book in self.books.items():
             if not (name := book.noted_as):
                 continue
+            # One state, as all workers share the pass (`LeasedIterator.states_of`).
             found = states.get(number)
             done = done_in(json.loads(found[0])) if found else book.done_leases
+            # Without examples: servers forget what they have noted of the dataset.
             packed.append(LEASE.pack(name, 0, 0, 0))
             packed += [LEASE.pack(name, *lease) for lease in done]
         return b"".join(packed)

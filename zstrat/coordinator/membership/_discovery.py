@@ -86,6 +86,7 @@ class ResolverWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
         self._is_asking = self._is_stopped = False
+        # As if just asked: the first answer made this session.
         self._asked_at = self._loop.time()
         self._last_error = ""
         self.questions = self.errors = 0
@@ -126,6 +127,8 @@ class ResolverWatch:
         self._answer_timer = self._loop.call_later(
             ANSWER_TIMEOUT, self._log_error, reason
         )
+        # Not a task of the loop's executor: those are joined at exit, and a resolver
+        # may hang.
         threading.Thread(
             target=self._wait_for_answer, name="zstrat resolver", daemon=True
         ).start()
@@ -144,6 +147,7 @@ class ResolverWatch:
     def _answered(
         self, answer: Mapping[int, str] | None, error: BaseException | None
     ) -> None:
+        # The answer may come long after that, as a thread cannot be stopped.
         if self._is_stopped:
             return
         self._is_asking = False
@@ -227,11 +231,14 @@ class ReportedWorkers:
                 await self._decided.wait()
         if not self._is_accepting:
             raise PermissionDeniedError(NOT_ACCEPTED)
+        # It only asks for a number: nothing is connected to, so it needs no slot.
         if task_number < 0:
             return await self._join(address, task_number, timeout)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         async with self._slots:
+            # The wait for a slot counts: after the deadline its server has answered the
+            # worker.
             left = deadline - loop.time()
             if left < 0:
                 raise DeadlineExceededError(

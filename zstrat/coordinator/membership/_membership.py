@@ -42,7 +42,7 @@ LARGEST_TASK_NUMBER: Final = 2**31 - 1
 
 
 class Presence(enum.Enum):
-    """Whether a worker belongs to the cluster, whether it answers or not."""
+    """Membership of a worker in the cluster, whether it answers or not."""
 
     PRESENT = "present"
     AWAY = "away"
@@ -143,8 +143,8 @@ class Membership:
         return len(self._workers)
 
     def fix_places(self, why: str) -> None:
-        """Refuses new places from now on: something exists of which each worker so far
-        has a part."""
+        """Refuses new places from now on, as something exists that has a part on each
+        worker so far."""
         self._why_fixed = self._why_fixed or why
 
     def add(self, address: str, task_number: int | None = None) -> AdmitWorker:
@@ -163,11 +163,15 @@ class Membership:
             raise AlreadyExistsError(
                 f"{address} is already worker {known.task_number} of the cluster"
             )
+        # The program overrules its own removal: a worker that it names again may come
+        # back.
         if known is not None and task_number in (None, known.task_number):
             return self._revive(known, address, is_listed=False)
         wanted = self._next(address) if task_number is None else task_number
         worker = self._numbers.get(wanted)
         if worker is None:
+            # Only a new place counts: a worker that returns to its own has a part of
+            # everything.
             self._require_places(address)
             return self._admitted(self._enter(wanted, address, is_listed=False))
         if worker.is_present:
@@ -283,6 +287,8 @@ class Membership:
             if not isinstance(change, RefuseWorker):
                 settled.add(change.place)
         released = self._vanished(settled, lost, set(open_.values()))
+        # Released first: the address of a lost worker may be one that another number
+        # gets.
         return [*released, *changes]
 
     @staticmethod
@@ -311,6 +317,8 @@ class Membership:
                 task_number, _taken(task_number, worker.address, address)
             )
         if worker.presence is Presence.AWAY:
+            # Nobody waits for the one that is away, so the number may go to another
+            # address.
             return self._revive(worker, address, is_listed=True)
         lives = worker.place not in lost
         if lives and (worker.address in named or not worker.is_listed):
@@ -334,6 +342,8 @@ class Membership:
             is_lost = worker.is_present and worker.place in lost
             if not is_lost or worker.place in settled:
                 continue
+            # One that the program added stays, although the resolver has never named
+            # it, unless its address is named under another number.
             if worker.is_listed or worker.address in taken:
                 worker.presence = Presence.AWAY
                 released.append(ReleaseWorker(worker.place))
@@ -378,6 +388,7 @@ class Membership:
     ) -> _Worker:
         place = self._free_place()
         worker = _Worker(place, task_number, address, is_listed=is_listed)
+        # Appends it, or replaces one that never joined.
         self._workers[place : place + 1] = [worker]
         self._numbers[task_number] = worker
         return worker
@@ -388,6 +399,7 @@ class Membership:
         unknown = [worker for worker in self._workers if worker.is_unknown]
         if len(unknown) < PROMISES:
             return len(self._workers)
+        # Else places of workers that never join would add up without a bound.
         del self._numbers[unknown[0].task_number]
         return unknown[0].place
 

@@ -78,6 +78,7 @@ def task_number(index: int | None) -> int | None:
 def named_address(task: str, job: str, addresses: Mapping[int, str]) -> str:
     """Resolves the name of a task ("ps:0" or "/job:ps/task:0") to its address. Returns
     anything else as it is, and so an address that looks like a name."""
+    # An address first: a host may be called "worker".
     if task not in addresses.values():
         for number, address in addresses.items():
             if task in (f"{job}:{number}", f"/job:{job}/task:{number}"):
@@ -145,6 +146,8 @@ class Workers:
     ) -> int:
         """Awaitable `add`. Cancellation: the worker is not added."""
         seconds, number = self._timeout(address, timeout), task_number(index)
+        # Who cancels is on another event loop, and may come when the worker has just
+        # joined.
         turnover, added = self._session.cluster.turnover, False
 
         async def add() -> int:
@@ -214,6 +217,8 @@ class Workers:
             indices = spec.task_indices("worker") if "worker" in spec.jobs else []
             addresses = {n: spec.task_address("worker", n) for n in indices}
             for address in addresses.values():
+                # On the resolver's thread, so that a wrong address is an error of the
+                # resolver: the workers stay as they are.
                 check_address(address)
             return addresses
 
@@ -226,6 +231,7 @@ class Workers:
         ``why``. Returns how many places there are."""
         membership = self._session.cluster.turnover.membership
 
+        # On the loop, so that no worker is added between the refusal and the count.
         async def fix_places() -> int:
             membership.fix_places(why)
             return membership.size
@@ -303,6 +309,7 @@ class StoreServers:
             PSUnavailableError: A ps is lost.
         """
         warn_of_blocking("strategy.parameter_servers.add_async(address)")
+        # No limit: moving stores takes as long as there are data.
         work, seconds = self._adding(address, index, timeout), math.inf
         return self._session.run(work, f"adding {address}", seconds)
 

@@ -81,6 +81,8 @@ class WorkerSessions:
         self.tasks[place : place + 1] = [task]
         if self.dispatcher is not None:
             self.dispatcher.admit(task)
+        # While the session is closed it may be listed, but must not connect: nobody
+        # would close its link.
         if not self._is_closing:
             task.start()
         return task
@@ -101,6 +103,8 @@ class WorkerSessions:
             return
         if self.dispatcher is not None:
             if timeout is not None:
+                # Before `remove_worker`, which gives its closures to others: those that
+                # it runs are to end there.
                 await self.dispatcher.retire_worker(task, reason, timeout)
             # It is not lost, so none of its closures is suspected of having killed it.
             task.release()
@@ -164,12 +168,16 @@ class Turnover:
         while True:
             async with self._lock:
                 wanted = self.membership.add(address, task_number)
+                # The place is its former worker's until that has left: both sessions
+                # would have it.
                 left = self._leaving.get(wanted.place)
                 if left is None or loop.time() >= deadline:
                     task = self._admit(wanted)
                     break
                 self.membership.withdraw(wanted.place)
             with contextlib.suppress(TimeoutError):
+                # Without the lock, so that other changes go first. The worker is added
+                # again after it.
                 async with asyncio.timeout_at(deadline):
                     await left.wait()
         await self._wait_joined(wanted, task, deadline, "the program added it")
@@ -191,10 +199,13 @@ class Turnover:
         check_reachable(address)
         deadline = asyncio.get_running_loop().time() + min(timeout, self._arrival)
         async with self._lock:
+            # No session is begun: the daemon reports again, with the number.
             if task_number < 0:
                 return self.membership.promise(address)
             wanted = self.membership.reported(address, task_number)
             if isinstance(wanted, int):
+                # It is present already: it had joined, or an earlier report of it is
+                # being answered.
                 task = self._sessions.tasks[wanted]
             else:
                 task = self._admit(wanted)
@@ -221,6 +232,8 @@ class Turnover:
             released = self.membership.remove(address)
             task = self._sessions.tasks[released.place]
         self.counts["removed"] += 1
+        # Outside of the lock: it may run closures for minutes, and others join
+        # meanwhile.
         log.info("%s at %s leaves: %s", task.name, address, REMOVED)
         try:
             await self._release(task, REMOVED, timeout)
@@ -254,6 +267,7 @@ class Turnover:
 
     async def stop(self) -> None:
         """Stops adding and removing workers."""
+        # First, as it adds workers.
         await self.reported.stop()
         if self._watch is not None:
             self._watch.stop()
@@ -279,6 +293,7 @@ class Turnover:
         return metrics
 
     def _answered(self, workers: Mapping[int, str]) -> None:
+        # Kept even if one is being applied, which looks for a newer one at its end.
         self._answer = workers
         if self._applying is None:
             loop = asyncio.get_running_loop()
@@ -297,8 +312,12 @@ class Turnover:
         while (answer := self._answer) is not None:
             self._answer = None
             async with self._lock:
+                # With the lock, and without an await before the decision: who is lost
+                # has to be true when it is applied.
                 lost = {task.place for task in self._sessions.tasks if task.is_lost}
                 changes = self.membership.resolved(answer, lost)
+                # Forgotten if it is no longer named: it is logged again when it
+                # returns.
                 self._refused = {
                     task_number: reason
                     for task_number, reason in self._refused.items()
@@ -315,6 +334,8 @@ class Turnover:
             case MoveWorker(place, task_number, address):
                 old = self._sessions.tasks[place]
                 reason = f"the resolver names it at {address} now"
+                # None: its place stays, with its resources, for the process at the new
+                # address.
                 await self._sessions.release(old, reason, None)
                 self._sessions.admit(place, task_number, address)
                 self.counts["moved"] += 1
@@ -331,6 +352,7 @@ class Turnover:
                 self._refused[task_number] = reason
 
     def _admit(self, wanted: AdmitWorker) -> TaskSession:
+        # `Membership` knows nothing of sessions: for it the removed worker has left.
         if wanted.place in self._leaving:
             self.membership.withdraw(wanted.place)
             raise BusyError(
@@ -356,6 +378,7 @@ class Turnover:
         try:
             await self._sessions.release(task, reason, timeout)
         finally:
+            # Also after an error: who waits for the place must not wait longer.
             self._leaving.pop(task.place, None)
             left.set()
 

@@ -17,7 +17,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
-from zstrat.coordinator._on_worker import in_step
+from zstrat.coordinator._placeholders import in_step
 from zstrat.coordinator.connecting._session_opening import open_sessions
 from zstrat.errors import ClosedError, UnavailableError
 from zstrat.program import worker_context
@@ -102,6 +102,8 @@ class Profile:
         try:
             run, session = self._current()
             with self._logging_errors(), contextlib.suppress(ClosedError):
+                # A session that closes ends the time line itself, with what it has
+                # (`Cluster.close`).
                 session.run(run.end(), "ending a time line", WAITING)
             self._write(run)
         except BaseException as error:  # to the caller, such as Ctrl-C
@@ -125,6 +127,8 @@ class Profile:
         except BaseException as error:  # to the caller, such as a cancellation
             self._interrupted(error, session)
             raise
+        # On another thread, and to its end: the loop runs meanwhile, and a cancellation
+        # leaves no half of a file.
         await to_its_end(on_own_thread(partial(self._write, run)))
 
     def _prepare(self) -> CoordinatorCore:
@@ -135,6 +139,7 @@ class Profile:
                 "this zs.profile has already recorded a block; call zs.profile() again"
             )
         core = self._find()
+        # Now, as an error after the block would come when the run is over.
         self._place = check_place(self._path)
         return core
 
@@ -151,6 +156,7 @@ class Profile:
     async def _begin(self, core: CoordinatorCore) -> None:
         run = TimelineRun(core.session.cluster, core.engine, self._bounds)
         await run.begin()
+        # On the loop, and only once it has begun: `_give_up` runs there, too.
         self._run, self._session = run, core.session
 
     def _current(self) -> tuple[TimelineRun, ClusterSession]:
@@ -190,6 +196,7 @@ class Profile:
 def timeline_of(collected: CollectedRun) -> Timeline:
     """Puts the spans of all tasks on the clock of the program."""
     notes = collected.notes
+    # All spans are on the monotonic clock; only this line has the time of day.
     began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(
         seconds=time.monotonic() - notes.began
     )

@@ -15,7 +15,7 @@ import operator
 import time
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
-from zstrat.coordinator._on_worker import in_step
+from zstrat.coordinator._placeholders import in_step
 from zstrat.errors import ClosedError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import has_arrived, http_exporter, sdk_spans
@@ -102,11 +102,13 @@ class OpenTelemetryExport:
     def close(self) -> None:
         """Ends and sends the current sample, and shuts the exporter down. Waits ten
         seconds at most. Idempotent."""
+        # First, so that a sample that begins meanwhile ends at once.
         self._ends.open()
         run = self._run
         if run is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._core.session.portal.loop.call_soon_threadsafe(run.enough)
+        # At most so long: a program must end although its collector does not answer.
         self._thread.join(CLOSING)
         if self._thread.is_alive():
             log.warning(
@@ -141,10 +143,12 @@ class OpenTelemetryExport:
 
         async def record() -> CollectedRun | None:
             if session.cluster.timeline is not None:
+                # A user's profile is being recorded: this sample is left out.
                 return None
             run = TimelineRun(session.cluster, self._core.engine, bounds, yields=True)
             await run.begin()
             self._run = run
+            # `close` may have come before `_run` was set, and has not ended it then.
             if self._ends.is_open:
                 run.enough()
             await run.wait_over()
@@ -156,6 +160,7 @@ class OpenTelemetryExport:
         self._run = None
         if collected is None:
             return []
+        # OpenTelemetry has the time of day, our spans the monotonic clock.
         return sdk_spans(timeline_of(collected), time.time() - time.monotonic())
 
     def _send(self, spans: list[ReadableSpan]) -> None:

@@ -68,6 +68,8 @@ class CapturedTask:
             await self.task.wait_ready(deadline)
             hello = self.task.hello
             self._incarnation = None if hello is None else hello.incarnation
+            # Before it records, and again afterwards: two readings show how far its
+            # clock drifts.
             self._first = await self._clock(deadline)
             await self.task.link.submit(request, deadline=deadline)
         except ZstratError as error:
@@ -76,6 +78,7 @@ class CapturedTask:
     async def end(self, deadline: float) -> TaskNotes:
         """Collects the spans; returns what is known if the task does not answer."""
         notes = TaskNotes(self.name, problem=self._problem or self._loss())
+        # Without its clock its spans have no place on the line.
         if self._first is None or notes.problem:
             return notes
         notes.clock = ClockLine(self._first)
@@ -190,17 +193,22 @@ class TimelineRun:
         Cancellation: nothing is recorded.
         """
         other = self._cluster.timeline
+        # A sample of `OpenTelemetryExport`: a user's profile goes before it.
         if other is not None and other._yields:
             other.enough()
             await other.wait_over()
         if self._cluster.timeline is not None:
+            # Looked at again, as two may have waited for the same sample.
             raise RuntimeError(
                 "another time line of this session is being recorded; wait until its "
                 "block has ended"
             )
+        # Before the first await: others see that it is taken.
         self._cluster.timeline = self
         try:
             await self._begin_tasks()
+            # Last, when all tasks record: the first step that the program notes has its
+            # run.
             self._engine.notes = notes = self._new_notes()
         except BaseException:  # to the caller
             self.give_up()
@@ -217,6 +225,7 @@ class TimelineRun:
         """
         assert self._collecting is not None, "begin() comes first"
         self._enough.set()
+        # Shielded: a cancelled caller must not leave tasks that record.
         await asyncio.shield(self._collecting)
 
     def enough(self) -> None:
@@ -261,6 +270,8 @@ class TimelineRun:
                 request = BeginCapture(
                     task.session,
                     self._room,
+                    # Longer than the time line: a task stops by itself if the program
+                    # dies.
                     bounds.seconds + CAPTURE_SECONDS,
                     bounds.profile,
                 )
@@ -293,10 +304,14 @@ class TimelineRun:
         except TimeoutError:
             self._reason = f"{self._bounds.seconds:g} seconds"
         ended = time.monotonic()
+        # Before the tasks are asked, which may take seconds: the program notes nothing
+        # more.
         self._engine.notes = None
         deadline = self._deadline()
         try:
             async with asyncio.TaskGroup() as group:
+                # A task that does not answer does not end this: its notes say what they
+                # lack.
                 asking = [
                     group.create_task(task.end(deadline), name=task.name)
                     for task in self._tasks
@@ -308,6 +323,7 @@ class TimelineRun:
 
     async def _finish(self) -> None:
         """Lets another one start, and disconnects from the backups."""
+        # First, as closing links to backups may be interrupted.
         self._cluster.timeline = None
         self._over.set()
         await asyncio.gather(*(backup.link.close() for backup in self._backups))

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator.connecting import ClusterTasks, TaskSession
 
-    from ._inventory import RestorePoint, SessionRenewal
+    from ._inventory import RestorePoint
+    from ._session_renewal import SessionRenewal
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -109,6 +110,8 @@ class Recovery:
     def server_lost(self) -> None:
         """Notes that a server is lost; it may come back with its data."""
         self._news.set()
+        # After a failure every call raises it, until all servers are back with their
+        # data.
         if self._over.is_set() and self.failure is None:
             self._over.clear()
             self._renewal.suspend_dispatch()
@@ -119,6 +122,8 @@ class Recovery:
         """Notes that a server is in the session again; ``is_last``: now all of them
         are, with their data."""
         self._news.set()
+        # A session that is half filled has to be filled again, although all its servers
+        # are there.
         if is_last and not self._is_torn:
             self.failure = None
 
@@ -142,6 +147,7 @@ class Recovery:
         """
         if restores != self.restores:
             return []  # its steps are those of an earlier session
+        # A restore from it, or a second save, makes it the newest.
         known = [other for other in self._points if other.point.path != point.path]
         steps = count(cut) - self.steps_lost
         self._points = [*known[1 - REMEMBERED_CHECKPOINTS :], _Remembered(point, steps)]
@@ -173,14 +179,16 @@ class Recovery:
             try:
                 return await work()
             except ZstratError:
+                # The error may be that of a lost server. Only waiting shows: what is to
+                # come back is awaited, anything else is raised.
                 settled = await self.settled(before)
                 settled |= self._cluster.failovers != failovers
                 if not settled or (self.restores == before and not again):
                     raise
 
     async def settled(self, since: int) -> bool:
-        """Waits as `over`. Returns True if a server was away, or `restores` is not
-        ``since``."""
+        """Waits until no recovery is under way, as `over`. Returns True if a server was
+        away, or `restores` is not ``since``."""
         waited = self.is_under_way
         if not waited and not all(task.link.is_open for task in self._cluster.ps):
             waited = True
@@ -204,6 +212,7 @@ class Recovery:
         loop = asyncio.get_running_loop()
         failures, patient_until = 0, loop.time() + self.return_timeout
         while True:
+            # Losses come one after the other: each turn looks at all servers again.
             await self._all_back()
             if not self._is_torn and all(task.is_ready for task in self._cluster.ps):
                 self._end()  # they are back with their data
@@ -232,7 +241,8 @@ class Recovery:
             return
 
     async def _all_back(self) -> None:
-        """Waits until each server is in the session, or there and empty.
+        """Waits until each server is back: in the session with its data, or connected
+        and empty.
 
         Raises:
             PSUnavailableError: One did not come back.
@@ -248,6 +258,7 @@ class Recovery:
                         names,
                         self.return_timeout,
                     )
+                    # No await since the servers were looked at, so no news is lost.
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -268,6 +279,7 @@ class Recovery:
         reasons = []
         for each in reversed(self._points):
             path = each.point.path
+            # Now, not when it was saved: variables may have been created since.
             if missing := self.inventory.missing_in(each.point):
                 reasons.append(f"{path} lacks {', '.join(missing)}")
                 continue
@@ -306,6 +318,8 @@ class Recovery:
         await self._renewal.close_ended_steps(point.rounds)
         await self._renewal.note_leases(point.places)
         for task in cluster.ps:
+            # One that was filled first may be lost, and empty again, before the last
+            # one is filled.
             if not task.is_ready:
                 raise PSUnavailableError(task.name, "it was lost again")
 
@@ -317,6 +331,7 @@ class Recovery:
         self.steps_lost += lost
         self.restores += 1
         self._is_torn = False
+        # Only now: workers push to the servers as soon as they are in the session.
         self._renewal.renew_workers(chosen.point.places)
         log.warning(
             "a parameter server came back empty: all of them were filled from %s. %d "

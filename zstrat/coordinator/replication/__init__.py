@@ -13,9 +13,10 @@ from ._orders import Lose as Lose
 from ._orders import Promote as Promote
 from ._orders import Serve as Serve
 from ._orders import Swap as Swap
-from ._orders import successors as successors
 from ._placement import StorePlacement as StorePlacement
 from ._replication import Replication as Replication
 from ._store_moves import StoreMoves as StoreMoves
 from ._store_moves import plan_drain as plan_drain
 from ._store_moves import plan_rebalance as plan_rebalance
+from ._store_processes import CopiesStatus as CopiesStatus
+from ._successors import successors as successors

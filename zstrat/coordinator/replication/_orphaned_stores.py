@@ -15,7 +15,8 @@ from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableErr
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesReport
 
-from ._orders import CopyPhase, session_lost, successors
+from ._orders import CopyPhase
+from ._successors import session_lost, successors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -85,6 +86,8 @@ class OrphanedStores:
                 for process, life in enumerate(lives)
                 if process not in reports or reports[process].life == life
             ]
+            # All are asked at once, and again in each turn: an earlier answer may be
+            # from before its process noticed that the other copy was lost.
             answers = await asyncio.gather(
                 *(self._copies_of(n, deadline) for n in asked)
             )
@@ -111,6 +114,7 @@ class OrphanedStores:
             PSUnavailableError: Nothing is left of a store.
             DeadlineExceededError: A copy does not answer.
         """
+        # Any store's will do: `successors` has checked that all have the same.
         self.origin = orphans[0].chosen.copy.origin
         await self.keep_origin(self.origin, deadline)
         processes = self._known.sessions
@@ -136,7 +140,8 @@ class OrphanedStores:
             await process.wait_ready(deadline)
 
     async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
-        """Carries out work that waits for orphaned stores, until one of them is lost.
+        """Carries out work that needs all orphaned stores, and gives it up when one of
+        them is lost.
 
         Raises:
             PSUnavailableError: Nothing is left of a store; names it, and what to do.
@@ -145,6 +150,8 @@ class OrphanedStores:
         """
         loop = asyncio.get_running_loop()
         stores = self._orders.placement.stores
+        # A store that is lost meanwhile never answers: `work` alone would wait for its
+        # whole deadline.
         waits = self._orders.wait_until(
             lambda: any(store.phase is CopyPhase.EMPTY for store in stores)
         )
@@ -177,6 +184,8 @@ class OrphanedStores:
             assert isinstance(answer, CopiesReport), answer
             copies = [
                 copy._replace(
+                    # A process names its copies by the address that it listens on,
+                    # which may be 0.0.0.0; "" is its own.
                     address=reached_as(copy.address or process.address, process.address)
                 )
                 for copy in answer.copies

@@ -102,7 +102,8 @@ class StorePlacement:
         return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
-        """Returns whether the home of the store has it by itself."""
+        """Returns whether the home of the store has it from the start, without an order
+        to create it."""
         return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
@@ -149,6 +150,7 @@ class StorePlacement:
         before if it still has all its data."""
         process = self._processes[number]
         process.is_there, process.life = True, life
+        # It may be another process, or the same one with more memory.
         process.unwilling.clear()
         if not self._is_started:
             return []
@@ -182,6 +184,8 @@ class StorePlacement:
         """Removes the process: it is no longer the home of any store."""
         for store in self.stores:
             if store.home == number:
+                # In another session, too, a removed process must not be asked to create
+                # it.
                 store.home = store.primary.process
 
     def retry_refused(self) -> list[PlacementOrder]:
@@ -221,6 +225,7 @@ class StorePlacement:
         copy."""
         if not self._is_started:
             return []
+        # Two copies are enough, unless one of them has to be elsewhere.
         if store.phase is CopyPhase.PAIRED and self.replicas:
             return self._seek_third(store)
         if store.phase is not CopyPhase.ALONE:
@@ -247,8 +252,8 @@ class StorePlacement:
         return store.host(min(fit, key=self._copies_of))
 
     def _fit_for_copy(self, store: ReplicatedStore) -> list[int]:
-        """Processes that may get a further copy: only the target, if it is one of them.
-        If it is not, the store stays where it is."""
+        """Returns the processes that may get a further copy: only the target, if it is
+        one of them. If it is not, the store stays where it is."""
         fit = [
             number
             for number, process in enumerate(self._processes)
@@ -258,6 +263,8 @@ class StorePlacement:
             and store.number not in process.unwilling
         ]
         if store.target not in fit:
+            # A target that is lost or refuses ends the move: the store is not to wait
+            # for it.
             store.target = None
         return fit if store.target is None else [store.target]
 
@@ -282,14 +289,19 @@ class StorePlacement:
                 return self._seek(store)
             case CopyPhase.PAIRED if self.replicas:
                 return self._seek(store)
+            # A third copy elsewhere is given up: it does not count yet.
             case CopyPhase.ADDING | CopyPhase.FILLING if (
                 store.third is not None and store.third.process != target
             ):
                 return [*store.end_third(MOVES), *self._seek(store)]
             case CopyPhase.PAIRED if at_target:
                 return store.promote(MOVES)
+            # The answer of the process that hosts it now comes in an older view, and is
+            # dropped.
             case CopyPhase.HOSTING if not at_target:
                 return store.seek_elsewhere(unwilling=False)
+            # Without replicas a backup is there to move the store, and this one is for
+            # another target. Once the primary is alone it is sought at the target.
             case CopyPhase.ATTACHING | CopyPhase.PAIRED if not (
                 at_target or self.replicas
             ):
@@ -299,10 +311,12 @@ class StorePlacement:
         return []
 
     def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
-        """Leaves the store where it is; a copy that only the move needed ends."""
+        """Leaves the store where it is, and ends a copy that only the move needed."""
         store = self.stores[number]
+        # Once a copy is asked to serve, only its answer says which one does.
         if store.target is None or store.phase in _ASKED_TO_SERVE:
             return []
+        # Looked at first, as it compares with the target.
         is_for_move, store.target = store.is_backup_at_target, None
         if store.phase in THIRD_BESIDE:
             return store.end_third(reason)
@@ -311,7 +325,7 @@ class StorePlacement:
         return self._end_backup(store, reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:
-        """Replaces the backup of the store, in a process that leaves."""
+        """Moves the backup of the store away from a process that leaves."""
         store = self.stores[number]
         if self.replicas and store.phase is not CopyPhase.HOSTING:
             return self._seek(store)
@@ -396,6 +410,8 @@ class StorePlacement:
         former, third = store.primary, store.third
         store.primary, store.backup, store.third = order.backup, None, None
         if store.target == store.primary.process:
+            # By the target, not by the reason: a store whose primary is lost amid a
+            # move has moved, too, if the backup at the target took over.
             store.home, store.target = store.primary.process, None
             self.moves += 1
         else:

@@ -105,7 +105,7 @@ class ReplicatedStore:
 
     @property
     def is_bare(self) -> bool:
-        """Whether no other process has anything of it."""
+        """Whether no process but that of the primary has anything of the store."""
         return self.phase in (CopyPhase.ALONE, CopyPhase.EMPTY)
 
     @property
@@ -132,7 +132,7 @@ class ReplicatedStore:
 
     @property
     def is_backup_at_target(self) -> bool:
-        """Whether its backup is where it moves."""
+        """Whether its backup is in the process to which it moves."""
         return self.backup is not None and self.backup.process == self.target
 
     def lives(self, copy: Copy | None) -> bool:
@@ -159,12 +159,13 @@ class ReplicatedStore:
         self.primary = self.copy_at_home()
 
     def copy_at_home(self) -> Copy:
-        """Returns the copy that its home has by itself, in the life of now."""
+        """Returns the copy that its home has from the start, in the present life of
+        that process."""
         process = self.processes[self.home]
         return Copy(self.home, process.life, process.address)
 
     def create(self) -> list[PlacementOrder]:
-        """Asks its home, which does not have it by itself, to create it."""
+        """Orders its home, which does not have it from the start, to create it."""
         self._change(CopyPhase.CREATING, "")
         return [Establish(self.number, self.view, self.home)]
 
@@ -189,12 +190,13 @@ class ReplicatedStore:
     def detach(self, reason: str) -> list[PlacementOrder]:
         """Asks the primary to continue alone."""
         self._end_move_with_backup()
+        # A primary that continues alone fills nobody.
         third, self.third = self.third, None
         self._change(CopyPhase.DETACHING, reason)
         return [Detach(self.number, self.view), *self.drop(third)]
 
     def keep(self, reason: str) -> list[PlacementOrder]:
-        """Has the primary serve, and keep the backup that it has."""
+        """Publishes the primary, and orders it to keep the backup that it has."""
         assert self.backup is not None, self
         self._change(CopyPhase.ATTACHING, reason)
         self.paired_view = self.view
@@ -213,7 +215,7 @@ class ReplicatedStore:
         return [Host(self.number, self.view, process)]
 
     def fill(self, copy: Copy) -> list[PlacementOrder]:
-        """Has the primary fill the copy that a process hosts now."""
+        """Orders the primary to fill the copy that a process hosts now."""
         if self.phase is CopyPhase.ADDING:
             self.third = copy
             self._set_phase(CopyPhase.FILLING)
@@ -226,6 +228,8 @@ class ReplicatedStore:
         """Notes that the backup is complete, or the third copy, which is to replace
         it."""
         if self.phase is CopyPhase.FILLING:
+            # In a newer view the primary names the third copy as its backup. Until it
+            # has answered, nobody knows which of the two counts, so both are kept.
             assert self.third is not None, self
             self._change(CopyPhase.REPLACING)
             return [Attach(self.number, self.view, self.third)]
@@ -237,7 +241,7 @@ class ReplicatedStore:
         return self.drop(before)
 
     def end_third(self, reason: str) -> list[PlacementOrder]:
-        """Gives the third copy up: the primary keeps the backup that it has. A move
+        """Gives up the third copy: the primary keeps the backup that it has. A move
         that needed the copy ends."""
         third, self.third = self.third, None
         assert third is not None, self
@@ -246,17 +250,18 @@ class ReplicatedStore:
         if self.phase is CopyPhase.ADDING:  # the primary does not know of it
             self._change(CopyPhase.PAIRED)
             return self.drop(third)
+        # Without the `Serve`: the primary serves as before.
         _, attach = self.keep(reason)
         return [attach, *self.drop(third)]
 
     def serve(self) -> list[PlacementOrder]:
-        """Has the primary serve alone, and seeks a backup."""
+        """Publishes the primary, which serves alone, and seeks a backup."""
         self._set_phase(CopyPhase.ALONE)
         self.is_reported_lost = False
         return [Serve(self.number, self.view, self.primary), *self.seek(self)]
 
     def serve_with(self, backup: Copy) -> list[PlacementOrder]:
-        """Has the primary serve with a backup that is complete."""
+        """Publishes the primary, which has a complete backup."""
         self.backup, self.paired_view = backup, self.view
         self._set_phase(CopyPhase.PAIRED)
         self.is_reported_lost = False
@@ -272,6 +277,7 @@ class ReplicatedStore:
             unwilling: Do not ask that one again for a while.
         """
         if unwilling:
+            # Else the same process would be chosen, which has the fewest copies still.
             self.avoid(self.backup)
         self._forget_backup()
         self._set_phase(CopyPhase.ALONE)
@@ -285,7 +291,7 @@ class ReplicatedStore:
         return [Lose(self.number, reason)]
 
     def lose(self, reason: str) -> list[PlacementOrder]:
-        """Gives the store up: no complete copy is left."""
+        """Gives up the store: no complete copy is left."""
         if self.phase is CopyPhase.EMPTY:
             return []
         self.target = None
@@ -294,12 +300,13 @@ class ReplicatedStore:
         return [Lose(self.number, reason, gone=True)]
 
     def avoid(self, copy: Copy | None) -> None:
-        """Keeps copies of this store away from the process for a while."""
+        """Places no copy of this store on the process for a while."""
         if copy is not None:
             self.processes[copy.process].unwilling.add(self.number)
 
     def drop(self, copy: Copy | None) -> list[PlacementOrder]:
-        """Frees a useless copy; a process that is away is asked when it is back."""
+        """Orders a useless copy to be dropped; a process that is away gets the order
+        when it is back."""
         if copy is None or not self.processes[copy.process].is_there:
             return []
         return [Drop(self.number, self.view, copy.process)]
@@ -314,6 +321,7 @@ class ReplicatedStore:
         partner = successor.partner
         chosen = _orphaned_copy(successor.chosen, lives)
         other = None if partner is None else _orphaned_copy(partner, lives)
+        # The newest that any copy knows: each order of this program has a newer one.
         self.view = successor.view
         if not successor.chosen.copy.is_primary:
             # Any process but the backup's, which may have come home.
@@ -326,11 +334,15 @@ class ReplicatedStore:
             is_kept = successor.is_pair and self.replicas
             orders = (self.keep if is_kept else self.detach)(SUCCEEDED)
         used = {copy.process for copy in (chosen, other) if copy is not None}
+        # Its home, too: it has begun the store by itself, empty, if nobody had left it
+        # there.
         others = {*successor.useless, self.home} - used
         return orders + [Drop(self.number, self.view, n) for n in sorted(others)]
 
     def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
         """Notes that the process is lost; it may have a copy of the store."""
+        # The third copy first, as one process may have had it and the primary, after a
+        # swap.
         if self.third is not None and self.third.process == number:
             orders = self._third_lost(reason)
             if self.primary.process != number:
@@ -361,6 +373,7 @@ class ReplicatedStore:
             elif is_promoting:
                 yield from self.promote(self.reason)
         else:
+            # What it may have of the store is of a view that is over.
             yield Drop(self.number, self.view, number)
 
     def _primary_restarted(self) -> Iterator[PlacementOrder]:
@@ -424,6 +437,7 @@ class ReplicatedStore:
         """Asks the backup, which may be away, as it alone knows whether it may be the
         primary."""
         is_there = self.is_there(self.backup)
+        # Asked also if it is away: the order is repeated until its process is back.
         asked = self.promote(reason)
         return [*([] if is_there else self.report_lost(reason)), *asked]
 
@@ -445,6 +459,7 @@ class ReplicatedStore:
 
     def backup_lost(self, view: int, reason: str) -> list[PlacementOrder]:
         """Notes that the primary cannot reach the backup that it has in this view."""
+        # An earlier backup may be meant: notices of a primary and orders to it cross.
         is_known = self.paired_view <= view <= self.view
         if not is_known or self.phase not in WITH_BACKUP:
             return []
@@ -485,6 +500,8 @@ class ReplicatedStore:
                 self.avoid(self.third)
                 return self.end_third(reason)
             case CopyPhase.SWAPPING:
+                # It stays where it is; its backup is complete, so nothing has to be
+                # copied.
                 self.target = None
                 is_there = self.is_there(self.backup)
                 return (self.keep if is_there else self.detach)(reason)
@@ -541,7 +558,7 @@ class ReplicatedStore:
         self.backup = None
 
     def _end_move_with_backup(self) -> None:
-        """Ends a move that needed the backup, which ends."""
+        """Ends a move if it needs the backup, which ends now."""
         if self.is_backup_at_target:
             self.target = None
 

@@ -120,6 +120,7 @@ class Replication:
             PSUnavailableError: A store has no complete copy.
             ZstratError: As `arrive`.
         """
+        # From now on a process that loses its data may enter again (`_take_back`).
         self._takes_over = True
         await arrive(self.processes, (), deadline)
         successors = await self.orphans.find(deadline)
@@ -145,6 +146,8 @@ class Replication:
         """
         await arrive(self.processes, (), deadline)
         self._orders.carry_out(self.placement.create_stores())
+        # They have addresses when they are created; until then nothing can be served
+        # there.
         try:
             async with asyncio.timeout_at(deadline):
                 await self.wait_until(lambda: not self.placement.is_creating)
@@ -172,6 +175,8 @@ class Replication:
         """
         self._known.start()
         await self._known.wait_ready(deadline)
+        # The restore starts it when the stores are filled: copies of empty ones are of
+        # no use.
         if self._is_renewed:
             return
         self.start()
@@ -208,6 +213,7 @@ class Replication:
 
         Cancellation: it is removed without awaiting its answer.
         """
+        # A session that is left reports no loss, so the placement is notified here.
         self.placement.set_leaving(process.place, True)
         self.process_lost(process, "it was removed")
         self.placement.remove_process(process.place)
@@ -227,11 +233,14 @@ class Replication:
         """
         place = self.placement.stores[store]
         self._orders.carry_out(self.placement.move(store, target))
+        # Without a deadline: a copy takes as long as there are data, and its loss ends
+        # the move.
         try:
             await self.wait_until(
                 lambda: place.target is None or place.is_reported_lost
             )
         finally:
+            # Does nothing if the move has ended, or can no longer be cancelled.
             self._orders.carry_out(
                 self.placement.cancel_move(store, "the move was cancelled")
             )
@@ -248,6 +257,7 @@ class Replication:
         """Begins again with empty stores at home, in another session. Call `start` when
         they are filled."""
         self._orders.session = session
+        # Answers to orders of the earlier session decide nothing from now on.
         self._stop()
         self._is_renewed = True
         self.placement.enter_session()

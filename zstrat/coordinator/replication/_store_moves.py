@@ -91,6 +91,7 @@ def plan_drain(
     at = list(serving)
     moves: list[StoreMove] = []
     for store in [store for store, server in enumerate(serving) if server == process]:
+        # Where a complete backup is, the move is a swap, and copies nothing.
         target = backups.get(store, -1)
         if target not in others:
             target = min(sorted(others), key=at.count)
@@ -176,6 +177,7 @@ class StoreMoves:
             except BaseException:  # to the caller, for whom it was not added
                 await replication.dismiss(process, 0.0)
                 raise
+            # Known from here on, also if moving stores to it fails: it may be drained.
             self._addresses[number], self._numbers[address] = address, number
             log.info("%s at %s: the program has added it", process.name, address)
             await self._rebalance(replication)
@@ -213,6 +215,8 @@ class StoreMoves:
         number = self._number_of(address)
         if address in self._leaving:
             raise BusyError(f"ps {number} at {address} is being drained already")
+        # Before its turn, so that a second call fails at once instead of waiting for
+        # the first.
         self._leaving.add(address)
         now = asyncio.get_running_loop().time()
         deadline = None if timeout is None else now + timeout
@@ -226,7 +230,8 @@ class StoreMoves:
     async def _turn(
         self, deadline: float | None, who: str, seconds: float | None
     ) -> AsyncIterator[None]:
-        """Waits until no other change is under way, and keeps others from it."""
+        """Waits until no other change is under way, and lets none begin inside of the
+        block."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._changing.acquire()
@@ -248,9 +253,11 @@ class StoreMoves:
         replication = await self._watched(min(deadline or connecting, connecting))
         process = next(
             each
+            # The last one: an address that was drained and added again has two.
             for each in reversed(replication.processes)
             if each.address == address and not each.is_closed
         )
+        # In its turn: another drain may have taken the last one meanwhile.
         self._require_others(replication, process)
         # Before anything moves, so that nothing is copied there meanwhile.
         replication.cordon(process.place, True)
@@ -275,7 +282,7 @@ class StoreMoves:
         log.info("%s at %s is drained and removed", process.name, address)
 
     async def _watched(self, deadline: float) -> Replication:
-        """Returns the `Replication`, when all processes are there."""
+        """Returns the `Replication`, once all its processes are connected."""
         self._require_whole()
         replication = self._cluster.ensure_replication()
         if not replication.is_started:
@@ -284,7 +291,8 @@ class StoreMoves:
         return replication
 
     def _require_whole(self) -> None:
-        """
+        """Checks that each store has a server.
+
         Raises:
             PSUnavailableError: A store is lost, or is being filled.
         """
@@ -292,7 +300,8 @@ class StoreMoves:
             raise outage
 
     def _new_number(self, address: str, number: int | None) -> int:
-        """
+        """Returns the task number of a process that is to be added.
+
         Raises:
             AlreadyExistsError, InvalidArgumentError: As `add`.
         """
@@ -311,6 +320,8 @@ class StoreMoves:
                 "Name the new ps in the cluster, or leave out resume="
             )
         if number is None:
+            # An address keeps the number that it had; a number never goes to another
+            # address.
             after = max(self._numbers.values()) + 1
             return self._numbers.get(address, after)
         for other, known in self._numbers.items():
@@ -336,7 +347,8 @@ class StoreMoves:
         raise NotFoundError(f"{address!r:.80} {why}")
 
     def _require_others(self, replication: Replication, process: TaskSession) -> None:
-        """
+        """Checks that enough other processes are there to take the stores of this one.
+
         Raises:
             InvalidArgumentError: Too few would be left.
         """
@@ -365,13 +377,15 @@ class StoreMoves:
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
         """Moves stores until the process has no copy of any. A backup there may become
         primary before another one is complete."""
-        stores, me = replication.placement.stores, process.place
+        stores, index = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
-        while held := [store for store in stores if me in store.copy_processes]:
-            if any(store.primary.process == me for store in held):
+        # Looked at again after each move: a failover meanwhile may have made a backup
+        # here the primary.
+        while held := [store for store in stores if index in store.copy_processes]:
+            if any(store.primary.process == index for store in held):
                 await self._move_one(replication, process, tried)
             else:
-                await self._evict(replication, held[0], me)
+                await self._evict(replication, held[0], index)
 
     async def _move_one(
         self,
@@ -384,7 +398,7 @@ class StoreMoves:
         Raises:
             UnavailableError: All others have been tried.
         """
-        stores, me = replication.placement.stores, process.place
+        stores, index = replication.placement.stores, process.place
         others = [each.place for each in _others(replication, process)]
         backups = {
             store.number: store.backup.process
@@ -392,7 +406,7 @@ class StoreMoves:
             if store.backup is not None and store.is_paired
         }
         serving = [store.primary.process for store in stores]
-        store, target = plan_drain(serving, backups, me, others or [me])[0]
+        store, target = plan_drain(serving, backups, index, others or [index])[0]
         untried = [each for each in others if (store, each) not in tried]
         if not untried:
             raise UnavailableError(
@@ -400,43 +414,46 @@ class StoreMoves:
                 f"{stores[store].reason or 'none is there'}; it stays at "
                 f"{process.address}"
             )
+        # The plan is made again each time, and may name one that has refused.
         target = target if target in untried else untried[0]
         tried.add((store, target))
         await self._move(replication, store, target)
 
     async def _evict(
-        self, replication: Replication, place: ReplicatedStore, process: int
+        self, replication: Replication, store: ReplicatedStore, process: int
     ) -> None:
         """Moves the backup of a store to another process, unless it becomes primary
         here first."""
         self._require_whole()
-        replication.evict(place.number)
+        # With replicas it stays until another one is complete
+        # (`ReplicatedStore.filled`).
+        replication.evict(store.number)
         await replication.wait_until(
             lambda: (
-                place.primary.process == process
-                or process not in place.copy_processes
+                store.primary.process == process
+                or process not in store.copy_processes
                 or self._cluster.outage_error is not None
             )
         )
         self._require_whole()
         await self._settled(replication)
 
-    async def _move(self, replication: Replication, store: int, target: int) -> None:
+    async def _move(self, replication: Replication, number: int, target: int) -> None:
         """Moves a store; once more if the store was away meanwhile, and is back.
 
         Raises:
             PSUnavailableError: The store is lost, or another one.
         """
-        cluster, place = self._cluster, replication.placement.stores[store]
+        cluster, store = self._cluster, replication.placement.stores[number]
         was_away = True
         while was_away:
             self._require_whole()  # it may have been lost between two moves
-            await replication.move(store, target)
-            if was_away := place.is_reported_lost:
+            await replication.move(number, target)
+            if was_away := store.is_reported_lost:
                 # It counts as lost when its connection was cut for too long.
                 await replication.wait_until(
                     lambda: (
-                        not place.is_reported_lost or cluster.outage_error is not None
+                        not store.is_reported_lost or cluster.outage_error is not None
                     )
                 )
         await self._settled(replication)

@@ -66,7 +66,8 @@ RETRY_SECONDS: Final = 5.0
 
 @final
 class StoreOrders:
-    """The orders of one session.
+    """Sends the orders of the placement, and reports their outcomes to it, in one
+    session.
 
     Args:
         session: The number of the session; another one after `Replication.renew`.
@@ -112,13 +113,15 @@ class StoreOrders:
                 case _:
                     self._ask(order)
         self.status.log_changes()
+        # After all orders: who waits looks at the state that they have made.
         self._news.set()
         if self.placement.has_refused and self._retry_timer is None:
             loop = asyncio.get_running_loop()
             self._retry_timer = loop.call_later(RETRY_SECONDS, self._retry_refused)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for what orders and their answers bring about.
+        """Waits until ``is_so()``, which is checked whenever orders were carried out or
+        a loss was reported.
 
         Cancellation: nothing is lost.
         """
@@ -130,14 +133,16 @@ class StoreOrders:
         """Moves the session of a store of which nothing is left to where the store
         begins again; `TaskSession.renew` enters it there."""
         task, home = self.servers[store.number], self.known.sessions[store.home].address
+        # Its home has it no longer, and not again before it was asked to create it:
+        # until then there is no address.
         if not self.placement.is_own(store.number):
             task.park()
         elif task.address != home or task.is_parked:
             task.move(home, is_empty=True)
 
     def report_unserved(self, number: int, reason: str) -> None:
-        """Reports a server that is lost when no process is known to be: unless a report
-        of its store is due already."""
+        """Reports the lost server of a store of which the placement knows no serving
+        copy, unless such a report is due already."""
         store = self.placement.stores[number]
         if store.is_reported_lost and number not in self._losses_due:
             words = self.status.reason_with_process(number, reason)
@@ -193,6 +198,7 @@ class StoreOrders:
             return
         self._cancel_report(order.store)
         loop = asyncio.get_running_loop()
+        # Any of them may have a copy, so the one that is away longest decides.
         until = [task.back_by for task in (*self.known.sessions, *self.servers)]
         until.append(loop.time() + self._timeouts.reconnect)
         self._losses_due[order.store] = loop.call_at(
@@ -215,6 +221,8 @@ class StoreOrders:
     def _ask(self, order: Asked) -> None:
         earlier = self._asking.pop(order.store, None)
         if earlier is not None:
+            # Only the waiting ends; what was sent may be carried out. The newer view
+            # makes that harmless.
             earlier.cancel()
             self._ended = [task for task in self._ended if not task.done()] + [earlier]
         self._asking[order.store] = asyncio.get_running_loop().create_task(
@@ -228,13 +236,17 @@ class StoreOrders:
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
+            # It is not known whether the order was carried out: `unanswered` decides.
             reason = str(error)
         except Exception as error:  # to the log and the placement: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
+            # A copy that its primary never let count refuses in this way
+            # (`PromoteBackup`).
             never_counted = isinstance(error, InvalidArgumentError)
             outcome = partial(placement.refused, never_counted=never_counted)
             reason = str(error)
         else:
+            # First: what follows may be another order for the same store.
             del self._asking[order.store]
             self.carry_out(self._done(order, answer))
             return
@@ -246,11 +258,15 @@ class StoreOrders:
         if isinstance(order, Promote):
             return await self._promote(order)
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
+        # Filling takes as long as there are data. A loss of either side replaces the
+        # order before.
         deadline = loop.time() + ATTACH_SECONDS
         primary = task = self.servers[order.store]
         if not isinstance(order, Attach | Detach):
             task = self.known.sessions[order.process]
         if isinstance(order, Host):
+            # The copy accepts changes from one process only, so the primary has to be
+            # known.
             await primary.wait_ready(deadline)
         await task.wait_ready(deadline)
         if isinstance(order, Host | Establish):
@@ -274,7 +290,9 @@ class StoreOrders:
         return await task.link.submit(request, deadline=deadline)
 
     async def _promote(self, order: Promote) -> Message:
-        """Asks a backup over a separate link: the program's line moves afterwards."""
+        """Promotes a backup over a link of its own, as the program's requests move
+        there only afterwards."""
+        # In that time the session of its process notices if it is lost.
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup
         backup = ProbedTask(

@@ -18,7 +18,7 @@ from zstrat.errors import ZstratError
 from zstrat.wire import Inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSessionEvents
@@ -34,7 +34,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 @final
 class StoreProcesses:
-    """The processes of one program.
+    """The sessions on all processes of one program.
 
     Args:
         events: Called by their sessions.
@@ -63,6 +63,7 @@ class StoreProcesses:
         Args:
             number: Its task number.
         """
+        # The message holds this list itself, and is encoded when it is sent.
         views: list[int] = []
         opening = replace(
             self._opening, session=self._session, index=index, views=views
@@ -75,6 +76,8 @@ class StoreProcesses:
             opening,
             self._make_link,
             self._events,
+            # No ``grace``: `Replication` decides when a store without a process counts
+            # as lost.
             one_life=True,
             turn=self._timeouts.turn,
             notice=self._timeouts.notice,
@@ -137,6 +140,7 @@ class StoreProcesses:
 
         Cancellation: it is closed without awaiting the answer.
         """
+        # Before `leave`, which ends that.
         was_ready = process.is_ready
         process.leave()
         try:
@@ -163,6 +167,7 @@ class CopiesStatus:
     ) -> None:
         self._placement, self._replicas = placement, placement.replicas
         self._servers, self._processes = servers, processes
+        # At the start each store gets its first backup: no news, so INFO.
         bare = len(placement.stores) * placement.replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a backup, and the log level for when they get one."""
@@ -198,13 +203,15 @@ class CopiesStatus:
         counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self._replicas:
             counts["failovers"] = placement.failovers
-            alive = [process.is_heard for process in self._processes]
+            # A process that was killed a moment ago still counts as having its copies:
+            # only a link that is alive says that they are there.
+            alive = {n for n, each in enumerate(self._processes) if each.is_heard}
             counts["stores_without_backup"] = self._not_known_whole(alive)
         return {**counts, "stores": [self._entry(store) for store in placement.stores]}
 
     async def ask_without_backup(self, timeout: float) -> int:
-        """Asks all processes, and counts the stores of which not both answer: a process
-        that was killed a moment ago may not be missed yet.
+        """Asks all processes whether they live, and counts the stores without two
+        living copies: a process that was killed a moment ago may not be missed yet.
 
         Args:
             timeout: Seconds that a process has to answer.
@@ -215,16 +222,18 @@ class CopiesStatus:
         answers = await asyncio.gather(
             *(_answers(process, deadline) for process in self._processes)
         )
-        return self._not_known_whole(answers)
+        return self._not_known_whole({n for n, live in enumerate(answers) if live})
 
-    def _not_known_whole(self, live: Sequence[bool]) -> int:
+    def _not_known_whole(self, live: Collection[int]) -> int:
         """Returns the number of stores that are not known to have two complete copies.
 
         Args:
-            live: Whether each process is known to live, by index.
+            live: The indices of the processes that are known to live. One that was
+                added since is not, and may have a copy already.
         """
         return sum(
-            not store.is_paired or not all(live[copy.process] for copy in store.copies)
+            not store.is_paired
+            or not all(copy.process in live for copy in store.copies)
             for store in self._placement.stores
         )
 

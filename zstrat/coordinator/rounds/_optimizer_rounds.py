@@ -41,7 +41,8 @@ RECENT_ROUNDS: Final = 64
 
 
 class _Wait(NamedTuple):
-    """Rounds that waited for a worker alone, the last one, and for how many seconds."""
+    """Number of rounds that waited for one worker alone, the last to contribute, and
+    the seconds of all these waits."""
 
     rounds: int = 0
     seconds: float = 0.0
@@ -53,7 +54,8 @@ _Waits = dict[int, _Wait]  # by worker
 @final
 @dataclass(slots=True)
 class RoundStatistics:
-    """The numbers of the rounds of one optimizer. Workers are known by their place."""
+    """Counts of the rounds of one optimizer, and their waiting times. Workers are known
+    by their place."""
 
     closed: int = 0
     """Rounds that all servers have applied."""
@@ -82,6 +84,8 @@ class RoundStatistics:
         in_order = sorted(contributed)
         self._closing = {}
         if len(in_order) > 1:
+            # Between the last two all others were there: so long the round waited for
+            # one worker.
             (before, _), (at, worker) = in_order[-2:]
             self._closing = {worker: _Wait(1, at - before)}
 
@@ -139,8 +143,8 @@ FORMER: Final = -1
 
 
 class Contributed(NamedTuple):
-    """A contribution: the worker, when it was reported, what the servers know, and
-    whether it is for a round that was closed before."""
+    """A contribution: its worker, the time of its report, the member that servers know,
+    and whether it came after its round was closed."""
 
     worker: int
     at: float
@@ -149,8 +153,9 @@ class Contributed(NamedTuple):
 
 
 class RestoredRounds(NamedTuple):
-    """The open round in a checkpoint. Another one does, too, if it is ``cycle`` or
-    several times that later: what was done since has made rounds as well."""
+    """The number of the open round in a checkpoint. A restore may continue with a later
+    one instead, a multiple of ``cycle`` away: numbers of rounds that were closed since
+    are not used again."""
 
     number: int
     cycle: int
@@ -211,6 +216,7 @@ class OptimizerRounds:
             if is_dropped:
                 return
         member = RoundMember(given.step, given.attempt, given.weight)
+        # By step: a later attempt takes the place of an earlier one, as on the servers.
         self._members[given.step] = Contributed(worker, now, member, is_late)
 
     @property
@@ -249,6 +255,8 @@ class OptimizerRounds:
         count = len(self._on_time)
         if not self.is_closing and (self.is_left_open or is_awaited):
             return now
+        # The grace begins again, as more workers may be there by now than when there
+        # were enough.
         if self.is_closing or count < self.enough(there):
             self._enough_at = None
             return None
@@ -263,6 +271,8 @@ class OptimizerRounds:
         assert not self.is_closing, self.name
         found = list(self._members.values())
         self.statistics.closing((each.at, each.worker) for each in self._on_time)
+        # In the order of the steps: floating-point sums are then the same on each
+        # server, and whenever the order is repeated.
         members = sorted([each.member for each in found])
         operands = None if self.coupled and members else ()
         order = RoundOrder(self.optimizer, self.number, int(self.policy.rule), members)
@@ -291,8 +301,8 @@ class OptimizerRounds:
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
     def begin(self, number: int, inherited: Sequence[StepContribution] = ()) -> None:
-        """Continues from this round, and from what the program before has contributed
-        to it alone."""
+        """Continues with this round, and with nothing but what the program before has
+        contributed to it."""
         self.number, self._inherited = number, inherited
         self._members, self._enough_at, self.is_closing = {}, None, False
 
@@ -326,6 +336,7 @@ class SessionRounds:
         return bool(self._rounds)
 
     def __iter__(self) -> Iterator[OptimizerRounds]:
+        # A copy: any thread may ask while the loop adds an optimizer.
         return iter(tuple(self._rounds.values()))
 
     def require_rounds(self, optimizer: int, name: str) -> None:
@@ -366,6 +377,8 @@ class SessionRounds:
 
     def dropped(self, order: RoundOrder) -> None:
         """Notes that all servers have dropped what waited."""
+        # Also for an optimizer that is created later: it continues after the dropped
+        # round.
         left = HeldRounds(order, [], ())
         self.inherited = {**self.inherited, order.optimizer: left}
         if order.optimizer in self._rounds:
@@ -438,6 +451,8 @@ def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, Held
         there = [each[optimizer] for each in held if optimizer in each]
         last = max(there, key=lambda each: each.closed.number)
         common: set[StepContribution] = set()
+        # A server that knows nothing of the optimizer has no contribution that all
+        # share.
         if len(there) == len(held):
             common = set.intersection(*[set(each.contributions) for each in there])
         decided[optimizer] = replace(last, contributions=sorted(common))
@@ -445,8 +460,8 @@ def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, Held
 
 
 def first_free_step(held: Sequence[Mapping[int, HeldRounds]]) -> int:
-    """Returns the first step number that no contribution has, the least one that the
-    next program may use."""
+    """Returns the first step number above those of all contributions, the least that
+    the next program may use."""
     taken = [
         given.step
         for each in held

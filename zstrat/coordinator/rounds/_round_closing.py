@@ -209,6 +209,7 @@ class RoundClosing:
 
         Cancellation: they are closed all the same.
         """
+        # First, or a round that is due could begin to close while others are awaited.
         self._is_held = True
         await self.settle()
         if self._error is not None:
@@ -247,6 +248,7 @@ class RoundClosing:
 
         Cancellation: what waits for some of the optimizers may be dropped.
         """
+        # Contributions of steps below this are dropped on the servers.
         over = self.first_step
         if self._coordinator is not None:
             over = self._coordinator.engine.queue.steps.next
@@ -255,12 +257,13 @@ class RoundClosing:
             self.rounds.dropped(order)
 
     def restart(self) -> None:
-        """Begins again on servers that are emptied, and so differ no more."""
+        """Begins again on empty servers, which therefore no longer differ."""
         if self._error is not None and self._coordinator is not None:
             engine = self._coordinator.engine
             if engine.outage_error is self._error:  # or else a server is lost
                 engine.end_outage()
         self._failed, self._error = [], None
+        # Their orders were for servers that have nothing now.
         for task in self._closing:
             task.cancel()
         self.rounds.restart()
@@ -289,6 +292,8 @@ class RoundClosing:
             if closing.operands is None:
                 # Once: a server that has closed the round has no gradients of it.
                 closing.operands = await self._operands(order)
+            # Servers drop contributions of steps below it that do not wait here
+            # (`rounds.steps`), as no later round has them.
             over = queue.steps.low_water
             await self._client.close_round(order, rounds.steps, over, closing.operands)
         except Exception as error:  # goes to each call that needs the servers
@@ -316,6 +321,7 @@ class RoundClosing:
         assert self._coordinator is not None
         code = self._codes[order.optimizer]
         while True:
+            # Taken before workers are asked: one that joins meanwhile sets it.
             news = self._news
             for channel in list(self._coordinator.channels.values()):
                 if not channel.task.is_ready:
@@ -339,6 +345,7 @@ class RoundClosing:
         if task.cancelled() or (coordinator := self._coordinator) is None:
             return
         with coordinator.engine.lock:
+            # `join` may wait for this round.
             coordinator.engine.waiters.notify()
         self.look(asyncio.get_running_loop().time())
         coordinator.turn_soon()
@@ -366,6 +373,7 @@ class RoundClosing:
         coordinator = self._coordinator
         assert coordinator is not None
         # Without any worker closures wait for one longer (`Dispatcher`).
+        # Only with a contribution that waits: nobody waits for a round that is empty.
         short = [
             rounds
             for rounds in self.rounds

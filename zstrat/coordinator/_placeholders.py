@@ -114,6 +114,8 @@ class Unfetched(abc.ABC):
             message = f"{message}: {self._advice()}"
         raise AttributeError(message, name=name, obj=self)
 
+    # On the class, as Python looks operators up there and never calls `__getattr__` for
+    # them.
     __float__ = _refused("float()")
     __int__ = _refused("int()")
     __complex__ = _refused("complex()")
