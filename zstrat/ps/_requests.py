@@ -47,7 +47,7 @@ from zstrat.wire import (
 )
 
 from .store._creating import CreatePlan
-from .store._decoding import Decoding, Narrowing, is_coded, is_narrow
+from .store._decoding import Decoding, ReplyEncoding, is_coded, wants_codec
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 from .store._lookups import RowsPlan, TableItems
@@ -144,7 +144,7 @@ def serve(
     """
     if isinstance(message, Push | PushPart) and is_coded(message.updates):
         return advance(_decoded(store, message))
-    if isinstance(message, Pull | PullRows) and is_narrow(message.reads):
+    if isinstance(message, Pull | PullRows) and wants_codec(message.reads):
         return advance(_narrowed(store, message))
     begun = begin(store, message, fold)
     if isinstance(begun, _OUTCOMES):
@@ -331,13 +331,13 @@ def pull(
             yield pulled
         pulled = store.commit(pulled)
     assert isinstance(pulled, Pulled)
-    if is_narrow(reads):
-        narrowing = Narrowing(store.variables.task, reads, pulled)
-        if narrowing.nbytes > INLINE:
-            yield narrowing
+    if wants_codec(reads):
+        encoding = ReplyEncoding(store.variables.task, reads, pulled)
+        if encoding.nbytes > INLINE:
+            yield encoding
         else:
-            narrowing.compute()
-        pulled = replace(pulled, arrays=narrowing.arrays)
+            encoding.compute()
+        pulled = replace(pulled, arrays=encoding.arrays)
     return pulled
 
 

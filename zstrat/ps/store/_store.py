@@ -150,6 +150,7 @@ class Store:
             raise too_many(self._task, "reads", len(reads), READS)
         if len(sets) > SETS:
             raise too_many(self._task, "reads sets of", len(sets), SETS)
+        # Per variable of each pull, so no helper is called in this loop.
         variables, versions, arrays = self.variables, [], []
         for key, known, _ in reads:
             held = variables[key]
@@ -159,6 +160,7 @@ class Store:
                     "whole: look ids up, or read its items"
                 )
             versions.append(held.version)
+            # A version never names two contents, so an equal number is an equal value.
             if held.version != known:
                 arrays.append(held.cell.lease())
         counts = self.counts
@@ -393,12 +395,15 @@ class Store:
             # With a log: the fold began before it, and has kept no operand for the log.
             held.no_fold_until = held.version + NOT_FOLDED_AFTER
             return Again()
+        # The operand was added up already: memory of the connection becomes the value.
         held.cell.replace(fold.sum)
         held.version += 1
         self._record(push, 1)
         return Pushed(True, self._versions(push), self.counts.pushes)
 
     def plan_part(self, part: PushPart) -> PushPlan | Pushed:
+        # First: a run that differs has to fail, even where its push counts as a
+        # duplicate.
         """Plans a part of an eager step, as `plan_push`.
 
         Raises:
@@ -435,6 +440,8 @@ class Store:
         effect from now on. What they have applied is remembered until `end_steps`."""
         if self.log is not None:
             self.log.append(Fence(0, low_water, list(over), []))
+        # Steps below the mark as one run. The mark rises only in `end_steps`, which
+        # first asks what they have applied.
         self.ledger.close([StepRun(0, low_water), *over])
 
     def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
@@ -465,6 +472,7 @@ class Store:
         Raises:
             StaleSessionError: The store was cleared while the plan computed.
         """
+        # The merge ran on the thread, and the session may have been cleared meanwhile.
         self._require_current(plan)
         for update in plan.updates:
             update.held.version += 1
@@ -487,6 +495,8 @@ class Store:
             AlreadyExistsError: The program before has left slots of an optimizer of
                 another name under this id.
         """
+        # Until now they were kept to close rounds that other servers have closed
+        # (`change_program`).
         if self.engine.is_former:
             self._drop_former_optimizers()
         before = self.kept_optimizers.get(optimizer, name)
@@ -530,6 +540,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
             AlreadyExistsError: The id of an optimizer is taken by another one.
         """
+        # The loop may have opened another session while the thread computed.
         self._require_current(plan)
         match plan:
             case PushPlan():
@@ -571,6 +582,7 @@ class Store:
         """Marks the log diverged if a plan that failed has lost values."""
         if self.log is None or not isinstance(plan, PushPlan):
             return
+        # The push was not logged, so the backup keeps the values that are lost here.
         if any(update.held.cell.lost for update in plan.updates):
             self.log.mark_diverged(
                 "an update failed half way, and what it wrote is lost"
@@ -602,6 +614,8 @@ class Store:
 
     def _duplicate(self, push: Push) -> Pushed | None:
         """Returns the answer to a push that was applied before; admits any other."""
+        # Before `_ledger_of`, which raises the mark of the writer: a malformed push
+        # changes nothing.
         self.leases.require(push.leases)
         ledger = self._ledger_of(push)
         if push.writer and self.log is not None:  # its mark rises even if it is refused
