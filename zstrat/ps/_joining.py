@@ -92,6 +92,8 @@ class WaitingWorkers:
             BusyError: `MAX_WAITING_REPORTS` workers wait, or this peer has reported
                 another worker, which is not answered yet.
         """
+        # By connection and not by worker: a peer that is lost ends all that it has
+        # asked.
         for number, waiting in list(self._waiting.items()):
             if waiting.peer is not peer:
                 continue
@@ -102,6 +104,7 @@ class WaitingWorkers:
                     "open another connection"
                 )
             self._fail(number, BusyError(f"{self._task}: it was reported again"))
+        # Counted after the old report of the same peer is gone.
         if len(self._waiting) >= MAX_WAITING_REPORTS:
             raise BusyError(
                 f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves "
@@ -109,6 +112,7 @@ class WaitingWorkers:
                 "at another parameter server"
             )
         loop, number = asyncio.get_running_loop(), next(self._numbers)
+        # The number comes from a peer: not negative, and not for months.
         seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, number)
         answer: asyncio.Future[Message] = loop.create_future()
@@ -127,6 +131,7 @@ class WaitingWorkers:
         waiting = self._take(message.report)
         if waiting is None or waiting.answer.done():
             return  # its timeout is over, or it is gone
+        # `_take` has ended its timer; the worker's connection may have ended as well.
         if message.error is None:
             waiting.answer.set_result(message)
         else:
@@ -148,8 +153,8 @@ class WaitingWorkers:
         session, message = self._ownership.session, self._waiting[number].message
         if session is not None:
             address, index = message.address, message.index
-            patience = message.timeout
-            self._tell(WorkerReported(session, number, address, index, patience))
+            timeout = message.timeout
+            self._tell(WorkerReported(session, number, address, index, timeout))
 
     def _late(self, number: int) -> None:
         message, owner = self._waiting[number].message, self._ownership.owner
@@ -158,8 +163,8 @@ class WaitingWorkers:
             words = f"{owner} has not taken the worker"
         elif owner is not None:
             words = f"{owner}, which has opened a session here, is gone"
-        patience = f"within {message.timeout:g} s"
-        self._fail(number, DeadlineExceededError(f"{self._task}: {words} {patience}"))
+        within = f"within {message.timeout:g} s"
+        self._fail(number, DeadlineExceededError(f"{self._task}: {words} {within}"))
 
     def _fail(self, number: int, error: ZstratError) -> None:
         waiting = self._take(number)
@@ -220,6 +225,7 @@ class Joining:
                 the session cannot be joined.
             BusyError: Too many wait.
         """
+        # Nearly always all is there: the first worker is ahead.
         if (answer := self._answer(message)) is not None:
             return answer
         if len(self._waiting) >= MAX_WAITING_REQUESTS:
@@ -236,6 +242,7 @@ class Joining:
 
     def look(self) -> None:
         """Answers the workers for which everything exists, or never will."""
+        # A copy, as each one that is answered is removed.
         for waiting, asked in list(self._waiting.items()):
             try:
                 answer = self._answer(asked.message)
@@ -259,6 +266,7 @@ class Joining:
 
     def _answer(self, message: JoinSession) -> Message | None:
         owner = self._ownership.owner
+        # 0 asks for any session, as a program does before it has created anything.
         if owner is None or message.session not in (0, owner.session):
             if message.variables or message.optimizers:
                 raise StaleSessionError(
@@ -267,6 +275,8 @@ class Joining:
                     "restarted; connect to the cluster again"
                 )
             return None
+        # A program that ended left its session: the next one may be starting just now
+        # (`_late`).
         if message.session == 0 and not owner.alive:
             return None
         self._require_shared(owner)
@@ -274,6 +284,7 @@ class Joining:
             *message.variables,
             *message.optimizers,
         ]
+        # All are compared before any is missed: a wrong order is an error at once.
         for wish in wishes:
             self._compare(wish)
         if self._missing(message):
@@ -314,7 +325,7 @@ class Joining:
             return None
         (held,) = store.variables.find([wish.key])
         dtype, shape = held.cell.dtype.name, list(held.cell.shape)
-        if held.table is not None:  # it has any number of rows
+        if held.table is not None:  # it has any number of rows, and each server others
             shape[:1] = wish.shape[:1]
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
@@ -327,6 +338,8 @@ class Joining:
         """
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner
+        # Nobody else has come: variables of a program that has ended are better than
+        # none.
         if message.session == 0 and owner is not None:
             self._end(waiting, self._admitted(owner))
             return

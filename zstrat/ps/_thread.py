@@ -69,10 +69,12 @@ class ComputeThread:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed")
+        # Checked and not left to the queue, whose last place is for the order to end.
         if self._jobs.qsize() >= CAPACITY:
             raise BusyError(f"{self._name}: {CAPACITY} jobs wait already")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
+        # Before the thread starts, which finds its first job in the queue.
         self._jobs.put_nowait((job, done))
         if self._thread is None:
             # A daemon, so that a job which never ends cannot keep the process alive.
@@ -94,6 +96,7 @@ class ComputeThread:
 
         Cancellation: the thread ends all the same, when its jobs have.
         """
+        # A second call only waits: the order to end is given once.
         is_first, self._closed = not self._closed, True
         if self._thread is None or self._ended is None:
             return True
@@ -122,6 +125,8 @@ class ComputeThread:
                 job()
             except BaseException as caught:  # to the code that awaits the job
                 error = caught
+            # Dropped before the loop learns of it: a job holds operands and memory of
+            # messages.
             del job, entry
             try:
                 loop.call_soon_threadsafe(_finish, done, error)
@@ -133,6 +138,7 @@ class ComputeThread:
 
 
 def _finish(done: asyncio.Future[None], error: BaseException | None) -> None:
+    # Cancelled by the request that gave the job: what was computed stays.
     if done.done():
         return
     if error is None:

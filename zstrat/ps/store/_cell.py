@@ -442,7 +442,7 @@ class Cell:
         """The value goes elsewhere; what was pinned stays."""
         for pin in self._pins:
             pin.freeze(buffer.lease())
-        # A lease, because whoever has this buffer as a spare asks whether it is leased.
+        # A lease, by which the buffer counts as in use if it becomes a spare.
         self._pins = ()
 
     def _view(self) -> np.ndarray:

@@ -113,7 +113,7 @@ class Store:
         self.engine = engine
         self.variables = HeldVariables(task, spill)
         """The variables, for the session that is open."""
-        self._alike = AlikePushes()
+        self.alike_pushes = AlikePushes()
         self.ledger, self.writers = Ledger(), Writers(task)
         self.leases = DoneLeases()
         self.parts, self.rounds = Parts(task), OpenRounds(task)
@@ -298,7 +298,7 @@ class Store:
 
     def _delete(self, keys: Sequence[int]) -> None:
         self.variables.delete(keys)
-        self._alike = AlikePushes()  # it holds the memory of what it has planned
+        self.alike_pushes = AlikePushes()  # it holds the memory of what it has planned
         self.engine.unbind(keys)
         self.rounds.forget(keys)
         self.kept.difference_update(keys)
@@ -310,7 +310,7 @@ class Store:
         """
         self.variables.clear()
         self.engine.clear()
-        self._alike = AlikePushes()
+        self.alike_pushes = AlikePushes()
         self._forget_pushes()
         self.leases = DoneLeases()
         self.rounds = OpenRounds(self._task)
@@ -359,7 +359,7 @@ class Store:
     def plan_again(self, push: Push) -> PushPlan:
         """Plans a push that the primary has applied, in a backup that has applied all
         pushes before it. Does not ask whether it is a duplicate: the primary has."""
-        return self._alike.plan(push, self.variables, self.engine)
+        return self.alike_pushes.plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
         """Notes that all closures below the mark are over. From now on their pushes
@@ -367,10 +367,6 @@ class Store:
         if self.log is not None:
             self.log.append(RaiseMark(0, low_water))
         self.ledger.raise_to(low_water)
-
-    def raise_writer_mark(self, writer: int, low_water: int) -> None:
-        """Notes that all own updates of a process below the mark are over."""
-        self.writers.of(writer).raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if possible; `push_folded` ends
@@ -461,10 +457,6 @@ class Store:
         kept = self.rounds.contribute(message, self.ledger, self.variables, self.engine)
         if kept and self.log is not None:
             self.log.append(replace(message, session=0))
-
-    def contribute_again(self, message: Contribute) -> None:
-        """Keeps gradients that the primary has kept, in a backup."""
-        self.rounds.contribute(message, None, self.variables, self.engine)
 
     def commit_round(self, message: CloseRound, plan: PushPlan) -> None:
         """Commits the update of a round, which ends.
