@@ -223,15 +223,13 @@ class Loading:
         key = (held.entry.key, number)
         if key in made:
             return made[key]
-        slots = None if self._forgets(key) else held.slots.get(number)
+        forgets = any((each.entry.key, old) == key for each, old in self.forgotten)
+        slots = None if forgets else held.slots.get(number)
         if slots is None:
             slots = made[key] = move.optimizer.make_slots(held) or Unbound.like(None)
         elif isinstance(slots, Unbound):
             slots = made[key] = Unbound.like(slots)
         return slots
-
-    def _forgets(self, key: tuple[int, int]) -> bool:
-        return any((held.entry.key, number) == key for held, number in self.forgotten)
 
     def _target(
         self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]

@@ -212,14 +212,13 @@ class Snapshots:
                 f"{self._task} holds {MAX_SNAPSHOTS} snapshots already: release those "
                 "that are no longer needed"
             )
-        snapshot = ServerSnapshot([])
+        tensors: list[SnapshotTensor] = []
+        snapshot = ServerSnapshot(tensors)
         try:
             cuts = since or [-1] * len(variables)
-            snapshot.tensors = [
-                tensor
-                for held, cut in zip(variables, cuts, strict=True)
-                for tensor in _pinned(held, optimizers, cut)
-            ]
+            for held, cut in zip(variables, cuts, strict=True):
+                # One after the other: what is pinned when one fails is in the list.
+                tensors += _pinned(held, optimizers, cut)
         except BaseException:  # to the caller; nothing stays pinned
             snapshot.release()
             raise
@@ -301,8 +300,10 @@ def _pinned(
     if since >= 0 and table.changed is not None and table.gone is not None:
         chosen = np.flatnonzero(table.changed.look() > since)
         removed = np.flatnonzero(table.gone.numbers.look() > since)
+    # The value first, which may be lost: ids are pinned only if it is not.
+    value = SnapshotTensor.of(key, 0, "", held.cell, True)
     order = RowOrder(table.ids.pin(), chosen)
-    yield SnapshotTensor.of(key, 0, "", held.cell, True).sorted_by(order)
+    yield value.sorted_by(order)
     apart = order
     for name, cell in table.leaves().items():
         if name in (CHANGED, GONE_AT) or (name == GONE and removed is None):
@@ -318,6 +319,7 @@ def _pinned(
             yield tensor
             continue
         if tensor.entry.shape[0] != height:
+            tensor.pin.release()
             raise InvalidArgumentError(
                 f"{held.cell.who}: the state of optimizer {tensor.entry.optimizer} was "
                 "restored, and rows were born since, before the optimizer got its "
