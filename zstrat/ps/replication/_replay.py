@@ -297,6 +297,11 @@ def _claim(store: Store, asked: AskParts) -> None:
         store.claim(asked.step, asked.attempt)
 
 
+def _contribute(store: Store, message: Contribute) -> None:
+    # Without a ledger: the primary has kept it, maybe before its step was over.
+    store.rounds.contribute(message, None, store.variables, store.engine)
+
+
 def _loading(store: Store, forgotten: LoadTensors) -> Loading:
     """Forgets slots, as the primary has."""
     variables = store.variables
@@ -464,9 +469,7 @@ CHANGES: Final[
     RaiseWriterMark: lambda store, mark: store.writers.of(mark.writer).raise_to(
         mark.low_water
     ),
-    Contribute: lambda store, message: store.rounds.contribute(
-        message, None, store.variables, store.engine
-    ),
+    Contribute: _contribute,
     CloseRound: close_round,
     ChangeProgram: lambda store, _: store.change_program(),
     # The content of the store before the first change.
