@@ -140,7 +140,7 @@ class ServerCall(Generic[T]):
         """Ends the call with the error of one message, unless it has ended."""
         if self.outcome.done():
             return
-        # The caller has given up, or the loop ends: that is no fault of the server.
+        # The caller has given up, or the loop ends: the server is not to blame.
         if isinstance(error, asyncio.CancelledError):
             self.outcome.cancel()
         else:

@@ -2,10 +2,10 @@
 
 This is for optimizers that move each element by itself. A program of one small variable
 computes for a microsecond and takes thirty to be started, and one of a hundred arrays
-is no better: XLA runs its parts one by one. So the values, slots and gradients of small
-variables that are moved alike lie side by side (`zstrat.ps.store._flat`), and one
-program of one array each updates all of them. Every element is computed by the same
-operations either way.
+takes as long as a hundred programs: XLA runs its parts one by one. So the values, slots
+and gradients of small variables that are moved alike lie side by side
+(`zstrat.ps.store._flat`), and one program of one array each updates all of them. Every
+element is computed by the same operations either way.
 
 The gradients of a push are copied together, unless they came side by side
 (`zstrat.wire`). Values and slots are as the last update has left them, unless the push
@@ -71,6 +71,7 @@ class SlotLayouts:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # Also on a machine with accelerators, whose memory is for programs of steps.
         self._device = jax.local_devices(backend="cpu")[0]
         self._numbers: dict[SlotLayout, int] = {}
         self._layouts: list[SlotLayout] = []
@@ -92,7 +93,7 @@ class SlotLayouts:
         key = (rule, dims, cell.dtype)
         number = self._initial.get(key)
         if number is None:
-            with rule.tree.arithmetic(), self.words(cell), self.here():
+            with rule.tree.arithmetic(), self.naming(cell), self.on_cpu():
                 kinds = rule.kinds(dims[0] if dims else None)
             about = tuple([SlotArray(slot.name, slot.rows) for slot in rule.slots])
             value = shape(dims, cell.dtype)
@@ -101,7 +102,8 @@ class SlotLayouts:
         return number
 
     def adopted(self, unbound: Unbound, rule: LeafRule, cell: Cell) -> Slots:
-        """Slots that were loaded before their update rule was known.
+        """Returns slots that were loaded before their update rule was known, as the
+        rule keeps them.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps, or not all of it.
@@ -134,12 +136,13 @@ class SlotLayouts:
             self._layouts.append(layout)
         return number
 
-    def here(self) -> Context:
-        """A parameter server computes on the CPU, whatever else the machine has."""
+    def on_cpu(self) -> Context:
+        """Returns a context in which jax computes on the CPU, whatever else the machine
+        has."""
         return cast("Context", jax.default_device(self._device))
 
     @contextlib.contextmanager
-    def words(self, cell: Cell) -> Iterator[None]:
+    def naming(self, cell: Cell) -> Iterator[None]:
         """Names the optimizer in what goes wrong while it is traced or compiled."""
         try:
             yield
@@ -187,11 +190,11 @@ class FlatGroup:
     step: SlotStep
     cells: Sequence[Sequence[Cell]]
     flats: Sequence[Flat | None] = ()
-    """The arrays that have ``cells`` now, as `look` has found."""
+    """The arrays that have ``cells`` now, as `locate` has found."""
 
-    def look(self) -> bool:
-        """Looks where the cells are now; returns whether one program can make the
-        updates: it has one scalar for all."""
+    def locate(self) -> bool:
+        """Finds the arrays that have the cells now; returns whether one program can
+        make the updates: it has one scalar for all."""
         self.flats = [Flat.of(each) for each in self.cells]
         every = zip(self.cells[1:], self.flats[1:], self.rule.by_element, strict=True)
         return all(
@@ -220,6 +223,7 @@ class StartedUpdate:
                 continue
             parts = [cell.part for cell in cells]
             before = {part.flat for part in parts if part is not None}
+            # They refer to the old values, which `Flat` replaces.
             del parts
             Flat(value, cells)
             for each in before:
@@ -244,7 +248,7 @@ class FlatUpdates:
     """Where the gradients of a push are copied together, for each program."""
 
     def groups(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[FlatGroup]:
-        """Returns the updates that are made together, if `FlatGroup.look` says so.
+        """Returns the updates that are made together, if `FlatGroup.locate` says so.
         Their slots exist, and keep their layouts."""
         if len(steps) < FEWEST:
             return []
@@ -252,6 +256,7 @@ class FlatUpdates:
         name = kinds, tuple(uses)
         divided = self._divided.get(name)
         if divided is None:
+            # Where sets change with each push, nothing that is remembered is of use.
             if len(self._divided) >= PROGRAMS:
                 self._divided.clear()
             divided = self._divided[name] = self._divide(kinds, uses)
@@ -259,7 +264,7 @@ class FlatUpdates:
         return [group for group in found if group is not None]
 
     def prepare(self, group: FlatGroup) -> None:
-        """Compiles the program; call it where it is traced (`SlotLayouts.here`)."""
+        """Compiles the program; call it where it is traced (`SlotLayouts.on_cpu`)."""
         if group.key in self.programs:
             return
         step, count = group.step, group.key[1]
@@ -277,6 +282,7 @@ class FlatUpdates:
         with step.rule.tree.arithmetic():
             call = jax.jit(group.rule.run).lower(*given).compile()
         self.programs[group.key] = call
+        # One for each program: `start` waits before another group writes to it.
         self._gradients[group.key] = aligned((count,), step.dtype)
 
     def start(self, group: FlatGroup, gradients: Gradients) -> StartedUpdate:
@@ -342,6 +348,7 @@ class FlatUpdates:
         rule = self._rule(*kinds[places[0]])
         assert rule is not None
         key = rule.form, sum([step.cell.size for step in mine])
+        # These are updated one by one.
         if key not in self.programs and len(self.programs) >= PROGRAMS:
             return None
         slots = zip(*[x.slots[self.optimizer].cells for x in mine], strict=True)

@@ -487,7 +487,7 @@ class BindPlan:
 
     def compute(self) -> None:
         """Traces the transformation for the tree. Raises as `Bindings.trace`."""
-        with self.optimizer.programs.here():
+        with self.optimizer.programs.on_cpu():
             self.tree = self.optimizer.bindings.trace(self.data, self.find)
 
 
