@@ -13,7 +13,7 @@ whose session it serves, and the answer back. If no program is connected, the wo
 waits for one. Only the program decides whether it takes a worker.
 
 Both live on the loop. Law: code that changes the session, or creates something, calls
-`look` afterwards.
+`Joining.answer_ready` afterwards, and `WaitingWorkers.report_all` if it opens one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class _WaitingReport(NamedTuple):
 
 @final
 class WaitingWorkers:
-    """The workers that wait at one parameter server, named ``task`` in errors.
+    """The workers that have reported themselves at one parameter server, and wait for a
+    program to take them. ``task`` names the server in errors.
 
     Args:
         tell: Sends a notice to the program that has the session, if it is there.
@@ -120,7 +121,7 @@ class WaitingWorkers:
         self._pass_on(number)
         return answer
 
-    def look(self) -> None:
+    def report_all(self) -> None:
         """Reports all waiting workers to the program. Called when a session is opened,
         as its program may not know them."""
         for number in self._waiting:
@@ -240,7 +241,7 @@ class Joining:
         self._waiting[waiting] = _WaitingJoin(peer, message, timer)
         return waiting
 
-    def look(self) -> None:
+    def answer_ready(self) -> None:
         """Answers the workers for which everything exists, or never will."""
         # A copy, as each one that is answered is removed.
         for waiting, asked in list(self._waiting.items()):

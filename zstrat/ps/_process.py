@@ -224,7 +224,7 @@ class PsProcess:
                     await self._drop(store, "its process was shut down")
             return 0.0
         async with self._changing:
-            # Removed first: `_look` must not drop what the next process takes over.
+            # First: `_end_stale_copies` must not drop what the next process takes over.
             copies, self._copies = self._copies, {}
             ends = [await copy.close(RESTART, seconds) for copy in copies.values()]
         # All or nothing: peers that know the incarnation expect all that it had.
@@ -307,7 +307,7 @@ class PsProcess:
             if left is not None:
                 yield left._replace(address=copy.hosted.address)
 
-    def _look(self) -> None:
+    def _end_stale_copies(self) -> None:
         """Drops the copies of sessions that are over. Called when the session of the
         process, or of a copy, has changed. A copy that serves is dropped only when its
         own session is closed."""
@@ -447,7 +447,7 @@ class PsProcess:
             incarnation=me.incarnation,
             connect=_backup_links(me, self._settings, self._security, self._sockets),
             backup_of=backup_of,
-            on_cleared=self._look,
+            on_cleared=self._end_stale_copies,
             keeps_state=self._settings.state is not None,
             inherited=left,
             **of_own,

@@ -268,7 +268,7 @@ class ServerSession:
         role.completeness.needs_backup |= asked.replicas > 0
         # The coordinator may have missed the notice of a loss while it was away.
         role.backups.report_losses()
-        self._parts.joining.look()
+        self._parts.joining.answer_ready()
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
@@ -281,7 +281,7 @@ class ServerSession:
         # A late message must not close a session that was opened again (`sent`).
         if self._ownership.close(asked.session, asked.sent):
             self._clear()
-            self._parts.joining.look()
+            self._parts.joining.answer_ready()
         if asked.exit and self._on_exit is not None:
             # Once, however often that is asked.
             on_exit, self._on_exit = self._on_exit, None
@@ -344,13 +344,13 @@ class ServerSession:
             store.log.append(ChangeProgram(session))
         # Pulls of the program before are refused now.
         self._parts.rounds.wake()
-        self._parts.joining.look()
+        self._parts.joining.answer_ready()
         return self._opened(resumed=True)
 
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nothing was awaited since it was opened"
-        self._parts.waiting_workers.look()
+        self._parts.waiting_workers.report_all()
         if self._tells:
             self._parts.telemetry.start_notices(self._tell)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)

@@ -314,9 +314,9 @@ class PsService:
         # there only when the creation has had its turn.
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
-                served.add_done_callback(lambda _: self._joining.look())
+                served.add_done_callback(lambda _: self._joining.answer_ready())
             else:
-                self._joining.look()
+                self._joining.answer_ready()
         return served
 
     def _take_folded(self, folded: Folded) -> Message | Awaitable[Message]:
@@ -490,7 +490,7 @@ class PsService:
             raise objection
 
     def _require_waiting(self, session: int) -> None:
-        """`_require_place`, for a request that waits for others."""
+        """Does what `_require_place` does, for a request that waits for others."""
         self._require_place(session)
         self._require_open()
 

@@ -41,7 +41,7 @@ class JobThread(Protocol):
 
 
 MakeThread = Callable[[str], JobThread]
-"""Makes the one of that name; it starts when it is first needed."""
+"""Makes the thread of that name, which starts when it is first needed."""
 
 
 class ComputeThread:

@@ -99,8 +99,8 @@ class AskedServers:
 
 @final
 class ServerCall(Generic[T]):
-    """``outcome`` of so many messages: what ``result`` returns when all have been
-    answered, or the first error."""
+    """A call of so many messages. Its ``outcome`` is what ``result`` returns when all
+    are answered, or the first error."""
 
     __slots__ = ("_left", "_result", "outcome")
 

@@ -168,8 +168,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     def update(
         self, updates: Sequence[PsUpdate], *, deadline: float | None = None
     ) -> asyncio.Future[bool]:
-        """`push`, of no closure: an update of this process's own, applied once by each
-        server however often it has to be sent."""
+        """Pushes an update of this process's own, of no closure. Each server applies it
+        once, however often it has to be sent; the rest is as `push`."""
         return self._update(updates, deadline)
 
     async def note_leases(self, leases: bytes) -> None:
@@ -228,7 +228,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         *,
         clocks: Clocks | None = None,
     ) -> asyncio.Future[bool]:
-        """`push` of the next part of an eager step.
+        """Pushes the next part of an eager step, as `push`.
 
         Args:
             names: Of each update: where in the step it is, and what it does.
@@ -302,8 +302,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         clocks: tuple[Clocks, Clocks] | None = None,
         leases: bytes = b"",
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-        """`push`, and after it `pull`, in half as many messages. Either may fail
-        without the other, unless a server is gone.
+        """Pushes, and pulls after that, in half as many messages as `push` and `pull`.
+        Either may fail without the other, unless a server is gone.
 
         Args:
             deadline: Loop time, of both; None: the default of the link.

@@ -141,9 +141,9 @@ class ServerLine:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`TaskLink.submit`, or later if the server is away. The caller gives an
-        outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to the link at
-        once is not kept here, which costs every request less than a callback."""
+        """Sends a request as `TaskLink.submit`, or later if the server is away. The
+        caller gives an outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to
+        the link at once is not kept here, which spares every request a callback."""
         if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
@@ -228,9 +228,10 @@ class ServerLine:
                 self._end(each, _copy(self._loss))
 
     def move(self, link: TaskLink) -> None:
-        """The server is at the far end of another link, with all that it held, or will
-        be. Close the link of before, then call `resume` when it is known where the
-        server is: what waits, and what ended with that link, is sent over this one."""
+        """Sends requests over another link from now on, at whose far end the server is,
+        or will be, with all that it held. Close the link of before, then call `resume`
+        when it is known where the server is: what waits, and what ended with that link,
+        is sent over this one."""
         self._stop_retry()
         self._link = link
         # It stays lost until `resume`: the owner has said so.

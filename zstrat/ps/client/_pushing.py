@@ -305,7 +305,8 @@ class RoundCalls(AskedServers, abc.ABC):
         clocks: Clocks | None = None,
         numbers: dict[int, int],
     ) -> asyncio.Future[list[np.ndarray]]:
-        """`PsClient.pull`, when all rounds before those of ``after`` are closed.
+        """Reads as `PsClient.pull`, once all rounds before those of ``after`` are
+        closed.
 
         Args:
             numbers: Gets for each optimizer the earliest round in which a server was

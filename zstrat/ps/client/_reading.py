@@ -294,7 +294,6 @@ class Reading:
             # As `SetPart.of`, without a call for each of a hundred variables.
             for place, (start, stop, shape) in zip(one.places, one.parts, strict=True):
                 values[place] = array[start:stop].reshape(shape)
-        # The server takes the reader to know less than it said.
         if changed:
             raise ValueError(f"{changed} values of variables that did not change")
         for place, found in zip(parts, arrays, strict=True):

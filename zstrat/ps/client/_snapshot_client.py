@@ -101,8 +101,6 @@ class SnapshotCalls(AskedServers):
             for cuts in ([since.get(key, -1) for key in keys] if since else [],)
         ]
         answers = await self.each(messages, SnapshotPinned)
-        # Places count on from one message to the next, as the server numbers all
-        # tensors.
         found = []
         for ps, answer in zip(keys_of, answers, strict=True):
             entries = await self._rest(ps, snapshot, answer)

@@ -178,7 +178,8 @@ def is_integer(dtype: np.dtype) -> bool:
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Real floating point; bfloat16 and the fp8 types have numpy's kind "V"."""
+    """Returns whether it is real floating point; bfloat16 and the fp8 types have
+    numpy's kind "V"."""
     return dtype.kind in "fV"
 
 

@@ -37,7 +37,8 @@ Kind = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedLeaf:
-    """A leaf of a tree that was traced. ``operands``: all those of its tree."""
+    """A leaf of a tree that was traced. ``operands``: shapes and dtypes of all those
+    of its tree; ``is_part``: its variables have some of its rows each."""
 
     rule: LeafRule
     digest: bytes
@@ -52,7 +53,7 @@ class TracedLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """What moves one variable: its leaf, and the rule that stands for all that are
+    """The binding of one variable: its leaf, and the rule that stands for all that are
     moved alike."""
 
     leaf: TracedLeaf

@@ -52,8 +52,8 @@ Context = contextlib.AbstractContextManager[object]
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """What the slots of a variable look like, and the rule that moves it, of all that
-    are moved alike."""
+    """The shapes and dtypes of a variable and of its slots, and the rule of all
+    variables that are moved alike."""
 
     value: Shape
     rule: LeafRule
@@ -205,7 +205,7 @@ class FlatGroup:
 
 @dataclass(slots=True)
 class StartedUpdate:
-    """What the program of a group gives: first the values, then the slots."""
+    """The update of a group that XLA computes: first the values, then the slots."""
 
     group: FlatGroup
     made: Sequence[Any]
@@ -344,16 +344,16 @@ class FlatUpdates:
     def _group(
         self, places: Sequence[int], steps: Sequence[SlotStep], kinds: Kinds
     ) -> FlatGroup | None:
-        mine = [steps[place] for place in places]
+        members = [steps[place] for place in places]
         rule = self._rule(*kinds[places[0]])
         assert rule is not None
-        key = rule.form, sum([step.cell.size for step in mine])
+        key = rule.form, sum([step.cell.size for step in members])
         # These are updated one by one.
         if key not in self.programs and len(self.programs) >= PROGRAMS:
             return None
-        slots = zip(*[x.slots[self.optimizer].cells for x in mine], strict=True)
-        cells = [[step.cell for step in mine], *slots]
-        return FlatGroup(key, rule, places, mine[0], cells)
+        slots = zip(*[x.slots[self.optimizer].cells for x in members], strict=True)
+        cells = [[step.cell for step in members], *slots]
+        return FlatGroup(key, rule, places, members[0], cells)
 
     def _rule(self, number: int, gradient: np.dtype) -> ElementwiseUpdate | None:
         kind = number, gradient

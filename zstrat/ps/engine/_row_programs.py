@@ -303,8 +303,8 @@ class RowKinds:
 
 
 def _update_of(layout: RowLayout) -> Any:
-    """``(value, rows, shared, operands, gradient, scratch) -> ([value, *rows],
-    shared)``."""
+    """Returns the function of an update: ``(value, rows, shared, operands, gradient,
+    scratch) -> ([value, *rows], shared)``."""
 
     def update(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
@@ -320,8 +320,8 @@ def _update_of(layout: RowLayout) -> Any:
 
 
 def _flat(update: Any, layout: RowLayout, size: int) -> Any:
-    """The update of vectors of elements: in rows of 16 floats XLA computes row by row,
-    in one long row half as long."""
+    """Returns the update as one of vectors of elements: in rows of 16 floats XLA
+    computes row by row, which takes twice as long as one long row."""
 
     def flattened(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any

@@ -217,7 +217,10 @@ Kind = tuple[SlotArray, tuple[int, ...], "np.dtype"]
 
 @dataclass(slots=True)
 class Unbound(Slots):
-    """``filled``: for each leaf the rows that were loaded; one for a leaf without."""
+    """Slots that were loaded before their optimizer has its tree, by name alone.
+
+    ``filled``: for each leaf the rows that were loaded; one for a leaf without rows.
+    """
 
     filled: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 

@@ -54,6 +54,8 @@ _OBJECT: Final = 512
 
 
 class _Change(NamedTuple):
+    """A change that the backup may lack, with the memory that it takes."""
+
     message: Message
     nbytes: int
 

@@ -431,7 +431,7 @@ def index_tables(store: Store) -> Indexing:
 
 
 def _copied(store: Store, whole: CopyWhole) -> Running[None]:
-    """The changes before this one are complete."""
+    """Makes what is left to do, as the copy has everything."""
     del whole
     # Now, on the thread: a promoted copy must not begin with that in its first request.
     indexing = index_tables(store)

@@ -214,7 +214,7 @@ class ReplicaRole:
             self.backup.validate()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Its role for the store, the view, and how far its backup is."""
+        """Returns its role for the store, the view, and how far its backup is."""
         if (backup := self.backup) is not None:
             return {
                 "role": "backup",
@@ -385,7 +385,8 @@ class ReplicaRole:
         self._become(Role.PRIMARY)
 
     def _step_aside(self, role: Role = Role.REPLACED) -> None:
-        """Nothing that waits for the backup was acknowledged, or ever will be."""
+        """Stops serving, as another process does, and refuses what waits for the
+        backup: it was not acknowledged, and never will be."""
         # A dropped store stays dropped: there is nothing that it could serve.
         if self._role is not Role.DROPPED:
             self._become(role)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Where rows come from. ``what`` names it in errors; ``read_into`` fills a C-order
-    array of this shape and dtype."""
+    """Rows that come from a file or a message. ``what`` names them in errors;
+    ``read_into`` fills a C-order array of this shape and dtype."""
 
     what: str
     dtype: np.dtype

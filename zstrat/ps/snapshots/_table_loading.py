@@ -50,7 +50,8 @@ _BLOCK: Final = 4 * 2**20
 
 
 class Kind(NamedTuple):
-    """What of a leaf is loaded; ``shape``: of one row, if it has rows."""
+    """The kind of data that is loaded into a leaf; ``shape``: of one row, if it has
+    rows."""
 
     dtype: np.dtype
     shape: tuple[int, ...]

@@ -246,8 +246,8 @@ class Cell:
 
     @property
     def is_pinned(self) -> bool:
-        # Here and not when a pin ends: a pin may be released on another thread.
         """Whether an update of the whole value, too, has to go beside it."""
+        # Dropped here and not when they end: pins may be released on another thread.
         if self._pins:
             self._pins = tuple(pin for pin in self._pins if not pin.is_over)
         return bool(self._pins)
@@ -324,8 +324,7 @@ class Cell:
             but those rows; then `settle`.
         """
         buffer = self._buffer
-        # A reader sees this memory, or a pinned row is too wide to be logged: write
-        # elsewhere.
+        # In place, unless a reader sees this memory or a pinned row is too wide to log.
         if buffer is not None and not buffer.is_leased and self._logs_rows():
             for pin in self._pins:
                 pin.save(indices)
@@ -439,7 +438,7 @@ class Cell:
         return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
 
     def _leave(self, buffer: Buffer) -> None:
-        """The value goes elsewhere; what was pinned stays."""
+        """Leaves the buffer to its pins, as the value goes elsewhere."""
         for pin in self._pins:
             pin.freeze(buffer.lease())
         # A lease, by which the buffer counts as in use if it becomes a spare.

@@ -1,5 +1,8 @@
-"""Formats on the wire. Gradients are decoded before anything else looks at them, so
-that logs, copies and rounds have arrays; values are encoded when all else is done."""
+"""Gradients and values in the formats of codecs.
+
+Gradients are decoded before anything else looks at them, so that logs, copies and
+rounds have plain arrays. Values are encoded last, on their way to the reader.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class Decoding:
         return 4 * whole + 4 * sum(array.nbytes for array in self.arrays)
 
     def compute(self) -> None:
-        """Decodes.
+        """Decodes all gradients.
 
         Raises:
             InvalidArgumentError: An array is not what its codec makes of a gradient of

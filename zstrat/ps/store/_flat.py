@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PartHolder(Protocol):
-    """A cell, as far as it matters here."""
+    """The properties of a `Cell` that a flat uses."""
 
     shape: tuple[int, ...]
     device: object

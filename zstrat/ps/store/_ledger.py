@@ -387,7 +387,8 @@ PACKED: Final = 512
 
 @final
 class DoneLeases:
-    """Ranges by dataset and epoch: joined, apart, and in order."""
+    """The ranges of leased examples that are done, by dataset and epoch: neighbours
+    are joined, and the others in order."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -406,10 +407,10 @@ class DoneLeases:
             )
 
     def note(self, packed: bytes) -> None:
-        # It was restored, or begins again: what was done before is to be done again.
         """Notes ranges as done; one without examples forgets those of its dataset."""
         for dataset, epoch, start, size in LEASE.iter_unpack(packed):
             if not size:
+                # It was restored, or begins again: what was done is to be done again.
                 kept = [key for key in self._runs if key[0] != dataset]
                 self._runs = {key: self._runs[key] for key in kept}
                 continue

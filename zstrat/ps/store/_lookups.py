@@ -52,7 +52,7 @@ class RowsPlan:
     rows: list[np.ndarray] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Gathers; raises UnavailableError for a value that was lost."""
+        """Gathers the rows; raises UnavailableError for a value that was lost."""
         for held, indices in self.wanted:
             # No lease: the plan has the variable's turn, and `gather` copies.
             value = held.cell.look()
@@ -147,7 +147,7 @@ class TableItems:
         return rows * (self.held.cell.row_bytes + 2 * SEARCH)
 
     def compute(self) -> None:
-        """Reads.
+        """Reads ids and rows.
 
         Raises:
             UnavailableError: The value was lost.

@@ -180,13 +180,13 @@ class UpdateRun:
         """Does what can fail: compiling, slots, memory."""
         if self.optimizer is not None:
             unready = self.rows if self.ready is None else []
-            # The program adds to each row once, so rows that repeat are summed first.
+            # A program takes each row once, so gradients of equal rows are summed.
             unready[:] = [step.distinct() for step in unready]
             self.optimizer.programs.prepare(self.steps, unready, ahead)
             self.division = None  # slots were made, or programs
 
     def compute(self, ahead: Ahead) -> None:
-        """If it fails, what it had written is lost."""
+        """Makes the updates. If it fails, what it had written is lost."""
         if self.optimizer is not None:
             programs = self.optimizer.programs
             # Earlier runs of the push have made the slots by now, or given them other
@@ -241,9 +241,8 @@ class PushPlan:
                     self.evicted.extend(run.find_rows(changes, self.engine))
             for run in self.runs:
                 run.choose_programs()
+            # All memory at once: no update may lack some after another was made.
             self._reserve()
-            # All memory at once, so that no update can fail for lack of it after
-            # another was made.
             self._apply()
         except BaseException:  # to the caller; nothing may be left over
             for update in self.updates:
@@ -284,10 +283,9 @@ class PushPlan:
     def _apply(self) -> None:
         ahead = Ahead()
         optimized = [run for run in self.runs if run.optimizer is not None]
-        # What is done ahead of the first is for those that come after it.
+        # What is done ahead of the first is for those that come after it. One alone
+        # that is prepared has nothing to compile, and no slots to make.
         if len(optimized) != 1 or not optimized[0].is_prepared:
-            # A single prepared run compiles nothing and makes no slots, so there is
-            # nothing to do ahead.
             for run in self.runs:
                 run.prepare(ahead)
         for at, run in enumerate(self.runs):
@@ -324,9 +322,8 @@ class PushPlan:
         found: dict[int, tuple[Cell, list[Write]]] = {}
         (only, *others) = self.runs
         if not others and not only.rows and not only.plain:  # XLA has memory of its own
+            # Where all values are in arrays of XLA's, none was lost.
             if only.division is None or not only.division.is_in_place:
-                # In place none was lost (`Division.is_in_place`), and nothing is left
-                # to check.
                 for step in only.steps:
                     step.cell.require()
                     step.cell.unreserve()
@@ -413,7 +410,8 @@ def _of_set(
 
 
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
-    """Neighbours of one optimizer on different variables, and what is between them."""
+    """Groups updates into runs: neighbours of one optimizer on different variables, and
+    the plain updates between them."""
     found = [UpdateRun(None)]
     # Keys that this run updates; a second update of one has to see the first.
     seen = set[int]()

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what the store did since it was opened."""
+    """Numbers of what a store did since it was opened."""
 
     pulls: int = 0
     reads: int = 0

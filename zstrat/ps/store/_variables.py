@@ -41,7 +41,7 @@ some sets, and a model may have more variables than there are in one."""
 
 @dataclass(slots=True, eq=False)
 class HeldSet:
-    """The variables of a set."""
+    """The variables of a set, which messages read and update as one array."""
 
     keys: list[int]
     held: list[HeldVariable]
@@ -151,8 +151,9 @@ def _held_set(keys: list[int], variables: HeldVariables) -> HeldSet:
 
 @final
 class HeldVariables(dict[int, HeldVariable]):
-    """A dict, as each pull and push looks several variables up. A key that is not there
-    raises `NotFoundError`; the owner of the store alone changes what is there.
+    """The variables of one store, by key: a dict, as each pull and push looks several
+    up. A key that is not there raises `NotFoundError`; the owner of the store alone
+    changes what is there.
 
     ``task`` names the parameter server in errors. ``spill`` is a folder in which rows
     of tables of any id are kept; None: they stay in memory.

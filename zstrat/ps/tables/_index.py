@@ -114,8 +114,7 @@ class IdIndex:
     def remove(self, ids: np.ndarray) -> np.ndarray:
         """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
         at, rows = self._find(ids)
-        # The id stays in its record: inserted again it lands there or before, never
-        # behind.
+        # The id stays in its record: inserted again, it lands there or before.
         self._words[at[rows >= 0], 1] = _REMOVED
         return rows
 

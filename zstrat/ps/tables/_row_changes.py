@@ -335,8 +335,8 @@ class RowChanges:
         return first
 
     def _cells(self) -> Iterator[GrowingCell]:
-        """All that has the rows of the table. Slots of an optimizer that has no tree
-        yet may have fewer."""
+        """Yields all that has the rows of the table. Slots of an optimizer that has no
+        tree yet may have fewer."""
         yield growing(self._held.cell)
         yield self._table.ids
         for cell in self._table.uses, self._table.changed:

@@ -20,8 +20,11 @@ from ._index import NO_ROW, IdIndex
 
 
 class IndexedIds:
-    """``ids`` are distinct, int64 ``[n]``, and are copied and pinned as a slot;
-    ``index`` has the same the other way round, and is made again from them."""
+    """Distinct ids, each with its place among them.
+
+    ``ids``, int64 ``[n]``, are copied and pinned as a slot; ``index`` finds the place
+    of an id, and is made again when others have written the ids.
+    """
 
     def __init__(self) -> None:
         self.ids = GrowingCell((), np.dtype(np.int64))
@@ -48,9 +51,8 @@ class IndexedIds:
 
 
 class IdNumbers(IndexedIds):
-    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n, *row]``. Both are
-    copied and pinned as slots; an index of them is made again when they were written
-    so.
+    """Distinct ids, each with a number: ``ids`` are int64 ``[n]``, in any order, and
+    ``numbers`` ``[n, *row]``. Both are copied and pinned as slots.
 
     Args:
         who: Names the table in errors.
