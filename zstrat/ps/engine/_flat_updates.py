@@ -308,6 +308,7 @@ class FlatUpdates:
                 group.cells, group.flats, is_flat, strict=True
             )
         ]
+        # Where they are, if they came side by side: XLA reads them without a copy.
         given = gradients.together(group.places)
         gradient = given
         if gradient is None:
@@ -357,6 +358,7 @@ class FlatUpdates:
 
     def _rule(self, number: int, gradient: np.dtype) -> ElementwiseUpdate | None:
         kind = number, gradient
+        # That there is none is remembered, too: finding out takes a trace.
         if kind not in self._rules:
             layout = self.layouts[number]
             dtypes = tuple([np.dtype(leaf.dtype) for leaf in layout.leaves])
@@ -373,6 +375,7 @@ def _bytes_of(value: Any) -> int:
 
 def _are_equal(cells: Sequence[Cell]) -> bool:
     """Returns whether scalars are equal, bit for bit; ones that were lost are not."""
+    # Then they are updated one by one, and the one that was lost raises its error.
     if any(cell.lost for cell in cells):
         return False
     return len({cell.look().tobytes() for cell in cells}) == 1

@@ -355,16 +355,13 @@ class ReplicaRole:
         if self.is_replaced:
             raise self.refusal
         try:
-            await self.backups.hand_over(self._begin_handing_over)
+            await self.backups.hand_over(lambda: self._become(Role.HANDING_OVER))
         except BaseException:  # to the coordinator
             # In another role the backup is the primary, or an order has ended this.
             if self._role is Role.HANDING_OVER:
                 self._become(Role.PRIMARY)
             raise
         self._become(Role.DROPPED)
-
-    def _begin_handing_over(self) -> None:
-        self._become(Role.HANDING_OVER)
 
     def give_up(self, view: int) -> None:
         """Drops its role: another process serves the store, and nothing that is here is

@@ -71,7 +71,7 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, np.ndarray):
-        value = np.asarray(value)
+        value = np.asarray(value)  # initializers of jax return its arrays
     if value.dtype != dtype or value.shape != shape:
         raise InvalidArgumentError(
             f"{who} was asked for {dtype.name}{list(shape)} and returned "

@@ -194,6 +194,8 @@ class Store:
                 one array per variable, or the answer would be too large.
             ResourceExhaustedError: The machine lacks four times the memory for it.
         """
+        # Values are leased now, in the versions that the answer names; rows come later,
+        # while the request holds the names of their variables.
         plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads, sets, keys)
         return plan
@@ -276,6 +278,7 @@ class Store:
         Raises:
             NotFoundError: No variable has one of the keys.
         """
+        # A request that is sent again may find some of them deleted.
         if again:
             keys = [key for key in keys if key in self.variables]
         self._delete(keys)
@@ -289,6 +292,7 @@ class Store:
         self._delete(ours)
         for number in optimizers:
             self.engine.forget(number)
+            # Its code goes, but not the state that an earlier program has trained.
             if number in self.kept_optimizers:
                 continue
             for held in self.variables.values():
@@ -323,6 +327,7 @@ class Store:
         stay. Pushes are counted from the start. That program sends its optimizers and
         trees again; until then those that are here close the round that other servers
         have closed."""
+        # Added: what a program before that one has left may not be claimed yet either.
         self.kept.update(self.variables)
         optimizers = {known.optimizer: known.name for known in self.engine}
         self.kept_optimizers.update(optimizers)
@@ -330,6 +335,7 @@ class Store:
         self._forget_pushes()
 
     def _drop_former_optimizers(self) -> None:
+        # Their slots stay, without layouts, until the trees of the new program come.
         for held in self.variables.values():
             held.slots = {
                 number: Unbound.of(slots)

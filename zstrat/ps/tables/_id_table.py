@@ -234,6 +234,7 @@ class IdTable(IndexedIds):
             gone = self.gone.ids.look()[self.gone.numbers.look() <= cut]
             self.gone.drop(gone)
             before = int(self._cut.look()[1])
+            # Not beyond the last change: all later cuts would be refused.
             self.set_cut(self.cut, max(before, min(cut, self.cut)))
 
     def removed_since(self, cut: int, first: int, last: int) -> np.ndarray:
@@ -269,6 +270,7 @@ class IdTable(IndexedIds):
 
     def first_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Writes the rows with which these ids begin to ``out``, ``[n, *row]``."""
+        # Drawn from seed and id alone: any server, and any order, gives the same rows.
         size = max(1, _DRAWN // math.prod(out.shape[1:]))
         for start in range(0, len(ids), size):
             some = slice(start, start + size)
