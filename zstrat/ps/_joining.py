@@ -71,13 +71,13 @@ class WaitingWorkers:
     program to take them. ``task`` names the server in errors.
 
     Args:
-        tell: Sends a notice to the program that has the session, if it is there.
+        notify: Sends a notice to the program that has the session, if it is there.
     """
 
     def __init__(
-        self, task: str, ownership: Ownership, tell: Callable[[Message], None]
+        self, task: str, ownership: Ownership, notify: Callable[[Message], None]
     ) -> None:
-        self._task, self._ownership, self._tell = task, ownership, tell
+        self._task, self._ownership, self._notify = task, ownership, notify
         self._waiting: dict[int, _WaitingReport] = {}
         # Numbers begin at random, so an answer meant for the process before fits none.
         self._numbers = itertools.count(new_incarnation())
@@ -155,7 +155,7 @@ class WaitingWorkers:
         if session is not None:
             address, index = message.address, message.index
             timeout = message.timeout
-            self._tell(WorkerReported(session, number, address, index, timeout))
+            self._notify(WorkerReported(session, number, address, index, timeout))
 
     def _late(self, number: int) -> None:
         message, owner = self._waiting[number].message, self._ownership.owner
@@ -226,7 +226,6 @@ class Joining:
                 the session cannot be joined.
             BusyError: Too many wait.
         """
-        # Nearly always all is there: the first worker is ahead.
         if (answer := self._answer(message)) is not None:
             return answer
         if len(self._waiting) >= MAX_WAITING_REQUESTS:

@@ -157,10 +157,10 @@ class ServiceTelemetry:
         pulls, pushes = self._store.counts.pulls, self._store.counts.pushes
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
-    def start_notices(self, tell: Callable[[Message], None]) -> None:
+    def start_notices(self, notify: Callable[[Message], None]) -> None:
         """Starts to send a report about once a second, if it has changed."""
         if self._notices is None:
-            self._notices = TelemetryNotices(self.report, tell)
+            self._notices = TelemetryNotices(self.report, notify)
 
     def touch(self) -> None:
         """Notes that a request came, so that the report has changed."""
@@ -263,8 +263,8 @@ class ServerSession:
             self._clear()
             if asked.views:  # before requests come for what another process has
                 role.give_up(asked.views[0])
-        # Only raised: the session's second connection may be opened by a program that
-        # asks for less.
+        # A session is opened over each connection of its program: what was asked for
+        # stays.
         role.completeness.needs_backup |= asked.replicas > 0
         # The coordinator may have missed the notice of a loss while it was away.
         role.backups.report_losses()
@@ -352,15 +352,15 @@ class ServerSession:
         assert owner is not None, "nothing was awaited since it was opened"
         self._parts.waiting_workers.report_all()
         if self._tells:
-            self._parts.telemetry.start_notices(self._tell)
+            self._parts.telemetry.start_notices(self._notify)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
-    def _tell(self, message: Message) -> None:
+    def _notify(self, message: Message) -> None:
         notify_coordinator(self._ownership, message)
 
     def _clear(self) -> None:
         parts = self._parts
-        # The role first: it may have a backup that must not receive what is cleared.
+        # The role first: answers that wait for its backup fail, and its log ends.
         parts.role.end_session(StaleSessionError(f"{self._task}: the session ended"))
         parts.snapshots.clear()
         parts.store.clear()

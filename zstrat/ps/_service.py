@@ -151,7 +151,7 @@ class PsService:
         self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
         # Late, by the ownership: the coordinator changes from session to session.
-        tell = partial(notify_coordinator, self._ownership)
+        notify = partial(notify_coordinator, self._ownership)
         self._serving = Serving(
             self._store,
             self._thread,
@@ -175,7 +175,7 @@ class PsService:
             turn,
             timeouts,
             incarnation=incarnation,
-            notify=tell,
+            notify=notify,
             connect=connect,
             clock=clock,
         )
@@ -183,7 +183,7 @@ class PsService:
         # longer.
         self.role.on_change = self._rounds.wake
         self._joining = Joining(task, self._ownership, self._store)
-        self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
+        self._waiting_workers = WaitingWorkers(task, self._ownership, notify)
         if backup_of is not None:
             # Before the first message: a backup and a returning store refuse most of
             # them.
@@ -442,8 +442,7 @@ class PsService:
         """
         await self.role.hand_over()
         self._snapshots.clear()
-        # Nothing is awaited in between: the store is in neither service or in both
-        # otherwise.
+        # Nothing is awaited from here on: one of the two services has the store.
         hand_over(self._store, backup._store)
         backup.role.be_whole()
 

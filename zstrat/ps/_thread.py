@@ -74,7 +74,6 @@ class ComputeThread:
             raise BusyError(f"{self._name}: {CAPACITY} jobs wait already")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        # Before the thread starts, which finds its first job in the queue.
         self._jobs.put_nowait((job, done))
         if self._thread is None:
             # A daemon, so that a job which never ends cannot keep the process alive.

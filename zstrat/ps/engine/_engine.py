@@ -13,7 +13,7 @@ that are moved element by element are one array together (`FlatUpdates`).
 Gradients of some rows are gathered, updated and scattered (`_row_updates`).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
-is never asked to optimise never imports them. They live behind `_xla`.
+is never asked to optimise never imports them. They are in `_xla` alone.
 """
 
 from __future__ import annotations

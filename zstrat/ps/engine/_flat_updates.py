@@ -223,7 +223,7 @@ class StartedUpdate:
                 continue
             parts = [cell.part for cell in cells]
             before = {part.flat for part in parts if part is not None}
-            # They refer to the old values, which `Flat` replaces.
+            # Alive, they would count as left in their old arrays (`Flat.shrink`).
             del parts
             Flat(value, cells)
             for each in before:

@@ -7,7 +7,7 @@ third copy may be given up at any time. From then on only a coordinator may end 
 because the third copy may count already.
 
 A copy is complete if it lacks nothing that was acknowledged. Of two copies that were
-left by a lost program, either one may have gone on alone, by an order that the other
+left by a lost program, either one may have continued alone, by an order that the other
 one did not get. A copy is *sure* if that cannot be so.
 """
 
@@ -111,8 +111,8 @@ class AttachedBackups:
         """Starts to fill a backup or a third copy, unless it is attached already.
 
         Returns:
-            A coroutine that waits until the copy is whole. Cancellation: filling goes
-            on.
+            A coroutine that waits until the copy is whole. Cancellation: filling
+            continues.
 
         Raises:
             BusyError: The store cannot have a backup.
@@ -130,7 +130,7 @@ class AttachedBackups:
         if backup is not None and self.partner == message.incarnation:
             self._end_third()
             return backup.keep(message)
-        # Asked again with the same order, the filling goes on.
+        # Asked again with the same order, the filling continues.
         if backup is None or backup.attached != message:
             self.detach()
             self._backup = backup = self._ship_to(message)
@@ -367,7 +367,7 @@ class Completeness:
         if lost_at is None or self.parted_at is None:
             return False
         # Within that time a program that is alive but out of reach has one of
-        # the two go on alone, and the other one is notified by that one.
+        # the two continue alone, and the other one is notified by that one.
         return self.parted_at - lost_at >= self._grace
 
     def may_hold(self, view: int) -> bool:

@@ -463,7 +463,7 @@ class ReplicaRole:
             self.backup.follow_new_owner(owner.session)
 
     def _is_sure(self, lost_at: float | None) -> bool:
-        # A whole backup may have gone on alone, and have more than this process.
+        # A whole backup may have continued alone, and have more than this process.
         is_alone = self.backup is None and not self.backups.has_backup
         return not self.is_replaced and self.completeness.is_sure(
             self.view, is_alone=is_alone, lost_at=lost_at

@@ -81,7 +81,7 @@ class _Target:
         filled beside the value is dropped, and the value stays.
         """
         cell = self.cell
-        # Asked first: from here on the update is begun, and writes to one or the other.
+        # Whether `out` will be other memory than the value's.
         beside = cell.is_shared or cell.is_pinned
         if self._is_whole():
             out = cell.overwrite()

@@ -245,7 +245,7 @@ def promise_large_reply(
 
 
 def too_many(task: str, what: str, count: int, most: int) -> InvalidArgumentError:
-    """Returns the words for a message that names more variables than one may."""
+    """Returns the error for a message that names more variables than one may."""
     return InvalidArgumentError(
         f"{task}: a message {what} {count} variables, the limit is {most}: send several"
     )
