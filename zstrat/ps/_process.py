@@ -54,6 +54,8 @@ _LOG: Final = logging.getLogger("zstrat.ps")
 RESTART: Final = "its next process takes over all it holds"
 """The reason for which peers of a process lose it that hands over to the next one."""
 
+_SHUT_DOWN: Final = "its process was shut down"
+
 HostingRequest = AskCopies | HostStore | DropStore
 _HOSTING: Final = AskCopies, HostStore, DropStore
 
@@ -221,12 +223,14 @@ class PsProcess:
         if self._handover is None or owner is None:
             async with self._changing:
                 for store in list(self._copies):
-                    await self._drop(store, "its process was shut down")
+                    await self._drop(store, _SHUT_DOWN)
             return 0.0
         async with self._changing:
             # First: `_end_stale_copies` must not drop what the next process takes over.
             copies, self._copies = self._copies, {}
-            ends = [await copy.close(RESTART, seconds) for copy in copies.values()]
+            # Peers wait for a next process only if that can have what is here.
+            why, returns = (RESTART, seconds) if drained else (_SHUT_DOWN, 0.0)
+            ends = [await copy.close(why, returns) for copy in copies.values()]
         # All or nothing: peers that know the incarnation expect all that it had.
         if not drained or not all(ends):
             _LOG.error(
