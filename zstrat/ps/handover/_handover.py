@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 
 from zstrat.config import Limits
+from zstrat.errors import BusyError, ClosedError
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.replication._replay import StoreCopy, index_tables, replay
@@ -182,6 +183,14 @@ class Handover:
             written = await writing.run(path, snapshot.tensors, names)
             commit = partial(self._files.commit, path, written.digests, facts)
             await disk.run(commit)
+        except BaseException:
+            # On the thread, after what is under way there: a state that gets complete
+            # now must not be found, as this process says that it leaves none. If it
+            # cannot be removed either, what is wrong with the disk is reported already.
+            with contextlib.suppress(ClosedError, BusyError):
+                removed = disk.submit(self._files.remove)
+                removed.add_done_callback(lambda done: done.exception())
+            raise
         finally:
             # What could not be written may still hold the disk; the process does not
             # wait for that.
