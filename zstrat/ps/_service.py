@@ -309,7 +309,7 @@ class PsService:
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
         self._telemetry.touch()
-        served = self._serving.take(message)
+        served = self._serving.answer_request(message)
         # Programs that have joined may wait for this variable (`Joining`), which is
         # there only when the creation has had its turn.
         if isinstance(message, _CREATING):
@@ -326,7 +326,7 @@ class PsService:
             # It may have served when the push began to arrive, and no longer.
             if not self.role.is_serving:
                 raise self.role.refusal
-            return self._serving.take(folded)
+            return self._serving.answer_request(folded)
         except ZstratError:  # counted, and on to the caller
             self._telemetry.failed += 1
             raise

@@ -221,7 +221,9 @@ class Serving:
         """Requests that wait, or are computed."""
         return len(self._turns)
 
-    def take(self, message: Request | RoundStored) -> Message | Awaitable[Message]:
+    def answer_request(
+        self, message: Request | RoundStored
+    ) -> Message | Awaitable[Message]:
         """Answers at once, or later if the request must wait for its turn.
 
         Raises:
@@ -253,8 +255,8 @@ class Serving:
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Starts to apply a push while its body arrives, if it need not wait; then
-        `take` a `Folded`. A push that is to be refused or to wait is handled when all
-        of it is here."""
+        `answer_request` takes a `Folded`. A push that is to be refused or to wait is
+        handled when all of it is here."""
         if len(specs) != 1:
             # Several arrays: operands, indices or keys, of which none can be added as
             # it comes.

@@ -142,7 +142,7 @@ class RoundRequests:
             case PullRound() if self._has_to_wait(message):
                 return self._pull_later(message)
             case _:
-                return self._serving.take(message)
+                return self._serving.answer_request(message)
 
     def wake(self) -> None:
         """Has all waiting pulls checked again."""
@@ -163,5 +163,5 @@ class RoundRequests:
             await woken
             self._require_place(message.session)
         # By now it is a request like others, and may have to wait for its turn.
-        answer = self._serving.take(message)
+        answer = self._serving.answer_request(message)
         return answer if isinstance(answer, Message) else await answer

@@ -93,7 +93,7 @@ class ReplicationLog:
         self.head += 1
         return self.head
 
-    def take(self) -> Message | None:
+    def next_change(self) -> Message | None:
         """Returns the next change to send, unless too much is under way."""
         # `_kept` begins with the first change that the backup lacks.
         place = self._sent - self.taken
@@ -352,7 +352,7 @@ class LogLink:
         self._on_lost(why)
 
     def _send(self) -> None:
-        while self.is_flowing and (change := self.log.take()) is not None:
+        while self.is_flowing and (change := self.log.next_change()) is not None:
             try:
                 self._link.notify(change)
             except (PeerLostError, ClosedError):  # sent again when the link is back

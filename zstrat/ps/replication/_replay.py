@@ -331,7 +331,7 @@ def _copy_ledger(store: Store, copied: CopyLedger) -> None:
     ledger.raise_to(copied.low_water)
     for step, part in applied.tolist():
         ledger.record(step, part)
-    ledger.close([StepRun(*run) for run in over.tolist()])
+    ledger.close_steps([StepRun(*run) for run in over.tolist()])
 
 
 def _copy_kept(store: Store, kept: CopyKept) -> None:

@@ -85,7 +85,7 @@ class Ledger:
         """Returns whether any push of a step above the mark was applied."""
         return step in self._applied
 
-    def close(self, over: Iterable[StepRun]) -> None:
+    def close_steps(self, over: Iterable[StepRun]) -> None:
         """Notes that these steps are over; remembers all the same what they have
         applied."""
         merged: list[tuple[int, int]] = []
@@ -256,7 +256,7 @@ class Parts:
             )
         runs.attempt = attempt
 
-    def take(
+    def note(
         self, step: int, attempt: int, part: int, names: Sequence[str], ledger: Ledger
     ) -> None:
         """Notes what a part does that is about to be applied, or was before.

@@ -421,7 +421,7 @@ class Store:
         if self.log is not None:  # a part that is refused may be remembered, too
             noted = PushPart(0, step, number, part.low_water, attempt, names, [], ())
             self.log.append(noted)
-        self.parts.take(step, attempt, number, names, self.ledger)
+        self.parts.note(step, attempt, number, names, self.ledger)
 
     def claim(self, step: int, attempt: int) -> None:
         """Ends earlier runs of an eager step: they have no effect from now on.
@@ -444,7 +444,7 @@ class Store:
             self.log.append(Fence(0, low_water, list(over), []))
         # Steps below the mark as one run. The mark rises only in `end_steps`, which
         # first asks what they have applied.
-        self.ledger.close([StepRun(0, low_water), *over])
+        self.ledger.close_steps([StepRun(0, low_water), *over])
 
     def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
         """Forgets the steps below the mark.
