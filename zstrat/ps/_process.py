@@ -74,8 +74,8 @@ class _HostedCopy:
     endpoint: Endpoint
 
     async def close(self, reason: str, returns: float = 0.0) -> bool:
-        """Drains and closes it; returns whether all that was accepted was done in time.
-        Cancellation: its address is free all the same."""
+        """Drains and closes the copy; returns whether all that was accepted was done in
+        time. Cancellation: its address is free all the same."""
         try:
             return await self.service.drain()
         finally:

@@ -50,7 +50,7 @@ def serve_round(
     require_place: Callable[[int], None],
     closed: Callable[[], None],
 ) -> Running[Message]:
-    """Serves a request.
+    """Serves a request about rounds.
 
     Args:
         require_place: As in `RoundRequests`.

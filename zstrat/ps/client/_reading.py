@@ -304,7 +304,7 @@ class Reading:
 
 
 def _copy_below(arrays: Sequence[np.ndarray], changed: int) -> float:
-    """Arrays of fewer bytes are copied before they are remembered.
+    """Returns of how many bytes an array has to be to be remembered without a copy.
 
     All are views of one body: a small one that is remembered for long must not keep the
     memory of all, nor may the values keep that of rows which are more than they are.

@@ -280,9 +280,8 @@ class SnapshotCalls(AskedServers):
     async def _rest(
         self, ps: int, snapshot: int, answer: SnapshotPinned
     ) -> list[TensorEntry]:
-        """Returns the tensors of a snapshot, of which ``answer`` has the first; the
-        others, as thousands do not fit into one answer, are asked for by their
-        places."""
+        """Returns all tensors of a snapshot: the first are those of ``answer``, and the
+        others are asked for, as thousands do not fit into one answer."""
         entries = list(answer.tensors)
         while len(entries) < answer.total:
             message = PinSnapshot(self.session, snapshot, [], [], len(entries))

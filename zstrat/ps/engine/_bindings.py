@@ -46,7 +46,7 @@ class TracedLeaf:
     is_part: bool
 
     def is_moved_as(self, other: TracedLeaf) -> bool:
-        """Returns whether it makes no difference which of the two a variable is."""
+        """Returns whether a variable is updated in the same way as either leaf."""
         own = (self.digest, self.rule.uses, self.operands)
         return own == (other.digest, other.rule.uses, other.operands)
 
@@ -206,7 +206,7 @@ def digest_of(data: bytes) -> bytes:
 def _require_fit(
     rule: LeafRule, here: Sequence[HeldVariable], *, is_part: bool
 ) -> None:
-    """Refuses variables that are not what the tree says of a leaf of theirs.
+    """Refuses variables whose shape or dtype is not that of their leaf in the tree.
 
     Raises:
         InvalidArgumentError: A leaf does not look like the variable that it is.

@@ -209,7 +209,7 @@ class OptimizerEngine:
         Raises:
             InvalidArgumentError: They are not what an optimizer keeps.
         """
-        for known, bound in self._moving(held):
+        for known, bound in self._optimizers_of(held):
             known.programs.adopt(held.slots, bound.alike, held.cell)
 
     def extend_slots(self, held: HeldVariable) -> None:
@@ -219,7 +219,7 @@ class OptimizerEngine:
         Raises:
             ResourceExhaustedError: There is no memory for them.
         """
-        for known, bound in self._moving(held):
+        for known, bound in self._optimizers_of(held):
             slots = held.slots[known.optimizer]
             known.programs.rows.extend(slots, bound.alike, held.cell)
 
@@ -227,11 +227,12 @@ class OptimizerEngine:
         """Returns whether `extend_slots` would compile nothing."""
         return all(
             known.programs.rows.can_extend(bound.alike, held.cell)
-            for known, bound in self._moving(held)
+            for known, bound in self._optimizers_of(held)
         )
 
-    def _moving(self, held: HeldVariable) -> list[tuple[Registered, Bound]]:
-        """Returns the optimizers that have slots beside a variable, and its binding."""
+    def _optimizers_of(self, held: HeldVariable) -> list[tuple[Registered, Bound]]:
+        """Returns the optimizers that have slots beside a variable, each with the
+        binding of the variable."""
         known = [self._registered.get(number) for number in held.slots]
         key = held.entry.key
         return [

@@ -215,7 +215,7 @@ class StartedUpdate:
         jax.block_until_ready(self.made)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Makes it the values and slots of the variables."""
+        """Makes what was computed the values and slots of the variables."""
         group = self.group
         for cells, flat, value in zip(group.cells, group.flats, self.made, strict=True):
             if flat is not None:

@@ -104,7 +104,7 @@ class Division:
         return self.is_flat and all(group.flats[0] is not None for group in self.groups)
 
     def at_present(self) -> Division:
-        """Returns it as it is now: without groups of which the scalars differ."""
+        """Returns the division as it is now: without groups whose scalars differ."""
         apart = {
             place for each in self.groups if not each.locate() for place in each.places
         }
@@ -273,7 +273,7 @@ class UpdatePrograms:
         self.rows.convert(slots, number)
 
     def adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
-        """Takes slots that were loaded for those of the rule.
+        """Makes slots that were loaded those of the rule.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps.
@@ -488,8 +488,8 @@ class JointPrograms:
     programs: dict[Kinds, Any] = field(default_factory=dict)
 
     def takes(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Returns whether these, whose slots keep their layouts, are updated
-        together."""
+        """Returns whether one program updates these variables, whose slots keep their
+        layouts."""
         return (
             2 <= len(steps) <= MAX_JOINT_VARIABLES
             and MIN_JOINT_BYTES

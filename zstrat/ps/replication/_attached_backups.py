@@ -311,7 +311,7 @@ class AttachedBackups:
         return backup
 
     def _keep_ending(self, shipping: LogShipping) -> None:
-        """Keeps the task that closes the link."""
+        """Keeps the task that closes the link, until it is done."""
         if shipping.ending is not None:
             self._ending.add(shipping.ending)
             shipping.ending.add_done_callback(self._ending.discard)

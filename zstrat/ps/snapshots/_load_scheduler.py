@@ -87,7 +87,7 @@ class Loads:
         return await acknowledged(self._store.log, Done())
 
     async def move(self, message: StoreTensors) -> Done:
-        """Takes what was sent along. Cancellation: as of `load`."""
+        """Stores the values and slots of the message. Cancellation: as of `load`."""
         if len(message.entries) != len(message.arrays):
             raise InvalidArgumentError(
                 f"{self._task}: {len(message.entries)} places came with "
@@ -117,7 +117,7 @@ class Loads:
         return await acknowledged(self._store.log, Done())
 
     async def store_table(self, message: StoreTable) -> Done:
-        """Takes rows of a table that were sent along. Cancellation: as of `load`."""
+        """Stores the rows of the message in a table. Cancellation: as of `load`."""
         rows = sent_rows(message, self._task)
         await self._bring_table(message, rows.kinds, rows.add_to)
         self._check(message.session)

@@ -186,7 +186,7 @@ class Store:
         sets: Sequence[int] = (),
         keys: Sequence[np.ndarray] = (),
     ) -> RowsPlan:
-        """Plans a `read`, and one of rows of variables: many rows take long.
+        """Plans to read values, as `read`, and rows of variables, which may be many.
 
         Raises:
             NotFoundError: No variable has one of the keys.
@@ -273,7 +273,7 @@ class Store:
         )
 
     def delete(self, keys: Sequence[int], *, again: bool = False) -> None:
-        """Deletes all or none; ``again``: those that are still there.
+        """Deletes variables, all or none; with ``again`` those that are still there.
 
         Raises:
             NotFoundError: No variable has one of the keys.

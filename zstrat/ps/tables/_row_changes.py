@@ -153,8 +153,8 @@ class RowChanges:
     def rows_of(
         self, ids: np.ndarray, engine: OptimizerEngine, *, begins: bool = True
     ) -> np.ndarray:
-        """Returns the rows of ids ``[n]``, maybe repeated, int64; those that have none
-        are born.
+        """Returns the rows of ids ``[n]``, maybe repeated, int64. Ids without a row get
+        one.
 
         Args:
             begins: They get their first values; otherwise any, to be written.
@@ -184,8 +184,8 @@ class RowChanges:
     def trained_rows_of(
         self, ids: np.ndarray, engine: OptimizerEngine
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the rows of ids ``[n]`` that have gradients, distinct, int64; those
-        that have none are born, or counted until they are.
+        """Returns the rows of ids ``[n]`` that have gradients, distinct, int64. Ids
+        without a row get one, or are counted until they do.
 
         Returns:
             The rows, and which of the ids have them: bool ``[n]``, None if all.
