@@ -405,6 +405,13 @@ class DoneLeases:
                 f"the leases of a push have {len(packed)} bytes, no multiple of "
                 f"{LEASE.size}"
             )
+        for _, _, start, size in LEASE.iter_unpack(packed):
+            # Joined ranges are packed again, for copies and for the next program.
+            if start + size >= 2**64:
+                raise InvalidArgumentError(
+                    f"the leases of a push have {size} examples from {start} on: their "
+                    "end is above 64 bits"
+                )
 
     def note(self, packed: bytes) -> None:
         """Notes ranges as done; one without examples forgets those of its dataset."""

@@ -614,7 +614,8 @@ class Store:
         """Returns the answer to a push that was applied before; admits any other."""
         # Before `_ledger_of`, which raises the mark of the writer: a malformed push
         # changes nothing.
-        self.leases.require(push.leases)
+        if push.leases:
+            self.leases.require(push.leases)
         ledger = self._ledger_of(push)
         if push.writer and self.log is not None:  # its mark rises even if it is refused
             self.log.append(RaiseWriterMark(push.writer, push.low_water))
