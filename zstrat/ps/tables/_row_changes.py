@@ -89,7 +89,8 @@ class Eviction(NamedTuple):
         if self.rule is EvictionRule.WAITING:
             if table.waiting is None:
                 return np.empty(0, np.int64)
-            return table.waiting.least(self.first, self.last, int(self.limit))
+            left = int(min(self.limit, 2.0**62))
+            return table.waiting.least(self.first, self.last, left)
         ids, rows = table.index.items(self.first, self.last)
         if self.rule is EvictionRule.NORM:
             short = _norms(held.cell.look(), rows) < self.limit
@@ -104,7 +105,9 @@ class Eviction(NamedTuple):
             return ids.compress(last <= table.clock_at(self.limit))
         # Of the two columns of `uses`, the last gradient and the number of them.
         column = 0 if self.rule is EvictionRule.RECENT else 1
-        gone = least(uses[:, column].take(rows), len(ids) - int(self.limit))
+        # All may stay: a limit may be infinite.
+        left = int(min(self.limit, len(ids)))
+        gone = least(uses[:, column].take(rows), len(ids) - left)
         return ids.take(gone)
 
 
