@@ -39,6 +39,7 @@ CLEAN = (
     "zstrat/memory.py",
     "zstrat/optimizers",
     "zstrat/paths.py",
+    "zstrat/ps",
     "zstrat/rows.py",
     "zstrat/saving",
     "zstrat/signals.py",

@@ -7,8 +7,10 @@ import pytest
 from ps_callers import SESSION
 from ps_copies import JUMP, TASK, create, later, pull, push, turns
 
+from zstrat.config import Settings
 from zstrat.errors import NotPrimaryError, StaleSessionError, UnavailableError
 from zstrat.ps import Handover, Inherited, StoreRole
+from zstrat.ps._process import PsProcess
 from zstrat.testing import FakeRemote
 from zstrat.wire import (
     CreateOptimizer,
@@ -146,3 +148,24 @@ async def test_a_copy_that_is_not_whole_is_not_left(copies, process):
     assert process.role is StoreRole.NOTHING
     with pytest.raises(UnavailableError):
         await copies.ask(PromoteBackup(SESSION, 2), service)
+
+
+async def test_peers_wait_for_no_next_process_if_nothing_is_left_to_it(tmp_path):
+    tmp_path.chmod(0o700)
+    settings = Settings(state=tmp_path)
+    process = PsProcess(
+        FakeRemote(Job.PS, 5).hello, "ipc:unused", load_code=bytes, settings=settings
+    )
+    chief, said = FakeRemote(Job.CHIEF, 1), []
+    process.service.handle(chief, OpenSession(SESSION, 0, 1, []))
+
+    class Copy:
+        async def close(self, reason, returns=0.0):
+            said.append((reason, returns))
+            return True
+
+    process._copies[1] = Copy()
+    assert await process.leave(None, drained=False) == 0.0
+    ((reason, returns),) = said
+    assert returns == 0.0
+    assert "next process" not in reason

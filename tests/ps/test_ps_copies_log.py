@@ -33,7 +33,7 @@ def test_a_backup_gets_all_in_order_whatever_breaks(events):
                     change = CopyParts([], (LARGE,))
                 made.append(change)
                 assert log.append(change) == len(made)
-            case "send" if (change := log.take()) is not None:
+            case "send" if (change := log.next_change()) is not None:
                 line.append(change)
             case "arrive" if line:
                 backup.append(line.pop(0))
@@ -58,7 +58,7 @@ def test_numbers_that_cannot_be():
         log.append(RaiseMark(0, number))
     with pytest.raises(ProtocolError):
         log.acknowledge(1)
-    while log.take() is not None:
+    while log.next_change() is not None:
         pass
     log.acknowledge(2)
     log.acknowledge(1)  # late

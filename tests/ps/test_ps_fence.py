@@ -172,7 +172,7 @@ def test_the_ledger_knows_what_is_over_and_what_was_applied(closed, mark, applie
     for step in applied:
         ledger.record(step, 0)
     for some in closed:
-        ledger.close([StepRun(*run) for run in some])
+        ledger.close_steps([StepRun(*run) for run in some])
         over |= {step for first, end in some for step in range(first, end)}
         assert {s for s in range(31) if ledger.is_duplicate(s, 1)} == over
     assert {s for s in range(31) if ledger.has_applied(s)} == applied

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from zstrat.errors import (
     UnavailableError,
     ZstratError,
 )
-from zstrat.ps import Handover
+from zstrat.ps import Handover, Inherited
+from zstrat.ps.handover._state_files import StateFiles
 from zstrat.testing import FakeClock, full_disk
 from zstrat.wire import (
     CloseSession,
@@ -368,3 +370,23 @@ def test_a_folder_that_cannot_be_is_called_what_it_is(tmp_path):
         words = f"state folder {tmp_path / wrong} cannot be made: "
         with pytest.raises(OSError, match=words):
             Handover(tmp_path / wrong, 0, TASK)
+
+
+async def test_a_state_that_comes_too_late_is_not_left(tmp_path, monkeypatch):
+    """Its process has said that it does not return."""
+    folder = tmp_path / "s"
+    async with successors(folder) as now:
+        await now.answer(created(1))
+        assert await now.service.drain()
+        now.is_over, go_on, commit = True, threading.Event(), StateFiles.commit
+
+        def late(*args):
+            assert go_on.wait(60)
+            commit(*args)
+
+        monkeypatch.setattr(StateFiles, "commit", late)
+        own = now.service.role.state_for_successor(0)
+        left = Inherited(77, now.service.owner, own)
+        asyncio.get_running_loop().call_later(0.4, go_on.set)
+        assert not await now.handover.leave(left, 0.2)
+    assert take(Handover(folder, 0, TASK)) is None

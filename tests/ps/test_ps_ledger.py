@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.coordinator._queue import MAX_AHEAD
-from zstrat.errors import BusyError
-from zstrat.ps.store import CAPACITY, UNNAMED, Ledger
+from zstrat.errors import BusyError, InvalidArgumentError
+from zstrat.ps.store import CAPACITY, UNNAMED, Ledger, _ledger
+from zstrat.wire import LEASE
 
 steps = st.integers(0, 40)
 calls = st.tuples(st.sampled_from(["record", "raise"]), steps, st.integers(0, 2))
@@ -73,3 +74,15 @@ def test_a_jump_of_the_mark_is_as_cheap_as_what_it_forgets():
     ledger.raise_to(2**62)
     assert len(ledger) == 0
     assert ledger.is_duplicate(2**62 - 1, 0)
+
+
+def test_ranges_that_no_message_could_hold_are_refused():
+    """Joined with others they would keep a backup from being filled."""
+    last = 2**64 - 1
+    leases = _ledger.DoneLeases()
+    fits = LEASE.pack(1, 0, 5, last - 5)
+    leases.require(fits)
+    leases.note(LEASE.pack(1, 0, 0, 5) + fits)
+    assert b"".join(leases.packed()) == LEASE.pack(1, 0, 0, last)
+    with pytest.raises(InvalidArgumentError):
+        leases.require(fits + LEASE.pack(1, 0, 6, last - 5))

@@ -13,18 +13,18 @@ from zstrat.ps.store import Ledger, Parts
 
 
 def apply(parts, ledger, part, *names, step=1, attempt=1):
-    parts.take(step, attempt, part, names, ledger)
+    parts.note(step, attempt, part, names, ledger)
     ledger.record(step, part)
 
 
 def test_what_was_applied_is_compared_and_what_was_not_is_replaced():
     parts, ledger = Parts("ps"), Ledger()
-    parts.take(1, 1, 0, ["a"], ledger)  # and failed
+    parts.note(1, 1, 0, ["a"], ledger)  # and failed
     apply(parts, ledger, 0, "b", "c")
     apply(parts, ledger, 0, "b", "c", attempt=2)
     for other in (["b"], ["b", "d"], ["b", "c", "e"]):
         with pytest.raises(RetryDiffersError) as raised:
-            parts.take(1, 2, 0, other, ledger)
+            parts.note(1, 2, 0, other, ledger)
         assert raised.value.step == 1
     assert (raised.value.before, raised.value.now) == ("nothing more", "e")
     applied = parts.applied(1, 0, ledger).parts
@@ -36,7 +36,7 @@ def test_a_run_that_was_overtaken_has_no_effect():
     apply(parts, ledger, 0, "a")
     parts.claim(1, 3, ledger)
     with pytest.raises(StaleSessionError):
-        parts.take(1, 2, 1, ["b"], ledger)
+        parts.note(1, 2, 1, ["b"], ledger)
     apply(parts, ledger, 0, "a", attempt=3)
 
 
@@ -46,12 +46,12 @@ def test_it_forgets_what_is_over_and_remembers_so_much(monkeypatch):
     for step in (1, 2, 3):
         apply(parts, ledger, 0, "a", step=step)
     with pytest.raises(ResourceExhaustedError):
-        parts.take(4, 1, 0, ["a"], ledger)
+        parts.note(4, 1, 0, ["a"], ledger)
     apply(parts, ledger, 0, "a", step=3)
     ledger.raise_to(3)
     apply(parts, ledger, 0, "a", step=4)
     assert len(parts) == 2
-    parts.take(1, 1, 0, ["late"], ledger)  # its push is a duplicate
+    parts.note(1, 1, 0, ["late"], ledger)  # its push is a duplicate
     assert len(parts) == 2
 
 
@@ -69,7 +69,7 @@ def test_steps_that_only_ask_are_bounded_too(monkeypatch):
 def test_names_have_a_bound():
     parts, ledger = Parts("ps"), Ledger()
     with pytest.raises(InvalidArgumentError, match=r"\b2048\b"):
-        parts.take(1, 1, 0, ["x" * 2049], ledger)
+        parts.note(1, 1, 0, ["x" * 2049], ledger)
 
 
 def test_ordinals():

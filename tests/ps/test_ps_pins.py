@@ -94,7 +94,7 @@ class Pins(RuleBasedStateMachine):
 
     @rule(anew=st.booleans())
     def write_all(self, anew):
-        self.cell.reserve([Write.ANEW if anew else Write.WHOLE])
+        self.cell.reserve([Write.REPLACE if anew else Write.WHOLE])
         out = self.cell.overwrite() if anew else self.cell.begin()[1]
         np.copyto(out, self.fresh())
         self.cell.settle()

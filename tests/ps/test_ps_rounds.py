@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.optimizers import delayed_nesterov
+from zstrat.ps.store import _rounds
 from zstrat.wire import (
     CloseSession,
     Contribute,
@@ -540,3 +542,15 @@ def test_what_an_update_needs_of_all_gradients_is_that_of_dense_ones():
     dense = {**given, 3: (first,), 4: (second,), 5: (np.zeros(3, np.float32),)}
     for one, other in zip(operands, told.operands(dense), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_contribution_that_is_refused_is_kept_for_no_optimizer(monkeypatch):
+    """Else the log, and so a backup, would lack what waits here."""
+    monkeypatch.setattr(_rounds, "MAX_CONTRIBUTIONS", 1)
+    rounds, engine = _rounds.OpenRounds("ps:0"), SimpleNamespace(get=lambda _: None)
+    both = [contribution(2, optimizer=1), contribution(2, optimizer=2)]
+    full = [contribution(1, optimizer=2)]
+    assert rounds.contribute(Contribute(SESSION, full, [], ()), None, {}, engine)
+    with pytest.raises(BusyError):
+        rounds.contribute(Contribute(SESSION, both, [], ()), None, {}, engine)
+    assert rounds.count == 1

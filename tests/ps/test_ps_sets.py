@@ -13,6 +13,7 @@ from ps_trees import bind, message, of_values
 
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from zstrat.ps import OptimizerEngine, PsClient, Ref, SetRef, Store
+from zstrat.ps.replication._replay import hand_over
 from zstrat.testing import FakeLink
 from zstrat.wire import (
     CreateOptimizer,
@@ -198,7 +199,7 @@ def test_a_set_with_a_lost_value_is_not_read_also_where_it_was_before():
         read(store)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["deleted", "session ends"])
+@pytest.mark.parametrize("ends", ["deleted", "session ends", "handed over"])
 def test_nothing_keeps_the_memory_of_variables_that_are_gone(ends):
     store = store_of(optax.sgd(0.1, momentum=0.9))
     keys = [key for key, shape in SHAPES.items() if shape]  # each alike to the others
@@ -210,10 +211,14 @@ def test_nothing_keeps_the_memory_of_variables_that_are_gone(ends):
     del momentum
     assert values() is not None
     assert slots() is not None
-    if ends:
+    if ends == "session ends":
         store.clear()
-    else:
+    elif ends == "deleted":
         store.delete([*SHAPES])
+    else:
+        other = Store(OptimizerEngine(lambda _: None))
+        hand_over(store, other)
+        other.clear()
     assert values() is None
     assert slots() is None
 

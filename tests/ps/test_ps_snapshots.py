@@ -51,6 +51,16 @@ async def rig():
         yield rig
 
 
+async def test_a_snapshot_that_fails_keeps_nothing_pinned(rig):
+    """Else rows that are written would be logged as long as the variable lives."""
+    refs = [await rig.create(0, key, np.zeros((4, 2), "f4")) for key in (1, 2)]
+    variables = rig.services[0]._store.variables
+    variables[2].cell.lose("a test")
+    with pytest.raises(UnavailableError):
+        await rig.client.pin(1, refs, [])
+    assert not variables[1].cell.is_pinned
+
+
 async def test_a_pin_names_values_and_slots_and_keeps_them(rig):
     rows = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
     table, bias = await rig.create(0, 1, rows), await rig.create(1, 2, np.float64(4))

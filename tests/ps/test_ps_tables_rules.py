@@ -239,6 +239,7 @@ def test_a_table_has_no_more_rows_than_fit(used, rule):
     ranks = np.sort(rank)[::-1][:100]
     assert sorted([n % 7 for n in left], reverse=True) == ranks.tolist()
     assert evict(store, rule, 100) == left
+    assert evict(store, rule, float("inf")) == left
 
 
 def test_rows_are_evicted_by_norm_in_some_buckets():
@@ -258,6 +259,7 @@ def test_ids_that_wait_are_no_more_than_fit():
     store = store_with("sgd", gradients=9)
     for turn in range(5):
         train(store, range(turn * 10, 60))
+    push_to(store, eviction(1, EvictionRule.WAITING, float("inf")))
     push_to(store, eviction(0, EvictionRule.WAITING, 25))
     waiting = store.variables[1].table.waiting
     assert len(waiting) == 25

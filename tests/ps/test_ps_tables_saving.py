@@ -1,5 +1,6 @@
 """Tables of any id in files, and back on any number of servers."""
 
+import asyncio
 import itertools
 from contextlib import asynccontextmanager
 
@@ -29,6 +30,11 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ids import BUCKETS, buckets_of, hashes_of
+from zstrat.ps import OptimizerEngine, Store
+from zstrat.ps._thread import ComputeThread
+from zstrat.ps.snapshots._snapshot import RowOrder, SnapshotTensor, SortedPin
+from zstrat.ps.snapshots._snapshot_service import SnapshotService
+from zstrat.ps.store import Pin
 from zstrat.wire import (
     Done,
     EvictionRule,
@@ -43,6 +49,7 @@ from zstrat.wire import (
     StoreTable,
     TableLeaf,
     TableTensor,
+    TensorEntry,
     Update,
     UpdateOp,
     WriteSnapshot,
@@ -542,3 +549,28 @@ async def test_a_backup_has_what_was_loaded(tmp_path, rules):
             pair = cell.look()[some], leaves[name].look()[some]
             np.testing.assert_array_equal(*pair, name)
         other.copies.primary = kept
+
+
+async def test_reads_at_the_same_time_put_the_rows_of_a_table_in_order_once():
+    """Else one of them gives up the ids that another one has not copied yet."""
+    turns, first_is_done = [], asyncio.Event()
+
+    @asynccontextmanager
+    async def turn(names):
+        turns.append(names)
+        if len(turns) > 1:
+            await first_is_done.wait()
+        yield
+
+    order = RowOrder(Pin(np.arange(8), frozen=False))
+    value = SortedPin(Pin(np.arange(8), frozen=True), order)
+    tensor = SnapshotTensor(TensorEntry(1, 0, "", "int64", [8], True), value, order)
+    service = SnapshotService(
+        "ps:0", Store(OptimizerEngine(lambda _: None)), turn, print, None, ComputeThread
+    )
+    first, second = (asyncio.ensure_future(service._sort(tensor)) for _ in range(2))
+    await first
+    first_is_done.set()
+    await second
+    assert len(turns) == 1
+    assert await service.close(asyncio.get_running_loop().time() + 5.0)

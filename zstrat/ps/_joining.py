@@ -13,7 +13,7 @@ whose session it serves, and the answer back. If no program is connected, the wo
 waits for one. Only the program decides whether it takes a worker.
 
 Both live on the loop. Law: code that changes the session, or creates something, calls
-`look` afterwards.
+`Joining.answer_ready` afterwards, and `WaitingWorkers.report_all` if it opens one.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ class _WaitingReport(NamedTuple):
 
 @final
 class WaitingWorkers:
-    """The workers that wait at one parameter server, named ``task`` in errors.
+    """The workers that have reported themselves at one parameter server, and wait for a
+    program to take them. ``task`` names the server in errors.
 
     Args:
-        tell: Sends a notice to the program that has the session, if it is there.
+        notify: Sends a notice to the program that has the session, if it is there.
     """
 
     def __init__(
-        self, task: str, ownership: Ownership, tell: Callable[[Message], None]
+        self, task: str, ownership: Ownership, notify: Callable[[Message], None]
     ) -> None:
-        self._task, self._ownership, self._tell = task, ownership, tell
+        self._task, self._ownership, self._notify = task, ownership, notify
         self._waiting: dict[int, _WaitingReport] = {}
         # Numbers begin at random, so an answer meant for the process before fits none.
         self._numbers = itertools.count(new_incarnation())
@@ -92,6 +93,8 @@ class WaitingWorkers:
             BusyError: `MAX_WAITING_REPORTS` workers wait, or this peer has reported
                 another worker, which is not answered yet.
         """
+        # By connection and not by worker: a peer that is lost ends all that it has
+        # asked.
         for number, waiting in list(self._waiting.items()):
             if waiting.peer is not peer:
                 continue
@@ -102,6 +105,7 @@ class WaitingWorkers:
                     "open another connection"
                 )
             self._fail(number, BusyError(f"{self._task}: it was reported again"))
+        # Counted after the old report of the same peer is gone.
         if len(self._waiting) >= MAX_WAITING_REPORTS:
             raise BusyError(
                 f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves "
@@ -109,6 +113,7 @@ class WaitingWorkers:
                 "at another parameter server"
             )
         loop, number = asyncio.get_running_loop(), next(self._numbers)
+        # The number comes from a peer: not negative, and not for months.
         seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, number)
         answer: asyncio.Future[Message] = loop.create_future()
@@ -116,7 +121,7 @@ class WaitingWorkers:
         self._pass_on(number)
         return answer
 
-    def look(self) -> None:
+    def report_all(self) -> None:
         """Reports all waiting workers to the program. Called when a session is opened,
         as its program may not know them."""
         for number in self._waiting:
@@ -127,6 +132,7 @@ class WaitingWorkers:
         waiting = self._take(message.report)
         if waiting is None or waiting.answer.done():
             return  # its timeout is over, or it is gone
+        # `_take` has ended its timer; the worker's connection may have ended as well.
         if message.error is None:
             waiting.answer.set_result(message)
         else:
@@ -148,8 +154,8 @@ class WaitingWorkers:
         session, message = self._ownership.session, self._waiting[number].message
         if session is not None:
             address, index = message.address, message.index
-            patience = message.timeout
-            self._tell(WorkerReported(session, number, address, index, patience))
+            timeout = message.timeout
+            self._notify(WorkerReported(session, number, address, index, timeout))
 
     def _late(self, number: int) -> None:
         message, owner = self._waiting[number].message, self._ownership.owner
@@ -158,8 +164,8 @@ class WaitingWorkers:
             words = f"{owner} has not taken the worker"
         elif owner is not None:
             words = f"{owner}, which has opened a session here, is gone"
-        patience = f"within {message.timeout:g} s"
-        self._fail(number, DeadlineExceededError(f"{self._task}: {words} {patience}"))
+        within = f"within {message.timeout:g} s"
+        self._fail(number, DeadlineExceededError(f"{self._task}: {words} {within}"))
 
     def _fail(self, number: int, error: ZstratError) -> None:
         waiting = self._take(number)
@@ -234,8 +240,9 @@ class Joining:
         self._waiting[waiting] = _WaitingJoin(peer, message, timer)
         return waiting
 
-    def look(self) -> None:
+    def answer_ready(self) -> None:
         """Answers the workers for which everything exists, or never will."""
+        # A copy, as each one that is answered is removed.
         for waiting, asked in list(self._waiting.items()):
             try:
                 answer = self._answer(asked.message)
@@ -259,6 +266,7 @@ class Joining:
 
     def _answer(self, message: JoinSession) -> Message | None:
         owner = self._ownership.owner
+        # 0 asks for any session, as a program does before it has created anything.
         if owner is None or message.session not in (0, owner.session):
             if message.variables or message.optimizers:
                 raise StaleSessionError(
@@ -267,6 +275,8 @@ class Joining:
                     "restarted; connect to the cluster again"
                 )
             return None
+        # A program that ended left its session: the next one may be starting just now
+        # (`_late`).
         if message.session == 0 and not owner.alive:
             return None
         self._require_shared(owner)
@@ -274,6 +284,7 @@ class Joining:
             *message.variables,
             *message.optimizers,
         ]
+        # All are compared before any is missed: a wrong order is an error at once.
         for wish in wishes:
             self._compare(wish)
         if self._missing(message):
@@ -314,7 +325,7 @@ class Joining:
             return None
         (held,) = store.variables.find([wish.key])
         dtype, shape = held.cell.dtype.name, list(held.cell.shape)
-        if held.table is not None:  # it has any number of rows
+        if held.table is not None:  # it has any number of rows, and each server others
             shape[:1] = wish.shape[:1]
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
@@ -327,6 +338,8 @@ class Joining:
         """
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner
+        # Nobody else has come: variables of a program that has ended are better than
+        # none.
         if message.session == 0 and owner is not None:
             self._end(waiting, self._admitted(owner))
             return

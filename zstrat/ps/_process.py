@@ -54,6 +54,8 @@ _LOG: Final = logging.getLogger("zstrat.ps")
 RESTART: Final = "its next process takes over all it holds"
 """The reason for which peers of a process lose it that hands over to the next one."""
 
+_SHUT_DOWN: Final = "its process was shut down"
+
 HostingRequest = AskCopies | HostStore | DropStore
 _HOSTING: Final = AskCopies, HostStore, DropStore
 
@@ -72,8 +74,8 @@ class _HostedCopy:
     endpoint: Endpoint
 
     async def close(self, reason: str, returns: float = 0.0) -> bool:
-        """Drains and closes it; returns whether all that was accepted was done in time.
-        Cancellation: its address is free all the same."""
+        """Drains and closes the copy; returns whether all that was accepted was done in
+        time. Cancellation: its address is free all the same."""
         try:
             return await self.service.drain()
         finally:
@@ -118,7 +120,9 @@ class PsProcess:
         self._load_code, self._make_service = load_code, make_service
         self._settings, self._security, self._on_exit = settings, security, on_exit
         self._draw, self._sockets = draw, sockets
+        # One change of the copies at a time: each awaits sockets or a drain in between.
         self._changing = asyncio.Lock()
+        # Strong references: the loop itself keeps weak ones only.
         self._ending: set[asyncio.Task[object]] = set()
         self._is_over = False
         self._is_taken_over = asyncio.Event()
@@ -156,6 +160,7 @@ class PsProcess:
         """Handles what `PsService.handle` does, and requests about copies."""
         if isinstance(message, _HOSTING):
             return self._handle_hosting(remote, message)
+        # Its own store may be with another process, and it still hosts copies.
         return self.service.handle(remote, message)
 
     async def inherit(self) -> bool:
@@ -183,6 +188,7 @@ class PsProcess:
                 error,
             )
             self._handover.took()
+            # Another incarnation: what peers knew under the old one does not exist.
             self._inherited = None
             self._begin(replace(self.me, incarnation=self._draw()), None)
             return False
@@ -192,6 +198,7 @@ class PsProcess:
         """Starts to answer for what was inherited, by copies too. Called when the
         address is bound, and before the first request."""
         if self._inherited is not None and self._handover is not None:
+            # Durably, before the first answer: no state may be used twice.
             self._handover.took()
             self.service.take_over(self._inherited.owner)
             self._is_taken_over.set()
@@ -210,17 +217,21 @@ class PsProcess:
 
         Cancellation: what is not closed yet is closed with the process.
         """
+        # Before anything is closed: `_host` refuses from now on.
         self._is_over = True
-        owner, patience = self.service.owner, self._settings.timeouts.handover
+        owner, seconds = self.service.owner, self._settings.timeouts.handover
         if self._handover is None or owner is None:
             async with self._changing:
                 for store in list(self._copies):
-                    await self._drop(store, "its process was shut down")
+                    await self._drop(store, _SHUT_DOWN)
             return 0.0
         async with self._changing:
-            # Removed first: `_look` must not drop what the next process takes over.
+            # First: `_end_stale_copies` must not drop what the next process takes over.
             copies, self._copies = self._copies, {}
-            ends = [await copy.close(RESTART, patience) for copy in copies.values()]
+            # Peers wait for a next process only if that can have what is here.
+            why, returns = (RESTART, seconds) if drained else (_SHUT_DOWN, 0.0)
+            ends = [await copy.close(why, returns) for copy in copies.values()]
+        # All or nothing: peers that know the incarnation expect all that it had.
         if not drained or not all(ends):
             _LOG.error(
                 "what this process holds is lost with it: something that it had "
@@ -229,10 +240,11 @@ class PsProcess:
             return 0.0
         role, left = self.service.role, [c.left(n) for n, c in copies.items()]
         own = role.state_for_successor(self.me.index)
+        # The backups of what it serves may be promoted while it writes.
         if role.is_replicated:
-            await endpoint.close(RESTART, patience)
+            await endpoint.close(RESTART, seconds)
         whole = Inherited(self.me.incarnation, owner, own, left)
-        return patience if await self._handover.leave(whole, patience) else 0.0
+        return seconds if await self._handover.leave(whole, seconds) else 0.0
 
     def validate(self) -> None:
         """Checks what holds between two events, of all stores that are here.
@@ -268,12 +280,16 @@ class PsProcess:
         check_role(self._task, remote, message)
         async with self._changing:
             if isinstance(message, AskCopies):
+                # Not `_require`: what is asked changes nothing, and is answered to any
+                # view.
                 self._require_session(message.session)
                 return CopiesReport(list(self._left()))
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(remote, message)
-            if message.store == self.me.index:  # another process serves it by now
+            # Its own store, which another process serves by now: this process may have
+            # returned with the state that it had left.
+            if message.store == self.me.index:
                 self.service.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
@@ -282,6 +298,7 @@ class PsProcess:
         """Passes the copies that this process hosts to the session of the next
         program."""
         for store, copy in self._copies.items():
+            # The same copy in another session: its contents and address stay.
             self._copies[store] = replace(copy, session=owner.session)
             copy.service.role.follow_new_owner(owner, self.service.coordinator_lost_at)
 
@@ -294,7 +311,7 @@ class PsProcess:
             if left is not None:
                 yield left._replace(address=copy.hosted.address)
 
-    def _look(self) -> None:
+    def _end_stale_copies(self) -> None:
         """Drops the copies of sessions that are over. Called when the session of the
         process, or of a copy, has changed. A copy that serves is dropped only when its
         own session is closed."""
@@ -303,6 +320,8 @@ class PsProcess:
             at = copy.service.session
             over = at is None if session is None else copy.session != session
             if over or (at is None and not copy.service.role.is_backup):
+                # In a task: it is called from the end of a session, which cannot wait
+                # for a drain.
                 self._end_soon(self._end(store, copy), store)
 
     def _end_soon(self, ending: Coroutine[Any, Any, object], store: int) -> None:
@@ -318,6 +337,7 @@ class PsProcess:
             self._require_role_key()
         self._require_session(message.session)
         session, copy = self.service.session, self._copies.get(message.store)
+        # Of the copy or of its role, which has been promoted in newer views since.
         newest = -1 if copy is None else max(copy.view, copy.service.role.view)
         if message.view < newest and copy is not None and copy.session == session:
             raise StaleSessionError(
@@ -350,6 +370,7 @@ class PsProcess:
         if copy is not None:
             if (copy.session, copy.origin, copy.view) == asked:
                 return copy.hosted  # asked again, as the answer was lost
+            # A copy that swaps is still needed until its successor has everything.
             if not message.swaps:
                 await self._drop(store, "an empty one takes its place")
         # Another incarnation: no peer may take the empty copy for an earlier one.
@@ -360,6 +381,8 @@ class PsProcess:
         service = self._service(me, (owner, view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
         hosted = await self._serve(me, service, where, owner, message.view)
+        # Empty and serving: a store of `stores_per_ps`, or one that starts over
+        # elsewhere.
         if message.serves:
             promote = PromoteBackup(message.session, message.view)
             service.role.promoted(remote, promote)
@@ -387,21 +410,25 @@ class PsProcess:
         """
         copy = self._copies[store]
         try:
+            # Without a copy only its own store is served by this process.
             if before is None and store != self.me.index:
                 raise UnavailableError(f"{self._task} does not serve store {store}")
             await source.hand_to(copy.service)
         except BaseException:  # to the coordinator
             del self._copies[store]
+            # The new copy had taken its place.
             if before is not None:
                 self._copies[store] = before
             await copy.close("the store stays where it was")
             raise
         if before is not None:
+            # Not awaited: its drain would hold up the answer, and nobody needs it now.
             self._end_soon(before.close("another process serves its store"), store)
 
     async def _inherit(self, owner: Owner, left: HandedOverStore) -> None:
         number, where = left.number, left.address
         me = replace(self.me, index=number, incarnation=left.incarnation)
+        # What served before is not asked again until an order says so in a newer view.
         is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
         service = self._service(me, (owner, left.view, 0) if is_backup else None, left)
         later = partial(self._later, service)
@@ -424,7 +451,7 @@ class PsProcess:
             incarnation=me.incarnation,
             connect=_backup_links(me, self._settings, self._security, self._sockets),
             backup_of=backup_of,
-            on_cleared=self._look,
+            on_cleared=self._end_stale_copies,
             keeps_state=self._settings.state is not None,
             inherited=left,
             **of_own,
@@ -433,6 +460,7 @@ class PsProcess:
     async def _later(
         self, service: PsService, remote: Remote, message: Message
     ) -> Message:
+        # Another address may be taken, and then nothing of what was left is used.
         await self._is_taken_over.wait()
         answer = service.handle(remote, message)
         if inspect.isawaitable(answer):
@@ -457,12 +485,14 @@ class PsProcess:
             security=self._security,
             sockets=self._sockets,
         )
+        # Bound before it is listed: an address that is taken leaves no copy.
         hosted = StoreHosted(await endpoint.bind(where), me.incarnation)
         copy = _HostedCopy(owner.session, owner.origin, view, hosted, service, endpoint)
         self._copies[me.index] = copy
         return hosted
 
     async def _drop(self, store: int, why: str) -> None:
+        # Taken out first: while it drains, nobody may find it.
         copy = self._copies.pop(store, None)
         if copy is not None:
             await copy.close(why)
@@ -470,6 +500,8 @@ class PsProcess:
 
     async def _end(self, store: int, copy: _HostedCopy) -> None:
         async with self._changing:
+            # Another copy of the store may have taken its place while the lock was
+            # waited for.
             if self._copies.get(store) is copy:
                 await self._drop(store, "its session is over")
 
@@ -494,6 +526,7 @@ def _backup_links(
 
 def _beside(bind: str, store: int, incarnation: int) -> str:
     """Returns an address of the same interface that nothing is bound to."""
+    # A socket file that is left over must not be taken for this one's.
     if bind.startswith("ipc:"):
         return f"{bind}.{store}-{incarnation:x}"
     return f"{bind.rpartition(':')[0]}:0"

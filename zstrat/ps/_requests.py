@@ -47,7 +47,7 @@ from zstrat.wire import (
 )
 
 from .store._creating import CreatePlan
-from .store._decoding import Decoding, Narrowing, is_coded, is_narrow
+from .store._decoding import Decoding, ReplyEncoding, is_coded, wants_codec
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 from .store._lookups import RowsPlan, TableItems
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from .store._store import Store
 
 INLINE: Final = 4 * 2**20
-"""Bytes of arithmetic that the loop does, as `work_of` counts them: 0.1 to
-0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
+"""Bytes of arithmetic that the loop does itself, as `work_of` counts them: 0.1 to
+0.8 ms. A thread takes about 0.1 ms to wake and as much to report."""
 
 Plain = (
     Push
@@ -142,22 +142,22 @@ def serve(
     Raises:
         ZstratError: It is refused; nothing has changed.
     """
+    # Formats first: the store and its log know plain arrays only.
     if isinstance(message, Push | PushPart) and is_coded(message.updates):
         return advance(_decoded(store, message))
-    if isinstance(message, Pull | PullRows) and is_narrow(message.reads):
-        return advance(_narrowed(store, message))
-    begun = begin(store, message, fold)
+    if isinstance(message, Pull | PullRows) and wants_codec(message.reads):
+        return advance(_encoded(store, message))
+    begun = plan_request(store, message, fold)
     if isinstance(begun, _OUTCOMES):
         return begun
-    if compute_short(
-        store, begun, INLINE
-    ):  # without a generator: that takes a microsecond
+    # Most requests are short, and a generator for one would take a microsecond.
+    if compute_short(store, begun, INLINE):
         return store.commit(begun)
     return advance(_complete(store, begun))
 
 
 def _complete(store: Store, plan: Plan) -> Running[Outcome]:
-    yield plan
+    yield plan  # computed on the thread, with the names of the request held
     return store.commit(plan)
 
 
@@ -177,7 +177,7 @@ def decode_updates(store: Store, message: CodedMessage) -> Running[CodedMessage]
 
 def _decoded(store: Store, message: Push | PushPart) -> Running[Outcome]:
     plain = yield from decode_updates(store, message)
-    begun = begin(store, plain, None)
+    begun = plan_request(store, plain, None)
     if isinstance(begun, _OUTCOMES):
         return begun
     if not compute_short(store, begun, INLINE):
@@ -185,7 +185,7 @@ def _decoded(store: Store, message: Push | PushPart) -> Running[Outcome]:
     return store.commit(begun)
 
 
-def _narrowed(store: Store, message: Pull | PullRows) -> Running[Outcome]:
+def _encoded(store: Store, message: Pull | PullRows) -> Running[Outcome]:
     if isinstance(message, Pull):
         return (yield from pull(store, message.reads, (), ()))
     rows, arrays, sets = message.rows, message.arrays, message.sets
@@ -199,16 +199,18 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
         if not plan.is_short(limit):
             return False
     elif not isinstance(plan, _SIZED) or plan.work > limit:
+        # Plans that do not know their work may compile, or run shipped code.
         return False
     try:
         plan.compute()
     except BaseException:  # to the caller
+        # What it had written is lost, which the backup cannot know.
         store.gave_up(plan)
         raise
     return True
 
 
-def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
+def plan_request(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
     """Returns the answer to a request that takes no time, or what has to be computed.
 
     Raises:
@@ -296,14 +298,15 @@ def exchange(
                 yield pushed
             pushed = store.commit(pushed)
     except Exception as error:  # goes to the caller, as the outcome of the push
-        push_error = refuse(error)
+        push_error = refuse(error)  # the pull is answered all the same
     else:
         if isinstance(pushed, Again):
             return pushed
         assert isinstance(pushed, Pushed)
         applied = pushed.applied
     try:
-        check(message.session)  # it may have ended while the push computed
+        # The push may have been computed elsewhere, and the session ended meanwhile.
+        check(message.session)
         asked = arrays[operands:]
         pulled = yield from pull(store, reads, rows, asked, message.sets)
     except Exception as error:  # goes to the caller, as the outcome of the pull
@@ -331,13 +334,13 @@ def pull(
             yield pulled
         pulled = store.commit(pulled)
     assert isinstance(pulled, Pulled)
-    if is_narrow(reads):
-        narrowing = Narrowing(store.variables.task, reads, pulled)
-        if narrowing.nbytes > INLINE:
-            yield narrowing
+    if wants_codec(reads):
+        encoding = ReplyEncoding(store.variables.task, reads, pulled)
+        if encoding.nbytes > INLINE:
+            yield encoding
         else:
-            narrowing.compute()
-        pulled = replace(pulled, arrays=narrowing.arrays)
+            encoding.compute()
+        pulled = replace(pulled, arrays=encoding.arrays)
     return pulled
 
 
@@ -354,12 +357,14 @@ def _pulled(
 ) -> Outcome | RowsPlan:
     keys: Sequence[np.ndarray] = ()
     if sets:
+        # Not validated yet: a slice of too few arrays would take indices for keys.
         if len(arrays) < len(sets):
             raise InvalidArgumentError(
                 f"{store.variables.task}: {len(sets)} sets are wanted by {len(arrays)} "
                 "arrays of keys"
             )
         arrays, keys = arrays[: -len(sets)], arrays[-len(sets) :]
+    # Arrays without rows, too: `plan_rows` has the error for them.
     if rows or arrays:
         return store.plan_rows(reads, rows, arrays, sets, keys)
     return Pulled(*store.read(reads, sets, keys), store.counts.pushes)
@@ -372,6 +377,7 @@ def names_of(message: Request) -> list[Hashable]:
             return names_of(push)
         case Exchange():
             names = _names_of_push(0, message)
+            # Names may repeat: a ticket takes each once.
             names += [read.key for read in message.reads]
             names += message.rows
             names += _keys_of_sets(message)
@@ -396,6 +402,8 @@ def names_of(message: Request) -> list[Hashable]:
         case DeleteVariables(keys=keys) | AskTables(keys=keys):
             return list(keys)
         case CreateOptimizer(optimizer=optimizer) | BindOptimizer(optimizer=optimizer):
+            # Not the keys of the tree: it is traced without values, and binds those
+            # that are there.
             return [("optimizer", optimizer)]
         case Withdraw(keys=keys, optimizers=optimizers):
             return [*keys, *(("optimizer", each) for each in optimizers)]
@@ -406,6 +414,7 @@ def names_of(message: Request) -> list[Hashable]:
 def _names_of_push(writer: int, message: Push | PushPart | Exchange) -> list[Hashable]:
     step, updates = message.step, message.updates
     names: list[Hashable] = [update.key for update in updates]
+    # An optimizer's programs are used by one push at a time, whatever variables it has.
     names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
     if any([update.op == UpdateOp.OPTIMIZE_SET for update in updates]):  # noqa: C419 (a generator is slower)
         at = 0
@@ -414,6 +423,7 @@ def _names_of_push(writer: int, message: Push | PushPart | Exchange) -> list[Has
                 names += _keys_of(message.arrays[at : at + 1])
             at += update.operands
     # The same push that comes twice takes its turn after itself, as a duplicate.
+    # Pushes outside of steps are never duplicates, so nothing need wait for them.
     if step != UNNAMED:
         names.append(("step", writer, step, message.part))
     return names
@@ -425,5 +435,5 @@ def _keys_of_sets(message: Exchange | PullRows) -> list[int]:
 
 
 def _keys_of(arrays: Sequence[np.ndarray]) -> list[int]:
-    """Returns the keys of sets. What are none is refused when the request is served."""
+    """Returns the keys of sets; arrays that are not keys are refused by `serve`."""
     return [key for each in arrays if is_keys(each) for key in each.tolist()]

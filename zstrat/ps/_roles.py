@@ -46,6 +46,7 @@ def check_role(task: str, remote: Caller, message: Message) -> None:
         StaleSessionError: The former primary of the store opens its log here.
     """
     check_sender(task, remote.name, remote.role, message)
+    # Only a backup takes a log, and requests to a backup do not come here.
     if isinstance(message, OpenLog):
         raise StaleSessionError(f"{task}: this process is the primary by now")
     if is_forged(remote, message):

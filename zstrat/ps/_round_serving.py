@@ -50,7 +50,7 @@ def serve_round(
     require_place: Callable[[int], None],
     closed: Callable[[], None],
 ) -> Running[Message]:
-    """Serves a request.
+    """Serves a request about rounds.
 
     Args:
         require_place: As in `RoundRequests`.
@@ -63,11 +63,14 @@ def serve_round(
         case Contribute():
             if is_coded(message.updates):
                 message = yield from decode_updates(store, message)
-                require_place(message.session)  # it may have ended meanwhile
+                # The thread may have decoded it, and the session ended meanwhile.
+                require_place(message.session)
             store.contribute(message)
             return Done()
         case CloseRound():
             done = yield from close_round(store, message)
+            # Only now: pulls that are woken read the number of the round and the new
+            # values.
             closed()
             return done
         case PullMerged():
@@ -89,6 +92,7 @@ def close_round(store: Store, message: CloseRound) -> Running[Done]:
         ZstratError: The merged update is refused; the round stays open.
     """
     merging = store.rounds.merging(message.order)
+    # The order came again: its answer was lost, or the program before had sent it.
     if merging is None:
         return Done()
     if merging.work <= INLINE:
@@ -96,6 +100,7 @@ def close_round(store: Store, message: CloseRound) -> Running[Done]:
     else:
         yield merging
     push = merged_push(message, merging)
+    # Not `Store.plan_push`: the ledger knows a round by its members.
     plan = push_plan(push, store.variables, store.engine)
     if not compute_short(store, plan, INLINE):
         yield plan

@@ -91,6 +91,8 @@ class ServiceTelemetry:
 
     def reset(self) -> None:
         """Drops the telemetry of the session, as it is over."""
+        # Not cleared: rates and steps of another program must not run into those of the
+        # next.
         self._serving.recorder = Recorder(PS_PHASES)
         self.recorder.start(self._sums(), self._clock())
 
@@ -155,10 +157,10 @@ class ServiceTelemetry:
         pulls, pushes = self._store.counts.pulls, self._store.counts.pushes
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
-    def start_notices(self, tell: Callable[[Message], None]) -> None:
+    def start_notices(self, notify: Callable[[Message], None]) -> None:
         """Starts to send a report about once a second, if it has changed."""
         if self._notices is None:
-            self._notices = TelemetryNotices(self.report, tell)
+            self._notices = TelemetryNotices(self.report, notify)
 
     def touch(self) -> None:
         """Notes that a request came, so that the report has changed."""
@@ -185,7 +187,7 @@ class ServerParts:
     telemetry: ServiceTelemetry
 
 
-def tell_coordinator(ownership: Ownership, message: Message) -> None:
+def notify_coordinator(ownership: Ownership, message: Message) -> None:
     """Sends a notice to the owner of the session, if it is connected."""
     owner = ownership.owner
     if owner is not None and owner.alive:
@@ -250,6 +252,7 @@ class ServerSession:
             program=asked.program,
             sent=asked.sent,
         )
+        # `coordinator_lost_at` stays: the new program has given no orders yet.
         if self._ownership.adopt(owner):
             return self._adopted(asked)
         self.coordinator_lost_at = None
@@ -260,9 +263,12 @@ class ServerSession:
             self._clear()
             if asked.views:  # before requests come for what another process has
                 role.give_up(asked.views[0])
+        # A session is opened over each connection of its program: what was asked for
+        # stays.
         role.completeness.needs_backup |= asked.replicas > 0
+        # The coordinator may have missed the notice of a loss while it was away.
         role.backups.report_losses()
-        self._parts.joining.look()
+        self._parts.joining.answer_ready()
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
@@ -272,9 +278,10 @@ class ServerSession:
         Raises:
             StaleSessionError: Another session is open, or this one was opened again.
         """
+        # A late message must not close a session that was opened again (`sent`).
         if self._ownership.close(asked.session, asked.sent):
             self._clear()
-            self._parts.joining.look()
+            self._parts.joining.answer_ready()
         if asked.exit and self._on_exit is not None:
             # Once, however often that is asked.
             on_exit, self._on_exit = self._on_exit, None
@@ -304,6 +311,7 @@ class ServerSession:
                 has.
         """
         owner, role = self._ownership.owner, self._parts.role
+        # The same program comes back, or it has copies.
         if owner is None or owner.session == asked.session or asked.replicas:
             return
         if asked.name and owner.name == asked.name and role.completeness.needs_backup:
@@ -314,6 +322,7 @@ class ServerSession:
             )
 
     def _adopted(self, asked: OpenSession) -> Awaitable[SessionOpened]:
+        # Nobody is left who would write them or release them.
         self._parts.snapshots.clear()
         role = self._parts.role
         role.change_owner(self.coordinator_lost_at)
@@ -326,32 +335,37 @@ class ServerSession:
     async def _change_program(self, session: int) -> SessionOpened:
         # The program before may have requests under way.
         await self._parts.serving.settled()
+        # The session may have changed hands once more while it waited.
         self._ownership.check(session)
         store = self._parts.store
         store.change_program()
-        if store.log is not None:  # its backup changes with it
+        # Its backup makes the change after all that was done for the program before.
+        if store.log is not None:
             store.log.append(ChangeProgram(session))
+        # Pulls of the program before are refused now.
         self._parts.rounds.wake()
-        self._parts.joining.look()
+        self._parts.joining.answer_ready()
         return self._opened(resumed=True)
 
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nothing was awaited since it was opened"
-        self._parts.waiting_workers.look()
+        self._parts.waiting_workers.report_all()
         if self._tells:
-            self._parts.telemetry.start_notices(self._tell)
+            self._parts.telemetry.start_notices(self._notify)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
-    def _tell(self, message: Message) -> None:
-        tell_coordinator(self._ownership, message)
+    def _notify(self, message: Message) -> None:
+        notify_coordinator(self._ownership, message)
 
     def _clear(self) -> None:
         parts = self._parts
+        # The role first: answers that wait for its backup fail, and its log ends.
         parts.role.end_session(StaleSessionError(f"{self._task}: the session ended"))
         parts.snapshots.clear()
         parts.store.clear()
         parts.telemetry.reset()
+        # Pulls that wait are refused, as their session is over.
         parts.rounds.wake()
         if self._on_cleared is not None:
             self._on_cleared()

@@ -5,9 +5,9 @@ Runs on the loop. `PsService` passes each message to the part that answers it:
 - `_roles`: who may ask for what;
 - `_serving`: requests for variables; `_step_requests`: for steps; `snapshots`: for
   snapshots;
-- `_server_session`: sessions; `_joining`, `_joining`: workers that wait;
-- `replication._replica_role`: whether this process serves its store at all;
-- `_server_session`: its numbers.
+- `_server_session`: sessions, and the numbers that the process reports;
+- `_joining`: workers that wait for a program or for its variables;
+- `replication._replica_role`: whether this process serves its store at all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from ._server_session import (
     ServerParts,
     ServerSession,
     ServiceTelemetry,
-    tell_coordinator,
+    notify_coordinator,
 )
 from ._serving import Serving
 from ._step_requests import RoundRequest, RoundRequests, StepRequests
@@ -140,6 +140,8 @@ class PsService:
         self._settings = settings
         self._task = task
         if inherited is None or inherited.store is None:
+            # `largest`: an answer may be no larger than a message that the transport
+            # takes.
             engine, largest = OptimizerEngine(load_code), settings.limits.body
             spill = settings.spill
             self._store = Store(engine, task=task, largest=largest, spill=spill)
@@ -148,7 +150,8 @@ class PsService:
         self._ownership = Ownership(task)
         self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
-        tell = partial(tell_coordinator, self._ownership)
+        # Late, by the ownership: the coordinator changes from session to session.
+        notify = partial(notify_coordinator, self._ownership)
         self._serving = Serving(
             self._store,
             self._thread,
@@ -172,14 +175,18 @@ class PsService:
             turn,
             timeouts,
             incarnation=incarnation,
-            notify=tell,
+            notify=notify,
             connect=connect,
             clock=clock,
         )
+        # A pull that waits for a round must not wait on a process that serves no
+        # longer.
         self.role.on_change = self._rounds.wake
         self._joining = Joining(task, self._ownership, self._store)
-        self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
+        self._waiting_workers = WaitingWorkers(task, self._ownership, notify)
         if backup_of is not None:
+            # Before the first message: a backup and a returning store refuse most of
+            # them.
             self.role.be_backup(*backup_of, thread, self._serving.replayed)
         if inherited is not None:
             self.role.inherit(inherited)
@@ -241,7 +248,8 @@ class PsService:
             ZstratError: The request is refused; nothing has changed.
         """
         silence, is_serving = self.role.silence, self.role.is_serving
-        # Inspecting changes nothing, so it is answered even by a silent process.
+        # Silent, so that senders repeat the request to the next process. Inspecting
+        # changes nothing, and shows that the process is still there.
         if silence is not None and not isinstance(message, Inspect):
             return silence
         try:
@@ -249,11 +257,15 @@ class PsService:
                 return self._handle_aside(remote, message)
             check_role(self._task, remote, message)
             if isinstance(message, Stored):
+                # Before it is computed, and before it waits for its turn: the promise
+                # bounds both.
                 if isinstance(message, _LOOKUPS) and message.rows:
                     promise_large_reply(self._store.variables, message, remote.promise)
                 return self._served(message)
             match message:
                 case OpenSession():
+                    # A process that drains takes no new sessions, but the open one may
+                    # still be closed.
                     self._require_open()
                     return self._session.open(message, remote)
                 case JoinSession():
@@ -297,22 +309,24 @@ class PsService:
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
         self._telemetry.touch()
-        served = self._serving.take(message)
-        # Programs that have joined may wait for this variable (`Joining`).
+        served = self._serving.answer_request(message)
+        # Programs that have joined may wait for this variable (`Joining`), which is
+        # there only when the creation has had its turn.
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
-                served.add_done_callback(lambda _: self._joining.look())
+                served.add_done_callback(lambda _: self._joining.answer_ready())
             else:
-                self._joining.look()
+                self._joining.answer_ready()
         return served
 
     def _take_folded(self, folded: Folded) -> Message | Awaitable[Message]:
         if self.role.silence is not None:
             return self.role.silence
         try:
+            # It may have served when the push began to arrive, and no longer.
             if not self.role.is_serving:
                 raise self.role.refusal
-            return self._serving.take(folded)
+            return self._serving.answer_request(folded)
         except ZstratError:  # counted, and on to the caller
             self._telemetry.failed += 1
             raise
@@ -321,6 +335,7 @@ class PsService:
         self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
     ) -> Sink | None:
         """Returns what applies a large push while it arrives, if that is possible."""
+        # A backup is sent operands by its primary, never by those who push.
         if not isinstance(message, Push | Exchange) or not self.role.is_serving:
             return None
         if remote.role not in REQUESTS[type(message)].senders:
@@ -335,6 +350,8 @@ class PsService:
         another one opens, except snapshots, which nobody might ever release."""
         self._joining.lost(remote)
         self._waiting_workers.lost(remote)
+        # Its primary is a peer of this process like any other, and no owner of the
+        # session.
         backup = self.role.backup
         if backup is not None and backup.is_primary(remote):
             self.role.primary_lost()
@@ -357,7 +374,8 @@ class PsService:
         owner = self._ownership.owner
         if self._keeps_state and (owner is not None or self.role.is_backup):
             self.role.fall_silent()
-            await asyncio.sleep(0)  # requests that were passed on before begin now
+            # Requests that the transport has passed on already begin now.
+            await asyncio.sleep(0)
         elif owner is not None and len(self._store) and not self.role.is_replicated:
             log.warning(
                 "the %d variables of session %#x of %s end with this process: with a "
@@ -424,6 +442,7 @@ class PsService:
         """
         await self.role.hand_over()
         self._snapshots.clear()
+        # Nothing is awaited from here on: one of the two services has the store.
         hand_over(self._store, backup._store)
         backup.role.be_whole()
 
@@ -431,7 +450,7 @@ class PsService:
         self._ownership.check(message.session)
         self._require_open()
         done = await self.role.handle(message)
-        if isinstance(message, PromoteBackup):  # maybe asked again
+        if isinstance(message, PromoteBackup):  # also if asked again: it may be a retry
             self.role.promoted(remote, message)
         return done
 
@@ -442,6 +461,8 @@ class PsService:
         primary and of a coordinator to a backup, and orders to serve it again."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
+        # Time lines show backups, too; the session that its primary has is not open
+        # here.
         backup = self.role.backup
         if backup is not None and isinstance(message, Capturing):
             check_role(self._task, remote, message)
@@ -468,7 +489,7 @@ class PsService:
             raise objection
 
     def _require_waiting(self, session: int) -> None:
-        """`_require_place`, for a request that waits for others."""
+        """Does what `_require_place` does, for a request that waits for others."""
         self._require_place(session)
         self._require_open()
 

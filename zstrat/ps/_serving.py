@@ -125,9 +125,12 @@ class RequestTurns(Generic[T]):
             raise BusyError(
                 f"{self._capacity} requests wait already: send fewer at a time"
             )
+        # A set, so that a ticket queues once for a name that the request repeats.
         ticket = Ticket(request, frozenset(names))
         queues = self._queues
         for name in ticket.names:
+            # `setdefault` answers whether the name was free and takes it, in one
+            # look-up.
             queue = queues.setdefault(name, ticket)
             if queue is ticket:
                 continue
@@ -155,6 +158,7 @@ class RequestTurns(Generic[T]):
             assert isinstance(queue, deque), "only who holds a name may free it"
             assert queue[0] is ticket, "only the first in a queue may leave"
             queue.popleft()
+            # A queue of one is its ticket again, so that most names never have a deque.
             queues[name] = queue if len(queue) > 1 else queue[0]
             queue[0].behind -= 1
             if queue[0].behind == 0:
@@ -217,7 +221,9 @@ class Serving:
         """Requests that wait, or are computed."""
         return len(self._turns)
 
-    def take(self, message: Request | RoundStored) -> Message | Awaitable[Message]:
+    def answer_request(
+        self, message: Request | RoundStored
+    ) -> Message | Awaitable[Message]:
         """Answers at once, or later if the request must wait for its turn.
 
         Raises:
@@ -225,12 +231,15 @@ class Serving:
         """
         self._check(message.session)
         turns = self._turns
+        # Nothing is in use most of the time, and then the names need not be found out.
         if turns and not turns.are_free(self._names_of(message)):
             return self._enter(message).request.answer
         began = self._clock()
         served = self._begin(message)
         if _has_applied(message, served):
             self._applied(message, began)
+        # It needs the thread, so it holds its names from now on. Without a place in the
+        # queue it ends, unless it is an exchange, which has another part.
         while isinstance(served, PendingRequest):
             try:
                 ticket = self._enter(message)
@@ -241,20 +250,23 @@ class Serving:
                 self._advance(ticket, served)
                 return ticket.request.answer
         log = self._store.log
-        # See docs/consistency.md for pulls.
+        # A read may leave before the backup has what it shows (docs/consistency.md).
         return served if log is None or type(served) in _READ else log.hold(served)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Starts to apply a push while its body arrives, if it need not wait; then
-        `take` a `Folded`. A push that is to be refused or to wait is handled when all
-        of it is here."""
+        `answer_request` takes a `Folded`. A push that is to be refused or to wait is
+        handled when all of it is here."""
         if len(specs) != 1:
+            # Several arrays: operands, indices or keys, of which none can be added as
+            # it comes.
             return None
         try:
             self._check(message.session)
             self._admit()
         except ZstratError:  # to the caller, when the request is taken
             return None
+        # The fold would have to wait, but the bytes of its body do not.
         if not self._turns.are_free(names_of(message)):
             return None
         if self._store.log is not None:  # no operand would be left for the backup
@@ -280,7 +292,8 @@ class Serving:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # it had come already; else see `_resume`
+                # A turn that has not come yet is given back when it does (`_resume`).
+                if not turn.cancelled():
                     self._leave(ticket)
                 raise
         try:
@@ -294,6 +307,8 @@ class Serving:
 
         Cancellation: nothing is lost.
         """
+        # Those that only hold a turn have no message, and may wait for `settled`
+        # themselves.
         left = {ticket for ticket in self._turns.tickets if ticket.request.message}
         if not left:
             return
@@ -309,6 +324,7 @@ class Serving:
         exchange: from ``began`` until now."""
         pushed = message.message if isinstance(message, Folded) else message
         step = UNNAMED
+        # The number of a program's own update would be taken for that of a step.
         if isinstance(pushed, _PUSHES) and not (
             isinstance(pushed, Push) and pushed.writer
         ):
@@ -369,6 +385,7 @@ class Serving:
         session may have changed since it came."""
         message, turn = ticket.request.message, ticket.request.answer
         if message is None:
+            # Cancelled before its turn came, which it must not keep.
             if turn.cancelled():
                 self._leave(ticket)
             else:
@@ -410,6 +427,7 @@ class Serving:
     ) -> None:
         error = done.exception()
         if error is not None:
+            # First: the log has to diverge before any answer leaves.
             self._store.gave_up(pending.plan)
         try:
             served = advance(pending.running, error)
@@ -422,11 +440,14 @@ class Serving:
         self, ticket: Ticket[_WaitingRequest], outcome: Message | BaseException
     ) -> None:
         request, answer = ticket.request, ticket.request.answer
+        # Another process may serve the store by now, and lack what was computed here.
         outcome = self._objection() or outcome
         if request.message is not None and _has_applied(request.message, outcome):
             self._applied(request.message, request.began)
         if isinstance(outcome, BaseException):
             self.failed += 1
+            # The sender may have gone, and its answer been cancelled; what it did
+            # stays.
             if not answer.done():
                 answer.set_exception(outcome)
         elif not answer.done():
@@ -435,6 +456,7 @@ class Serving:
                 answer.set_result(outcome)
             else:
                 log.answer(answer, outcome)
+        # Last: the next request finds the store and the log as the answer says.
         self._leave(ticket)
 
     def _leave(self, ticket: Ticket[_WaitingRequest]) -> None:

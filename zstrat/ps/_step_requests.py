@@ -85,12 +85,14 @@ class StepRequests:
                 return Done()
 
     async def _applied_parts(self, asked: AskParts) -> AppliedParts:
-        await self._serving.settled()  # an earlier run may have a part under way
+        # A part of an earlier run may be computed now, and has to be in the answer.
+        await self._serving.settled()
         self._require_place(asked.session)
         applied = self._store.applied_parts(asked.step, asked.first)
         return await acknowledged(self._store.log, applied)
 
     async def _applied_leases(self, asked: AskLeases) -> AppliedLeases:
+        # Pushes that are under way carry leases, which are done when these are applied.
         await self._serving.settled()
         self._require_place(asked.session)
         packed = b"".join(self._store.leases.packed())
@@ -98,6 +100,8 @@ class StepRequests:
         return await acknowledged(self._store.log, applied)
 
     async def _fenced(self, fence: Fence) -> Fenced:
+        # Nothing of these steps begins any longer, so after this wait nothing more is
+        # applied.
         await self._serving.settled()
         self._require_place(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
@@ -133,14 +137,16 @@ class RoundRequests:
         """
         match message:
             case AskRounds():
+                # In no turn: rounds change on the loop alone.
                 return self._store.rounds.held(message.after)
             case PullRound() if self._has_to_wait(message):
                 return self._pull_later(message)
             case _:
-                return self._serving.take(message)
+                return self._serving.answer_request(message)
 
     def wake(self) -> None:
         """Has all waiting pulls checked again."""
+        # Replaced before they are woken: one that has to wait again joins the new list.
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             if not each.done():
@@ -156,5 +162,6 @@ class RoundRequests:
             self._waiting.append(woken)
             await woken
             self._require_place(message.session)
-        answer = self._serving.take(message)
+        # By now it is a request like others, and may have to wait for its turn.
+        answer = self._serving.answer_request(message)
         return answer if isinstance(answer, Message) else await answer

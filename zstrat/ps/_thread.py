@@ -41,7 +41,7 @@ class JobThread(Protocol):
 
 
 MakeThread = Callable[[str], JobThread]
-"""Makes the one of that name; it starts when it is first needed."""
+"""Makes the thread of that name, which starts when it is first needed."""
 
 
 class ComputeThread:
@@ -69,6 +69,7 @@ class ComputeThread:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed")
+        # Checked and not left to the queue, whose last place is for the order to end.
         if self._jobs.qsize() >= CAPACITY:
             raise BusyError(f"{self._name}: {CAPACITY} jobs wait already")
         loop = asyncio.get_running_loop()
@@ -94,6 +95,7 @@ class ComputeThread:
 
         Cancellation: the thread ends all the same, when its jobs have.
         """
+        # A second call only waits: the order to end is given once.
         is_first, self._closed = not self._closed, True
         if self._thread is None or self._ended is None:
             return True
@@ -122,6 +124,8 @@ class ComputeThread:
                 job()
             except BaseException as caught:  # to the code that awaits the job
                 error = caught
+            # Dropped before the loop learns of it: a job holds operands and memory of
+            # messages.
             del job, entry
             try:
                 loop.call_soon_threadsafe(_finish, done, error)
@@ -133,6 +137,7 @@ class ComputeThread:
 
 
 def _finish(done: asyncio.Future[None], error: BaseException | None) -> None:
+    # Cancelled by the request that gave the job: what was computed stays.
     if done.done():
         return
     if error is None:

@@ -236,7 +236,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_FENCES}.Fences.up_to": _up_to_nothing,
     },
     "pushes of zombies are taken": {
-        f"{_LEDGER}.close": nothing,
+        f"{_LEDGER}.close_steps": nothing,
         f"{_LEDGER}.raise_to": nothing,
     },
     "pushes are acknowledged before they are applied": {

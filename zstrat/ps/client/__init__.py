@@ -1,4 +1,4 @@
-"""What is asked of a cluster's parameter servers: one client for all of them."""
+"""Requests to the parameter servers of a cluster: one client for all of them."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class AskedServers:
         result: Callable[[], T],
         deadline: float | None = None,
     ) -> asyncio.Future[T]:
-        """Sends all parts; done with the last answer or the first error."""
+        """Sends all parts; returns a future, done with the last answer or the first
+        error."""
         call = ServerCall(len(parts), result)
         for part in parts:
             call.send(self.lines[part.ps], part, deadline)
@@ -98,8 +99,8 @@ class AskedServers:
 
 @final
 class ServerCall(Generic[T]):
-    """``outcome`` of so many messages: what ``result`` returns when all have been
-    answered, or the first error."""
+    """A call of so many messages. Its ``outcome`` is what ``result`` returns when all
+    are answered, or the first error."""
 
     __slots__ = ("_left", "_result", "outcome")
 
@@ -128,6 +129,7 @@ class ServerCall(Generic[T]):
         try:
             take(answer)
         except (ValueError, StopIteration) as error:
+            # The reader of the answer knows the question, and finds what does not fit.
             self.fail(part.misunderstood(error))
         else:
             self._left -= 1
@@ -135,9 +137,10 @@ class ServerCall(Generic[T]):
                 self.outcome.set_result(self._result())
 
     def fail(self, error: BaseException) -> None:
-        """A message has no answer, and so the call none."""
+        """Ends the call with the error of one message, unless it has ended."""
         if self.outcome.done():
             return
+        # The caller has given up, or the loop ends: the server is not to blame.
         if isinstance(error, asyncio.CancelledError):
             self.outcome.cancel()
         else:

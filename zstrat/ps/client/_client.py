@@ -89,6 +89,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         of the former session that are still under way are not cached."""
         self.session = session
         self.unreleased = set()
+        # Another object: answers that are under way go to the former one.
         self._known = Known(self._memory)
 
     def shares_memory(self, ps: int) -> bool:
@@ -167,8 +168,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     def update(
         self, updates: Sequence[PsUpdate], *, deadline: float | None = None
     ) -> asyncio.Future[bool]:
-        """`push`, of no closure: an update of this process's own, applied once by each
-        server however often it has to be sent."""
+        """Pushes an update of this process's own, of no closure. Each server applies it
+        once, however often it has to be sent; the rest is as `push`."""
         return self._update(updates, deadline)
 
     async def note_leases(self, leases: bytes) -> None:
@@ -177,6 +178,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         Raises:
             PSUnavailableError: A parameter server is gone.
         """
+        # Ranges are in the header of a message, which is bounded.
         for at in range(0, len(leases), PACKED * LEASE.size):
             part = leases[at : at + PACKED * LEASE.size]
             await self._update((), None, part, range(self.count))
@@ -190,6 +192,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         """
         asked = [(ps, AskLeases(self.session)) for ps in range(self.count)]
         answers = await self.each(asked, AppliedLeases, deadline=deadline)
+        # Servers know different ranges: a push notes them where its updates are.
         joined = DoneLeases()
         for answer in answers:
             joined.note(answer.arrays[0].tobytes())
@@ -210,7 +213,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
                 leases=leases, servers=servers,
             )  # fmt: skip
             done = self._push(pushing, deadline)
-        except BaseException:  # to the caller: it was not sent
+        except BaseException:  # to the caller: what was not sent holds no mark back
             self._own.end(number)
             raise
         done.add_done_callback(lambda _: self._own.end(number))
@@ -225,7 +228,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         *,
         clocks: Clocks | None = None,
     ) -> asyncio.Future[bool]:
-        """`push` of the next part of an eager step.
+        """Pushes the next part of an eager step, as `push`.
 
         Args:
             names: Of each update: where in the step it is, and what it does.
@@ -261,18 +264,18 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         Cancellation: those runs may have ended.
         """
         found: dict[int, tuple[str, ...]] = {}
-        open_ = dict.fromkeys(range(self.count), 0)
+        asked_from = dict.fromkeys(range(self.count), 0)
 
         def take(ps: int, answer: AppliedParts) -> None:
             found.update((part, tuple(names)) for part, names in answer.parts)
-            asked = open_.pop(ps)
+            asked = asked_from.pop(ps)
             # Else a server that repeats itself would be asked without end.
             if answer.more and answer.more <= asked:
                 raise ValueError(f"parts from {asked} on, and more from {answer.more}")
             if answer.more:
-                open_[ps] = answer.more
+                asked_from[ps] = answer.more
 
-        while open_:
+        while asked_from:
             parts = [
                 CallPart(
                     ps,
@@ -280,7 +283,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
                     AppliedParts,
                     partial(take, ps),
                 )
-                for ps, first in open_.items()
+                for ps, first in asked_from.items()
             ]
             await self._ask(parts, nothing)
         return found
@@ -299,8 +302,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         clocks: tuple[Clocks, Clocks] | None = None,
         leases: bytes = b"",
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-        """`push`, and after it `pull`, in half as many messages. Either may fail
-        without the other, unless a server is gone.
+        """Pushes, and pulls after that, in half as many messages as `push` and `pull`.
+        Either may fail without the other, unless a server is gone.
 
         Args:
             deadline: Loop time, of both; None: the default of the link.
@@ -325,6 +328,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         clocks: Clocks | None,
         sets: Sequence[SetRef] = (),
     ) -> Reading:
+        # First: the messages name the versions that are remembered.
         self._forget_restarted()
         shares = self.shares_memory
         return Reading(refs, rows, self._known, clocks, shares, self.counts, sets)
@@ -338,6 +342,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
 
     def _forget(self, refs: Iterable[Ref]) -> None:
         for ref in refs:
+            # A float32 value may be remembered twice, as it is and as bfloat16.
             self._known.drop(ref)
             self._known.drop(ref._replace(codec=int(Codec.BFLOAT16)))
 

@@ -1,4 +1,4 @@
-"""The way to one parameter server, over connections that break and come back.
+"""The request queue to one parameter server, over connections that break and return.
 
 When a connection breaks, it is unknown which requests under way were carried out.
 The server may be back a moment later with all that it held. Their senders pass those
@@ -67,13 +67,13 @@ class LineState(enum.Enum):
     """The state of the connection, which decides what happens to requests, as its owner
     set it last."""
 
-    UNTOLD = "nothing was said: they go to the link, and end with its connection"
-    OPEN = "they go to the link, and are sent again behind the next connection"
+    UNMANAGED = "nothing was reported: they go to the link, and end with its connection"
+    OPEN = "they go to the link, and are sent again over the next connection"
     HELD = "they wait until it is known where the server is, and what it holds"
     LOST = "they are refused"
 
 
-_FLOWING: Final = (LineState.UNTOLD, LineState.OPEN)
+_FLOWING: Final = (LineState.UNMANAGED, LineState.OPEN)
 _KEEPING: Final = (LineState.OPEN, LineState.HELD)
 """States in which requests wait for the next connection if theirs breaks."""
 
@@ -97,7 +97,8 @@ class _RequestInLine:
 
 @final
 class ServerLine:
-    """To the parameter server ``task``, over ``link``. On the loop of the link."""
+    """The requests to the parameter server ``task``, over ``link``. Lives on the loop
+    of the link."""
 
     __slots__ = (
         "_link",
@@ -117,7 +118,7 @@ class ServerLine:
         """How often a request was sent again, or had to wait to be sent at all."""
         self._sent_before: list[_RequestInLine] = []
         self._not_sent: list[_RequestInLine] = []
-        self._state = LineState.UNTOLD
+        self._state = LineState.UNMANAGED
         self._loss: PSUnavailableError | None = None
         """Why requests are refused, while the state is `LineState.LOST`."""
         self._retry: asyncio.TimerHandle | None = None
@@ -140,9 +141,9 @@ class ServerLine:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`TaskLink.submit`, or later if the server is away. The caller gives an
-        outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to the link at
-        once is not kept here, which costs every request less than a callback."""
+        """Sends a request as `TaskLink.submit`, or later if the server is away. The
+        caller gives an outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to
+        the link at once is not kept here, which spares every request a callback."""
         if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
@@ -173,8 +174,9 @@ class ServerLine:
             sent: The server may have carried the request out.
         """
         error = None if lost.cancelled() else lost.exception()
-        if not isinstance(error, LOSS_ERRORS) or self._state is LineState.UNTOLD:
+        if not isinstance(error, LOSS_ERRORS) or self._state is LineState.UNMANAGED:
             return None
+        # What was not sent cannot have been carried out, so it is sent as it is.
         repeated = _repeated(message) if sent else message
         if isinstance(error, NotPrimaryError):
             self._pause()
@@ -194,6 +196,8 @@ class ServerLine:
         """Keeps requests, as the server is connected but it is not known yet what it
         still holds."""
         self._stop_retry()
+        # Otherwise nothing is kept: the owner has said nothing yet, or the line is
+        # lost.
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
 
@@ -201,6 +205,7 @@ class ServerLine:
         """Sends requests, as the server is there with all that it ever held of this
         session."""
         self._stop_retry()
+        # First: what is sent now has to be kept if this connection breaks, too.
         self._state, self._loss = LineState.OPEN, None
         for each in self._take_all():
             self._send(each)
@@ -223,18 +228,21 @@ class ServerLine:
                 self._end(each, _copy(self._loss))
 
     def move(self, link: TaskLink) -> None:
-        """The server is at the far end of another link, with all that it held, or will
-        be. Close the link of before, then call `resume` when it is known where the
-        server is: what waits, and what ended with that link, is sent over this one."""
+        """Sends requests over another link from now on, at whose far end the server is,
+        or will be, with all that it held. Close the link of before, then call `resume`
+        when it is known where the server is: what waits, and what ended with that link,
+        is sent over this one."""
         self._stop_retry()
         self._link = link
+        # It stays lost until `resume`: the owner has said so.
         if self._state is not LineState.LOST:
             self._state = LineState.HELD
 
     def close(self, error: Exception) -> None:
         """Ends all requests that wait with the error, and refuses others."""
         self._stop_retry()
-        self._state, self._loss = LineState.UNTOLD, None  # the link says what is wrong
+        # Requests go to the link from now on, which says what is wrong.
+        self._state, self._loss = LineState.UNMANAGED, None
         for each in self._take_all():
             self._end(each, type(error)(*error.args))
 
@@ -247,12 +255,14 @@ class ServerLine:
         """Holds requests for `NOT_PRIMARY_PAUSE`: the process is not the server now."""
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
+        # One timer for all: the first refusal asks again for everything that waits.
         if self._retry is None:
             loop = asyncio.get_running_loop()
             self._retry = loop.call_later(NOT_PRIMARY_PAUSE, self._ask_again)
 
     def _ask_again(self) -> None:
         self._retry = None
+        # Without a connection the owner calls `resume` when there is one.
         if self._state in _KEEPING and self._link.peer is not None:
             self.resume()
 
@@ -280,9 +290,8 @@ class ServerLine:
             words = f"{self._task} is away, and {count} requests wait for it already"
             held.outcome.set_exception(BusyError(words))
             return
-        if (
-            self._state in _FLOWING and self._link.peer is not None
-        ):  # the server is back already
+        # The server may be back already.
+        if self._state in _FLOWING and self._link.peer is not None:
             self._send(held)
             return
         loop = asyncio.get_running_loop()
@@ -294,6 +303,8 @@ class ServerLine:
 
     def _take_all(self) -> list[_RequestInLine]:
         """Removes and returns all waiting requests, in the order of the calls."""
+        # Each list is in the order of the calls, and what was sent is older than what
+        # was not.
         held = self._sent_before + self._not_sent
         self._sent_before, self._not_sent = [], []
         return held
@@ -301,6 +312,7 @@ class ServerLine:
     def _send(self, held: _RequestInLine) -> None:
         if held.timer is not None:
             held.timer.cancel()
+        # Its caller has given up while it waited.
         if held.outcome.done():
             return
         try:
@@ -330,6 +342,7 @@ class ServerLine:
                 held.message, held.sent = repeated, True
                 self._keep(held)
         else:
+            # If the line was lost meanwhile, that is the better reason.
             lost = self._loss if isinstance(error, LOSS_ERRORS) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
@@ -363,6 +376,7 @@ def _repeated(message: Message) -> Message | None:
     None: no message would have the same effect.
     """
     if isinstance(message, DeleteVariables):
+        # The first try may have deleted some already.
         return replace(message, again=True)
     match REQUESTS[type(message)].repeat:
         case Repeat.NEVER:
@@ -371,4 +385,5 @@ def _repeated(message: Message) -> Message | None:
             return message
         case Repeat.BY_STEP:
             assert isinstance(message, Push | PushPart | Exchange)
+            # Without a name the server cannot know that it is the same update.
             return None if message.step == UNNAMED else message

@@ -84,6 +84,7 @@ class Pushing:
         servers: Iterable[int] = (),
     ) -> None:
         by_ps: dict[int, tuple[list[Update], list[np.ndarray]]]
+        # Servers without updates get a message, too: for the leases.
         by_ps = {ps: ([], []) for ps in servers}
         for ps, key, op, optimizer, operands in updates:
             if ps not in by_ps:
@@ -126,10 +127,12 @@ class OwnUpdates:
 
     def begin(self) -> tuple[int, int]:
         """Returns a number that was never used, and the lowest one that is not over."""
+        # Without an incarnation a server could not tell whose number it is.
         if not self.writer:
             return UNNAMED, 0
         number, self._next = self._next, self._next + 1
         self._open[number] = None
+        # A dict keeps its order, so the first key is the lowest number that is open.
         return number, next(iter(self._open))
 
     def end(self, number: int) -> None:
@@ -163,6 +166,7 @@ def exchange(
         if push is None:
             both.send_pull(lines[each.ps], each)
         elif (
+            # A header is bounded, and each variable has an entry in it.
             len(push.updates) + len(each.reads) + len(each.rows)
             > MAX_EXCHANGED_VARIABLES
         ):
@@ -284,6 +288,7 @@ class RoundCalls(AskedServers, abc.ABC):
         """
         pushes = Pushing(self.session, 0, 0, 0, updates).messages
         parts: list[CallPart[Any]] = []
+        # Every server, as a round needs all of them to acknowledge a contribution.
         for ps in range(self.count):
             push = pushes.get(ps)
             content = ([], ()) if push is None else (push.updates, push.arrays)
@@ -300,7 +305,8 @@ class RoundCalls(AskedServers, abc.ABC):
         clocks: Clocks | None = None,
         numbers: dict[int, int],
     ) -> asyncio.Future[list[np.ndarray]]:
-        """`PsClient.pull`, when all rounds before those of ``after`` are closed.
+        """Reads as `PsClient.pull`, once all rounds before those of ``after`` are
+        closed.
 
         Args:
             numbers: Gets for each optimizer the earliest round in which a server was
@@ -309,6 +315,7 @@ class RoundCalls(AskedServers, abc.ABC):
         reading = self._reading(refs, rows, clocks)
 
         def take(asked: ServerPull, answer: PulledRound) -> None:
+            # The earliest number counts: what a step has read is at least as new.
             for each, number in zip(after, answer.numbers, strict=True):
                 before = numbers.get(each.optimizer, number)
                 numbers[each.optimizer] = min(before, number)
@@ -325,6 +332,8 @@ class RoundCalls(AskedServers, abc.ABC):
             )
             for asked in reading.messages()
         ]
+        # Nothing else bounds the wait: the coordinator notices a round that does not
+        # close.
         deadline = asyncio.get_running_loop().time() + UNLIMITED
         return self._ask(parts, reading.result, deadline)
 
@@ -380,6 +389,7 @@ class RoundCalls(AskedServers, abc.ABC):
 
         async def held_on(ps: int) -> dict[int, HeldRounds]:
             found: dict[int, HeldRounds] = {}
+            # One optimizer per answer; 0 is the number of none.
             while True:
                 asked = ps, AskRounds(self.session, max(found, default=0))
                 (held,) = await self.each([asked], HeldRounds, deadline=deadline)

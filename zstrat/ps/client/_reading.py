@@ -51,8 +51,10 @@ class Known:
         """Remembers a value, unless a later version of it is known already."""
         values, nbytes = self._values, value.array.nbytes
         old = values.get(name)
+        # Answers to two pulls may come in the other order.
         if old is not None and old.version > value.version:
             return
+        # It would push out all others.
         if nbytes > self._capacity:
             self.drop(name)
             return
@@ -185,6 +187,8 @@ class Reading:
         for place, ref in enumerate(refs):
             if place in taken:
                 continue
+            # No `setdefault`, which would make three lists for each variable of each
+            # pull.
             if ref[0] not in by_ps:
                 by_ps[ref[0]] = ([], [], [])
             by_ps[ref[0]][0].append(place)
@@ -214,6 +218,8 @@ class Reading:
     ) -> ServerPull:
         refs, rows, known = self._refs, self._rows, self._known
         values = [known.get(refs[place]) for place in whole]
+        # Through shared memory fewer bytes save nothing, so values are read as they
+        # are.
         reads = [
             Read(
                 refs[place][1],
@@ -244,6 +250,7 @@ class Reading:
             raise ValueError(f"{len(answer.arrays)} arrays for {len(parts)} of rows")
         self._clocks.setdefault(ps, answer.clock)
         arrays = iter(answer.arrays)
+        # All arrays are views of one body, so this is decided for all of them.
         copy_below = _copy_below(answer.arrays, changed)
         values, refs, put = self._values, self._refs, self._known.put
         versions = answer.versions
@@ -264,6 +271,7 @@ class Reading:
                     self._counts["encoded_to"] += array.nbytes
                 array = array.astype(np.float32)
                 array.setflags(write=False)
+            # A view would keep the memory of the whole body (`_copy_below`).
             if array.nbytes < copy_below:
                 array = array.copy()
                 array.setflags(write=False)
@@ -280,6 +288,7 @@ class Reading:
                     array = array.copy()
                     array.setflags(write=False)
                 value = Value(version, array)
+                # The set is remembered as one array, of which the values are views.
                 put(one.name, value)
             array = value.array
             # As `SetPart.of`, without a call for each of a hundred variables.
@@ -295,7 +304,7 @@ class Reading:
 
 
 def _copy_below(arrays: Sequence[np.ndarray], changed: int) -> float:
-    """Arrays of fewer bytes are copied before they are remembered.
+    """Returns of how many bytes an array has to be to be remembered without a copy.
 
     All are views of one body: a small one that is remembered for long must not keep the
     memory of all, nor may the values keep that of rows which are more than they are.

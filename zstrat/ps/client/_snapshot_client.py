@@ -1,4 +1,4 @@
-"""What a coordinator asks of parameter servers to save and to restore.
+"""Requests of a coordinator to parameter servers, to save and to restore.
 
 Snapshots are named by a number that the caller draws. A server forgets those of a
 coordinator whose connection is lost: a `NotFoundError` in the middle means "pin again".
@@ -58,7 +58,7 @@ class PinnedTensor(NamedTuple):
 
 
 class SnapshotCalls(AskedServers):
-    """The part of `PsClient` that is about snapshots.
+    """The calls of `PsClient` that pin, write, read and load values.
 
     Raises, all methods:
         PSUnavailableError: A parameter server is gone.
@@ -93,6 +93,7 @@ class SnapshotCalls(AskedServers):
 
         Cancellation: it may have been pinned: `release` it.
         """
+        # One message to each server, whatever the number of variables: one moment.
         keys_of, wanted = by_server(ref[:2] for ref in refs), list(optimizers)
         messages = [
             (ps, PinSnapshot(self.session, snapshot, keys, wanted, since=cuts))
@@ -134,7 +135,7 @@ class SnapshotCalls(AskedServers):
         """
         message = WriteSnapshot(self.session, snapshot, path, list(places), list(names))
         (written,) = await self.each(
-            [(ps, message)], SnapshotWritten, deadline=_patient(None)
+            [(ps, message)], SnapshotWritten, deadline=_disk_deadline(None)
         )
         return written
 
@@ -153,6 +154,7 @@ class SnapshotCalls(AskedServers):
         """
         message = ReadSnapshot(self.session, snapshot, place, offset, size)
         (part,) = await self.each([(ps, message)], SnapshotPart)
+        # The caller copies by these sizes.
         if len(part.arrays) != 1 or part.arrays[0].nbytes != size:
             raise ProtocolError(
                 f"/job:ps/task:{ps} answered a part of a snapshot with something else "
@@ -172,6 +174,7 @@ class SnapshotCalls(AskedServers):
         messages = [ReleaseSnapshot(self.session, number) for number in numbers]
         pairs = [(ps, each) for ps in range(self.count) for each in messages]
         await self.each(pairs, Done)
+        # Only now: a release that failed is tried again with the next one.
         self.unreleased.difference_update(numbers)
 
     async def load(
@@ -195,9 +198,11 @@ class SnapshotCalls(AskedServers):
 
         Cancellation: the server continues.
         """
+        # Each batch is checked by itself, so a later one may fail after an earlier one
+        # was loaded.
         for at in range(0, len(entries), ENTRIES):
             message = LoadTensors(self.session, list(entries[at : at + ENTRIES]))
-            await self.each([(ps, message)], Done, deadline=_patient(deadline))
+            await self.each([(ps, message)], Done, deadline=_disk_deadline(deadline))
 
     async def store(
         self, ps: int, entries: Sequence[StoreEntry], arrays: Sequence[np.ndarray]
@@ -230,7 +235,7 @@ class SnapshotCalls(AskedServers):
         Cancellation: the server continues.
         """
         message = LoadTable(self.session, key, first, last, True, list(tensors))
-        await self.each([(ps, message)], Done, deadline=_patient(None))
+        await self.each([(ps, message)], Done, deadline=_disk_deadline(None))
 
     async def store_table(
         self,
@@ -260,6 +265,7 @@ class SnapshotCalls(AskedServers):
 
         Cancellation: nothing is lost.
         """
+        # An entry without a name: a server only looks for the file.
         probe = LoadEntry(0, 0, "", path, "", 0, 0, 0)
 
         async def asks(ps: int) -> bool:
@@ -274,9 +280,8 @@ class SnapshotCalls(AskedServers):
     async def _rest(
         self, ps: int, snapshot: int, answer: SnapshotPinned
     ) -> list[TensorEntry]:
-        """Returns the tensors of a snapshot, of which ``answer`` has the first; the
-        others, as thousands do not fit into one answer, are asked for by their
-        places."""
+        """Returns all tensors of a snapshot: the first are those of ``answer``, and the
+        others are asked for, as thousands do not fit into one answer."""
         entries = list(answer.tensors)
         while len(entries) < answer.total:
             message = PinSnapshot(self.session, snapshot, [], [], len(entries))
@@ -290,7 +295,8 @@ class SnapshotCalls(AskedServers):
         return entries
 
 
-def _patient(deadline: float | None) -> float:
+def _disk_deadline(deadline: float | None) -> float:
+    """Returns the deadline of a request that waits for a disk, in loop time."""
     if deadline is not None:
         return deadline
     return asyncio.get_running_loop().time() + SNAPSHOT_TIMEOUT

@@ -1,4 +1,4 @@
-"""What is asked of parameter servers to make, bind and delete what they hold."""
+"""Requests to create, bind, count and delete what parameter servers hold."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BATCH: Final = 512
 
 
 class VariableCalls(AskedServers, abc.ABC):
-    """The part of `PsClient` that is about what there is, not about its values.
+    """The calls of `PsClient` that create, bind and delete variables and optimizers.
 
     Raises, all methods:
         PSUnavailableError: A parameter server is gone.
@@ -64,6 +64,7 @@ class VariableCalls(AskedServers, abc.ABC):
         Cancellation: variables may have been created.
         """
         messages = []
+        # By server and in batches: a server creates each batch whole or not at all.
         pairs = [(ps, (entry, value)) for ps, entry, value in variables]
         for ps, some in _batches(pairs):
             entries, values = zip(*some, strict=True)
@@ -142,6 +143,7 @@ class VariableCalls(AskedServers, abc.ABC):
                 strict=True,
             )
         }
+        # In the order of the question, as answers come by server.
         return [
             (rows, size, cut, waiting)
             for rows, size, cut, waiting in (found[ref.key] for ref in refs)
@@ -176,6 +178,8 @@ class VariableCalls(AskedServers, abc.ABC):
 
         Cancellation: variables may have been deleted.
         """
+        # Before it is sent: a variable of the same key may be created at once
+        # afterwards.
         self._forget(refs)
         messages = [
             (ps, DeleteVariables(self.session, keys))
@@ -211,7 +215,7 @@ class VariableCalls(AskedServers, abc.ABC):
         await self.each([(ps, message) for ps in range(self.count)], object)
 
     async def bind(self, optimizer: int, data: bytes) -> None:
-        """Tells all servers which variables an optimizer moves: ``data`` is
+        """Binds variables to an optimizer on all servers; ``data`` is
         `zstrat.optimizers.Binding.encoded`. The same again costs a round trip.
 
         Raises:

@@ -48,6 +48,7 @@ def as_rows(array: np.ndarray) -> np.ndarray:
     """Returns the rows ``[n]`` of a C-order ``array`` of ``[n, ...]``, each one an
     opaque element: a view (unless they are empty and there is nothing to see)."""
     count = len(array)
+    # An empty array cannot be viewed with elements of another size.
     if not array.nbytes:
         return np.zeros(count, "V1")
     if array.ndim != 2:
@@ -55,6 +56,7 @@ def as_rows(array: np.ndarray) -> np.ndarray:
     return array.view(_opaque(array.nbytes // count))[:, 0]
 
 
+# Kept, as making a dtype takes longer than the view.
 @lru_cache(maxsize=1024)
 def _opaque(width: int) -> np.dtype:
     return np.dtype((np.void, width))
@@ -176,7 +178,8 @@ def is_integer(dtype: np.dtype) -> bool:
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Real floating point; bfloat16 and the fp8 types have numpy's kind "V"."""
+    """Returns whether it is real floating point; bfloat16 and the fp8 types have
+    numpy's kind "V"."""
     return dtype.kind in "fV"
 
 
@@ -254,6 +257,7 @@ def check_rows(
         )
     if not len(indices):
         return True
+    # Of sorted indices the ends say whether all are inside.
     increasing = are_increasing(indices)
     if increasing:
         inside = indices[0] >= 0 and indices[-1] < shape[0]
@@ -295,6 +299,7 @@ def check_ids(
         raise InvalidArgumentError(
             f"{who} expects rows of shape {(len(ids), *shape[1:])}, got shape {rows}"
         )
+    # Equal ids have equal hashes, so increasing hashes are distinct ids.
     if in_order and not are_increasing(hashes_of(ids)):
         raise InvalidArgumentError(
             f"{who} expects distinct ids in the order of their hashes "
@@ -357,6 +362,7 @@ def _is_defined(op: UpdateOp, dtype: np.dtype) -> bool:
         return True
     if op in (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX) and dtype.kind == "c":
         return False  # only numpy orders complex numbers, by their parts
+    # `divided` keeps integers, whatever the ufunc would return.
     if ufunc is np.true_divide and is_integer(dtype):
         return True
     try:

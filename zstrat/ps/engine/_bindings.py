@@ -37,7 +37,8 @@ Kind = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedLeaf:
-    """A leaf of a tree that was traced. ``operands``: all those of its tree."""
+    """A leaf of a tree that was traced. ``operands``: shapes and dtypes of all those
+    of its tree; ``is_part``: its variables have some of its rows each."""
 
     rule: LeafRule
     digest: bytes
@@ -45,14 +46,14 @@ class TracedLeaf:
     is_part: bool
 
     def is_moved_as(self, other: TracedLeaf) -> bool:
-        """Returns whether it makes no difference which of the two a variable is."""
+        """Returns whether a variable is updated in the same way as either leaf."""
         own = (self.digest, self.rule.uses, self.operands)
         return own == (other.digest, other.rule.uses, other.operands)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """What moves one variable: its leaf, and the rule that stands for all that are
+    """The binding of one variable: its leaf, and the rule that stands for all that are
     moved alike."""
 
     leaf: TracedLeaf
@@ -110,6 +111,7 @@ class Bindings:
             )
         if tree is None:
             return False
+        # The tree names the variables of all servers.
         return all(key in self._bound or find(key) is None for key in tree.keys)
 
     def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
@@ -122,6 +124,7 @@ class Bindings:
                 transformation cannot be cut into leaves here.
             AlreadyExistsError: A variable has another update rule already.
         """
+        # Here, as it imports jax.
         from zstrat.optimizers import Binding
 
         binding = Binding.decoded(self._name, self._transformation, data)
@@ -132,6 +135,7 @@ class Bindings:
             )
         leaves: dict[int, TracedLeaf] = {}
         for rule, components in zip(binding.rules(), binding.keys, strict=True):
+            # Parts of a leaf may be on several servers.
             here = [held for key in components if (held := find(key)) is not None]
             if here:
                 _require_fit(rule, here, is_part=len(components) > 1)
@@ -144,12 +148,18 @@ class Bindings:
     def add(self, tree: Tree, here: Iterable[int]) -> None:
         """Binds the variables ``here``, of those that were there when the tree was
         traced. Variables that are bound already stay as they are."""
+        # A push that was checked without this tree has to be checked again
+        # (`AlikePushes`).
         self.changes += 1
         for key in here:
             leaf = tree.leaves[key]
+            # The first rule with this digest stands for all of them, so they share
+            # programs.
             alike = self._alike.setdefault(leaf.digest, leaf.rule)
             self._bound.setdefault(key, Bound(leaf, alike))
             self._tree_of.setdefault(key, tree.digest)
+        # Without its leaves, which are in `_bound` as long as their variables are
+        # there.
         self._trees[tree.digest] = replace(tree, leaves={})
 
     def forget(self, keys: Iterable[int]) -> None:
@@ -162,6 +172,8 @@ class Bindings:
     def _leaf(self, rule: LeafRule, held: HeldVariable, *, is_part: bool) -> TracedLeaf:
         """Finds out now, where tracing is allowed, what is asked of the rule later."""
         try:
+            # Both are computed when they are first asked for, which must not be in a
+            # push.
             digest, _ = rule.digest, rule.row_dependence
             kinds = rule.tree.cut().operand_kinds
         except Exception as error:  # goes to the caller, with what was tried
@@ -174,6 +186,7 @@ class Bindings:
 
     def _require_same(self, held: HeldVariable, leaf: TracedLeaf) -> None:
         old = self._bound.get(held.entry.key)
+        # Another tree may name a variable again that it moves in the same way.
         if old is None or old.leaf.is_moved_as(leaf):
             return
         raise AlreadyExistsError(
@@ -193,13 +206,14 @@ def digest_of(data: bytes) -> bytes:
 def _require_fit(
     rule: LeafRule, here: Sequence[HeldVariable], *, is_part: bool
 ) -> None:
-    """Refuses variables that are not what the tree says of a leaf of theirs.
+    """Refuses variables whose shape or dtype is not that of their leaf in the tree.
 
     Raises:
         InvalidArgumentError: A leaf does not look like the variable that it is.
     """
     want, rows = rule.kind, 0
     wide = is_wide(np.dtype(want.dtype))
+    # Unless this process computes with 64 bits anyway.
     if wide and not rule.tree.wide and not _computes_wide():
         raise InvalidArgumentError(
             f"variable {here[0].entry.name!r} has 64 bits, and the tree of optimizer "
@@ -213,6 +227,7 @@ def _require_fit(
         elif is_part:
             rows += shape[0] if shape else 0
             fits = bool(shape) and shape[1:] == tuple(want.shape[1:])
+            # Other servers have the rest of its rows, so only too many can be noticed.
             fits = fits and bool(want.shape) and rows <= want.shape[0]
         if not fits or dtype != np.dtype(want.dtype):
             raise InvalidArgumentError(

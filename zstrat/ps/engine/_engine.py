@@ -13,7 +13,7 @@ that are moved element by element are one array together (`FlatUpdates`).
 Gradients of some rows are gathered, updated and scattered (`_row_updates`).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
-is never asked to optimise never imports them. They live behind `_xla`.
+is never asked to optimise never imports them. They are in `_xla` alone.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class OptimizerEngine:
             InvalidArgumentError: The code gives something else.
             Exception: Whatever loading the code raises.
         """
+        # 0 in an update stands for none.
         if optimizer <= 0:
             raise InvalidArgumentError(
                 f"optimizer {name!r}: id {optimizer} is not above 0"
@@ -118,6 +119,7 @@ class OptimizerEngine:
             transformation = checked(loaded)
         except TypeError as error:
             raise InvalidArgumentError(f"optimizer {name!r}: {error}") from error
+        # Here, as a server without optimizers never loads jax.
         from ._xla import UpdatePrograms
 
         bindings, programs = (
@@ -150,6 +152,7 @@ class OptimizerEngine:
                 f"optimizer {new.optimizer} is {old.name!r} already, and {new.name!r} "
                 "is not the same"
             )
+        # Else it came again: what is there has programs and bindings already.
         if old is None:
             self._registered[new.optimizer] = new
 
@@ -159,13 +162,15 @@ class OptimizerEngine:
         return known is not None and known.digest == digest_of(code)
 
     def forget(self, optimizer: int) -> None:
-        """Its id is free again, if it was taken."""
+        """Removes an optimizer, if it is there; its id is free again."""
         self._registered.pop(optimizer, None)
 
     def unbind(self, keys: Iterable[int]) -> None:
-        """Variables with these keys are gone."""
+        """Forgets the bindings of variables that are gone, by their keys."""
         for each in self._registered.values():
             each.bindings.forget(keys)
+            # Programs remember the steps of the last push, which hold memory of the
+            # variables.
             each.programs.forget_steps()
 
     def clear(self) -> None:
@@ -204,7 +209,7 @@ class OptimizerEngine:
         Raises:
             InvalidArgumentError: They are not what an optimizer keeps.
         """
-        for known, bound in self._moving(held):
+        for known, bound in self._optimizers_of(held):
             known.programs.adopt(held.slots, bound.alike, held.cell)
 
     def extend_slots(self, held: HeldVariable) -> None:
@@ -214,7 +219,7 @@ class OptimizerEngine:
         Raises:
             ResourceExhaustedError: There is no memory for them.
         """
-        for known, bound in self._moving(held):
+        for known, bound in self._optimizers_of(held):
             slots = held.slots[known.optimizer]
             known.programs.rows.extend(slots, bound.alike, held.cell)
 
@@ -222,11 +227,12 @@ class OptimizerEngine:
         """Returns whether `extend_slots` would compile nothing."""
         return all(
             known.programs.rows.can_extend(bound.alike, held.cell)
-            for known, bound in self._moving(held)
+            for known, bound in self._optimizers_of(held)
         )
 
-    def _moving(self, held: HeldVariable) -> list[tuple[Registered, Bound]]:
-        """Returns the optimizers that have slots beside a variable, and its binding."""
+    def _optimizers_of(self, held: HeldVariable) -> list[tuple[Registered, Bound]]:
+        """Returns the optimizers that have slots beside a variable, each with the
+        binding of the variable."""
         known = [self._registered.get(number) for number in held.slots]
         key = held.entry.key
         return [
@@ -275,6 +281,8 @@ class OptimizerEngine:
                     f"{who}: it is a table of any id, which has no whole gradient: "
                     "send ids and gradient rows"
                 )
+            # In the order of hashes each id is there once: the sender has summed equal
+            # ones.
             check_ids(arrays[0], gradient.shape, cell.shape, who, in_order=True)
         elif rows:
             mixed = not check_rows(arrays[0], gradient.shape, cell.shape, who)
@@ -305,7 +313,9 @@ def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> No
             f"{got.name}"
         )
     want = np.dtype(bound.leaf.rule.gradient)
-    if got != want and (not is_wide(got) or _narrow(got) != want):
+    # Of 64 bits `fitting` makes 32; any other dtype is not what the tree was traced
+    # with.
+    if got != want and (not is_wide(got) or _downcast(got) != want):
         raise InvalidArgumentError(
             f"{who}: expected a gradient of {want.name}, as in the tree that was bound "
             f"to the optimizer, got {got.name}"
@@ -341,7 +351,7 @@ def fitting(gradient: np.ndarray, bound: Bound) -> np.ndarray:
     return gradient if gradient.dtype == want else gradient.astype(want)
 
 
-def _narrow(dtype: np.dtype) -> np.dtype:
+def _downcast(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
 
 

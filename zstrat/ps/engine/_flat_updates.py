@@ -2,10 +2,10 @@
 
 This is for optimizers that move each element by itself. A program of one small variable
 computes for a microsecond and takes thirty to be started, and one of a hundred arrays
-is no better: XLA runs its parts one by one. So the values, slots and gradients of small
-variables that are moved alike lie side by side (`zstrat.ps.store._flat`), and one
-program of one array each updates all of them. Every element is computed by the same
-operations either way.
+takes as long as a hundred programs: XLA runs its parts one by one. So the values, slots
+and gradients of small variables that are moved alike lie side by side
+(`zstrat.ps.store._flat`), and one program of one array each updates all of them. Every
+element is computed by the same operations either way.
 
 The gradients of a push are copied together, unless they came side by side
 (`zstrat.wire`). Values and slots are as the last update has left them, unless the push
@@ -52,8 +52,8 @@ Context = contextlib.AbstractContextManager[object]
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """What the slots of a variable look like, and the rule that moves it, of all that
-    are moved alike."""
+    """The shapes and dtypes of a variable and of its slots, and the rule of all
+    variables that are moved alike."""
 
     value: Shape
     rule: LeafRule
@@ -71,6 +71,7 @@ class SlotLayouts:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # Also on a machine with accelerators, whose memory is for programs of steps.
         self._device = jax.local_devices(backend="cpu")[0]
         self._numbers: dict[SlotLayout, int] = {}
         self._layouts: list[SlotLayout] = []
@@ -92,7 +93,7 @@ class SlotLayouts:
         key = (rule, dims, cell.dtype)
         number = self._initial.get(key)
         if number is None:
-            with rule.tree.arithmetic(), self.words(cell), self.here():
+            with rule.tree.arithmetic(), self.naming(cell), self.on_cpu():
                 kinds = rule.kinds(dims[0] if dims else None)
             about = tuple([SlotArray(slot.name, slot.rows) for slot in rule.slots])
             value = shape(dims, cell.dtype)
@@ -101,7 +102,8 @@ class SlotLayouts:
         return number
 
     def adopted(self, unbound: Unbound, rule: LeafRule, cell: Cell) -> Slots:
-        """Slots that were loaded before their update rule was known.
+        """Returns slots that were loaded before their update rule was known, as the
+        rule keeps them.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps, or not all of it.
@@ -134,12 +136,13 @@ class SlotLayouts:
             self._layouts.append(layout)
         return number
 
-    def here(self) -> Context:
-        """A parameter server computes on the CPU, whatever else the machine has."""
+    def on_cpu(self) -> Context:
+        """Returns a context in which jax computes on the CPU, whatever else the machine
+        has."""
         return cast("Context", jax.default_device(self._device))
 
     @contextlib.contextmanager
-    def words(self, cell: Cell) -> Iterator[None]:
+    def naming(self, cell: Cell) -> Iterator[None]:
         """Names the optimizer in what goes wrong while it is traced or compiled."""
         try:
             yield
@@ -187,11 +190,11 @@ class FlatGroup:
     step: SlotStep
     cells: Sequence[Sequence[Cell]]
     flats: Sequence[Flat | None] = ()
-    """The arrays that have ``cells`` now, as `look` has found."""
+    """The arrays that have ``cells`` now, as `locate` has found."""
 
-    def look(self) -> bool:
-        """Looks where the cells are now; returns whether one program can make the
-        updates: it has one scalar for all."""
+    def locate(self) -> bool:
+        """Finds the arrays that have the cells now; returns whether one program can
+        make the updates: it has one scalar for all."""
         self.flats = [Flat.of(each) for each in self.cells]
         every = zip(self.cells[1:], self.flats[1:], self.rule.by_element, strict=True)
         return all(
@@ -202,7 +205,7 @@ class FlatGroup:
 
 @dataclass(slots=True)
 class StartedUpdate:
-    """What the program of a group gives: first the values, then the slots."""
+    """The update of a group that XLA computes: first the values, then the slots."""
 
     group: FlatGroup
     made: Sequence[Any]
@@ -212,7 +215,7 @@ class StartedUpdate:
         jax.block_until_ready(self.made)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Makes it the values and slots of the variables."""
+        """Makes what was computed the values and slots of the variables."""
         group = self.group
         for cells, flat, value in zip(group.cells, group.flats, self.made, strict=True):
             if flat is not None:
@@ -220,6 +223,7 @@ class StartedUpdate:
                 continue
             parts = [cell.part for cell in cells]
             before = {part.flat for part in parts if part is not None}
+            # Alive, they would count as left in their old arrays (`Flat.shrink`).
             del parts
             Flat(value, cells)
             for each in before:
@@ -244,7 +248,7 @@ class FlatUpdates:
     """Where the gradients of a push are copied together, for each program."""
 
     def groups(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[FlatGroup]:
-        """Returns the updates that are made together, if `FlatGroup.look` says so.
+        """Returns the updates that are made together, if `FlatGroup.locate` says so.
         Their slots exist, and keep their layouts."""
         if len(steps) < FEWEST:
             return []
@@ -252,6 +256,7 @@ class FlatUpdates:
         name = kinds, tuple(uses)
         divided = self._divided.get(name)
         if divided is None:
+            # Where sets change with each push, nothing that is remembered is of use.
             if len(self._divided) >= PROGRAMS:
                 self._divided.clear()
             divided = self._divided[name] = self._divide(kinds, uses)
@@ -259,7 +264,7 @@ class FlatUpdates:
         return [group for group in found if group is not None]
 
     def prepare(self, group: FlatGroup) -> None:
-        """Compiles the program; call it where it is traced (`SlotLayouts.here`)."""
+        """Compiles the program; call it where it is traced (`SlotLayouts.on_cpu`)."""
         if group.key in self.programs:
             return
         step, count = group.step, group.key[1]
@@ -277,6 +282,7 @@ class FlatUpdates:
         with step.rule.tree.arithmetic():
             call = jax.jit(group.rule.run).lower(*given).compile()
         self.programs[group.key] = call
+        # One for each program: `start` waits before another group writes to it.
         self._gradients[group.key] = aligned((count,), step.dtype)
 
     def start(self, group: FlatGroup, gradients: Gradients) -> StartedUpdate:
@@ -302,6 +308,7 @@ class FlatUpdates:
                 group.cells, group.flats, is_flat, strict=True
             )
         ]
+        # Where they are, if they came side by side: XLA reads them without a copy.
         given = gradients.together(group.places)
         gradient = given
         if gradient is None:
@@ -338,18 +345,20 @@ class FlatUpdates:
     def _group(
         self, places: Sequence[int], steps: Sequence[SlotStep], kinds: Kinds
     ) -> FlatGroup | None:
-        mine = [steps[place] for place in places]
+        members = [steps[place] for place in places]
         rule = self._rule(*kinds[places[0]])
         assert rule is not None
-        key = rule.form, sum([step.cell.size for step in mine])
+        key = rule.form, sum([step.cell.size for step in members])
+        # These are updated one by one.
         if key not in self.programs and len(self.programs) >= PROGRAMS:
             return None
-        slots = zip(*[x.slots[self.optimizer].cells for x in mine], strict=True)
-        cells = [[step.cell for step in mine], *slots]
-        return FlatGroup(key, rule, places, mine[0], cells)
+        slots = zip(*[x.slots[self.optimizer].cells for x in members], strict=True)
+        cells = [[step.cell for step in members], *slots]
+        return FlatGroup(key, rule, places, members[0], cells)
 
     def _rule(self, number: int, gradient: np.dtype) -> ElementwiseUpdate | None:
         kind = number, gradient
+        # That there is none is remembered, too: finding out takes a trace.
         if kind not in self._rules:
             layout = self.layouts[number]
             dtypes = tuple([np.dtype(leaf.dtype) for leaf in layout.leaves])
@@ -366,6 +375,7 @@ def _bytes_of(value: Any) -> int:
 
 def _are_equal(cells: Sequence[Cell]) -> bool:
     """Returns whether scalars are equal, bit for bit; ones that were lost are not."""
+    # Then they are updated one by one, and the one that was lost raises its error.
     if any(cell.lost for cell in cells):
         return False
     return len({cell.look().tobytes() for cell in cells}) == 1

@@ -109,6 +109,7 @@ class RowProgram:
             for each, rows in zip(moved, self.inputs, strict=False)
         ]
         slots = [np.asarray(each) for each in others]
+        # Its rows are scattered before the next call, which then may write there.
         self.scratch = moved
         return fresh, slots
 
@@ -161,6 +162,8 @@ class RowKinds:
         kind = self._kinds.get(key)
         if kind is None:
             layout = _row_layout(self.layouts[number], gradient)
+            # By how rows look and not by number: tables of other heights share
+            # programs.
             kind = self._alike.get(layout)
             if kind is None:
                 kind = self._alike[layout] = self._new(layout, cell)
@@ -184,7 +187,10 @@ class RowKinds:
         """
         key = (number, gradient)
         if key not in self._steady:
-            with self.layouts[number].rule.tree.arithmetic(), self.layouts.words(cell):
+            with (
+                self.layouts[number].rule.tree.arithmetic(),
+                self.layouts.naming(cell),
+            ):
                 self._steady[key] = self._settle(number, gradient)
         return self._steady[key]
 
@@ -198,6 +204,7 @@ class RowKinds:
         """Returns a program that makes the first slots of ``count`` rows of a variable,
         and how many it takes at a time."""
         row = shape(cell.shape[1:], cell.dtype)
+        # Two sizes for rows that are born, so that nothing is compiled in a push.
         if cell.grows:
             few, many = _new_sizes(row)
             size = few if count <= few else many
@@ -208,8 +215,8 @@ class RowKinds:
             jitted = jax.jit(rule.init)
             with (
                 rule.tree.arithmetic(),
-                self.layouts.words(cell),
-                self.layouts.here(),
+                self.layouts.naming(cell),
+                self.layouts.on_cpu(),
             ):
                 call = jitted.lower(_rows_of(size, row)).compile()
             self._initials[rule, row, size] = call
@@ -224,6 +231,7 @@ class RowKinds:
             )
             if spec(new) != _rows_of(FEWEST, rows.value):
                 raise TypeError(f"it turns rows of {rows.value} into {spec(new)}")
+            # Dtypes alone: the number of rows is that of this trace.
             after = [
                 shape(leaf.shape, new.dtype)
                 for leaf, new in zip(
@@ -237,8 +245,9 @@ class RowKinds:
 
     def _new(self, layout: RowLayout, cell: Cell) -> RowKind:
         most = _most(layout.gathered)
+        # One piece of memory for programs of all sizes: calls come one after the other.
         memory = [aligned((most * _nbytes_of(row),), _BYTE) for row in layout.gathered]
-        with layout.rule.tree.arithmetic(), self.layouts.words(cell):
+        with layout.rule.tree.arithmetic(), self.layouts.naming(cell):
             jaxpr = jax.make_jaxpr(_update_of(layout))(
                 *_arguments_of(layout, FEWEST)
             ).jaxpr
@@ -249,8 +258,8 @@ class RowKinds:
         update = _update_of(layout)
         with (
             layout.rule.tree.arithmetic(),
-            self.layouts.words(cell),
-            self.layouts.here(),
+            self.layouts.naming(cell),
+            self.layouts.on_cpu(),
         ):
             arguments = _arguments_of(layout, size)
             # A shape that changes with the number of rows shows only here.
@@ -260,6 +269,8 @@ class RowKinds:
                 *layout.shared,
             ]:
                 raise TypeError("its state changes with the number of rows")
+            # `keep_unused`: jax would drop the argument `scratch`, which no operation
+            # reads.
             jitted = jax.jit(
                 _flat(update, layout, size), donate_argnums=5, keep_unused=True
             )
@@ -275,7 +286,7 @@ class RowKinds:
             ).compile()
 
         def zeros() -> list[Any]:
-            with self.layouts.here():
+            with self.layouts.on_cpu():
                 return [jnp.zeros(each.shape, each.dtype) for each in scratch]
 
         inputs = [
@@ -292,8 +303,8 @@ class RowKinds:
 
 
 def _update_of(layout: RowLayout) -> Any:
-    """``(value, rows, shared, operands, gradient, scratch) -> ([value, *rows],
-    shared)``."""
+    """Returns the function of an update: ``(value, rows, shared, operands, gradient,
+    scratch) -> ([value, *rows], shared)``."""
 
     def update(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
@@ -309,8 +320,8 @@ def _update_of(layout: RowLayout) -> Any:
 
 
 def _flat(update: Any, layout: RowLayout, size: int) -> Any:
-    """The update of vectors of elements: in rows of 16 floats XLA computes row by row,
-    in one long row half as long."""
+    """Returns the update as one of vectors of elements: in rows of 16 floats XLA
+    computes row by row, which takes twice as long as one long row."""
 
     def flattened(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any

@@ -84,6 +84,7 @@ class RowUpdates:
         kinds, tables = [], []
         for step in steps:
             slots = step.slots.get(self._optimizer)
+            # A late step finds its slots only when it runs; a mixed one has rows twice.
             if slots is None or step.mixed or step.late:
                 return None
             kind = self._kinds.get(slots.layout, step.gradient.dtype)
@@ -93,6 +94,8 @@ class RowUpdates:
             kinds.append(kind)
             tables.append(cast("list[np.ndarray]", here))
         found = self._together(steps, kinds, tables)
+        # A program that is missing is compiled by `prepare`, not while rows are
+        # written.
         return found if all(calls.is_compiled for calls in found) else None
 
     def prepare(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
@@ -111,6 +114,8 @@ class RowUpdates:
                 late.append((self._foresee(step, ahead), step))
             else:
                 self._prepare(step, ahead)
+        # Late ones apart: which calls they share depends on slots that are not there
+        # yet.
         known = self._calls([step for step in steps if not step.late])
         for kind, step in late:
             # It is not known yet whether it will share a call: with none, or all.
@@ -128,9 +133,10 @@ class RowUpdates:
         for step in steps:
             if step.late:
                 place = (self._optimizer, id(step.cell))
+                # An earlier update of the push may have made them.
                 if self._optimizer not in step.slots:
-                    room = ahead.rooms.pop(place, None)
-                    slots = self.initial(step.rule, step.cell, room)
+                    memory = ahead.reserved.pop(place, None)
+                    slots = self.initial(step.rule, step.cell, memory)
                     step.slots[self._optimizer] = slots
                 self._steady(step)
 
@@ -164,8 +170,9 @@ class RowUpdates:
         self._reserve(slots, ahead)
 
     def _steady(self, step: RowStep) -> Slots:
-        """Its slots, with the dtypes that such gradients leave in them."""
+        """Returns the slots of a step, with the dtypes that its gradients leave."""
         slots, dtype = step.slots[self._optimizer], step.gradient.dtype
+        # The dtypes of slots settle with the first gradient (`RowKinds.steady`).
         if self._kinds.get(slots.layout, dtype) is None:
             number = self._kinds.steady(slots.layout, dtype, step.cell)
             if number != slots.layout:
@@ -182,9 +189,11 @@ class RowUpdates:
             number = slots.layout
         if number is None:
             number = self._numbered(step.rule, cell)
-            ahead.rooms[place] = self._room(cell, number)
+            # Memory is set aside now, so that the update itself cannot fail for it.
+            ahead.reserved[place] = self._memory_for(cell, number)
         if slots is not None:
             self._reserve(slots, ahead)
+        # What this update leaves is what the next one of the push finds.
         number = self._kinds.steady(number, step.gradient.dtype, cell)
         ahead.layouts[place] = number
         return self._kinds.kind(number, step.gradient.dtype, cell)
@@ -193,9 +202,13 @@ class RowUpdates:
         for cell in slots.with_rows:
             writes = ahead.writes.setdefault(id(cell), [])
             writes.append(Write.ROWS)
+            # Called with each further write: what is reserved has to do for all of
+            # them.
             cell.reserve(writes)
 
-    def _room(self, cell: Cell, number: int) -> list[Cell]:
+    def _memory_for(self, cell: Cell, number: int) -> list[Cell]:
+        """Returns memory for slots of this layout; raises ResourceExhaustedError if
+        there is none."""
         layouts = self._kinds.layouts
         layout, made = layouts[number], list[Cell]()
         try:
@@ -227,14 +240,16 @@ class RowUpdates:
         return number
 
     def initial(
-        self, rule: LeafRule, cell: Cell, room: list[Cell] | None = None
+        self, rule: LeafRule, cell: Cell, memory: list[Cell] | None = None
     ) -> Slots:
         """Returns new slots, made a block of rows at a time: there is no second table
-        of them on the way. ``room``: memory for them."""
+        of them on the way. ``memory``: for them."""
         number = self._numbered(rule, cell)
         layout = self._kinds.layouts[number]
-        made = self._room(cell, number) if room is None else room
+        made = self._memory_for(cell, number) if memory is None else memory
         if cell.grows:
+            # Both programs now: rows are born in later pushes, which must not wait for
+            # a compiler.
             for size in NEW_ROWS, NEW_ROWS + 1:
                 self._kinds.initial(rule, cell, size)
         for at, leaves in self._begun(rule, cell, 0):
@@ -262,6 +277,8 @@ class RowUpdates:
             for each, about in zip(slots.cells, slots.leaves, strict=True)
         ]
         starts = [total if each is None else each.shape[0] for each in made]
+        # Slots of loaded tables may have fewer rows than the value, and not all the
+        # same number.
         first = min(starts, default=total)
         if first == total:
             return
@@ -282,6 +299,7 @@ class RowUpdates:
         value, total = cell.look(), cell.shape[0]
         call, size = self._kinds.initial(rule, cell, total - first)
         if total < size:
+            # A program takes a fixed number of rows: few are padded, and cut again.
             value = np.zeros((size, *cell.shape[1:]), cell.dtype)
             value[:total] = cell.look()
         with rule.tree.arithmetic():
@@ -326,14 +344,16 @@ class RowUpdates:
         kinds: Sequence[RowKind],
         tables: Sequence[list[np.ndarray]] | None,
     ) -> list[RowCalls]:
-        """Steps that go into the same calls: of one kind, with the same operands and
-        equal slots without rows. Where such slots are computed from rows, each step has
-        separate calls, as they would be computed from the rows of all."""
+        """Groups steps that go into the same calls: of one kind, with the same operands
+        and equal slots without rows. Where such slots are computed from rows, each step
+        has separate calls, as they would be computed from the rows of all."""
         found: dict[object, RowCalls] = {}
         for number, (step, kind) in enumerate(zip(steps, kinds, strict=True)):
+            # Equal to no bytes and no other place: such a step has calls of its own.
             shared: object = number
             if kind.is_apart:
                 slots = step.slots[self._optimizer]
+                # By value: slots that are equal now get the same new value.
                 shared = b"".join([cell.look().tobytes() for cell in slots.shared])
             key = (id(kind), shared, *map(id, step.operands))
             calls = found.get(key)
@@ -347,6 +367,7 @@ class RowUpdates:
 
     def _update(self, calls: RowCalls) -> None:
         tables = calls.tables
+        # Unless `ready` has found them: then nothing has to be begun or settled.
         if tables is None:
             tables = [self._begin(step) for step in calls.steps]
         new = self._run(calls, tables)
@@ -355,6 +376,8 @@ class RowUpdates:
             if calls.tables is None:
                 for cell in (step.cell, *slots.with_rows):
                     cell.settle()
+            # After all calls: each of them reads the slots as they were before the
+            # push.
             for cell, leaf in zip(slots.shared, new, strict=True):
                 cell.overwrite()[...] = leaf
                 cell.settle()
@@ -421,6 +444,7 @@ def _gather(
             table.take(indices, out=buffer[at:end], mode="clip")
         program.inputs[-1][at:end] = step.gradient[start:stop]
         at = end
+    # The buffers still have rows of earlier calls.
     if at < len(program.inputs[-1]):
         for buffer in program.inputs:
             buffer[at:] = 0

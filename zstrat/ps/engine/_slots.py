@@ -68,6 +68,7 @@ class Slots:
     def become(self, cells: tuple[Cell, ...], layout: int) -> None:
         """Takes other cells, after an update that changes dtypes."""
         pairs = list(zip(cells, self.leaves, strict=True))
+        # Divided once: updates of rows ask for the two kinds in each push.
         self.cells, self.layout = cells, layout
         self.with_rows = tuple(cell for cell, leaf in pairs if leaf.rows)
         self.shared = tuple(cell for cell, leaf in pairs if not leaf.rows)
@@ -126,6 +127,8 @@ class Gradients:
         """Adds a gradient, or those that are these parts of an array."""
         at = 0
         if self._arrays:
+            # Parts of one array that follow each other stay one piece of it
+            # (`together`).
             first, others, before = self._arrays[-1]
             at = first + (len(others) or 1)
             is_next = parts and others and parts[0].start == others[-1].stop
@@ -145,6 +148,7 @@ class Gradients:
         at = bisect_right(self._arrays, places[0], key=itemgetter(0)) - 1
         first, parts, array = self._arrays[at]
         last = places[-1] - first
+        # Without a gap, and of one array: then they are side by side already.
         if last - (places[0] - first) + 1 != len(places) or last >= len(parts):
             return None
         return array[parts[places[0] - first].start : parts[last].stop]
@@ -169,8 +173,8 @@ class RowStep(NamedTuple):
     """As in `SlotStep`."""
 
     def distinct(self) -> RowStep:
-        """This step with its rows sorted and each one once, gradients of the same row
-        summed."""
+        """Returns this step with its rows sorted and each one once, gradients of the
+        same row summed."""
         if not self.mixed:
             return self
         indices, gradient = distinct(self.indices, self.gradient)
@@ -184,7 +188,7 @@ class Ahead:
     layouts: dict[tuple[int, int], int] = field(default_factory=dict)
     """The numbers of the layouts that slots will have, by optimizer and by the `id` of
     the variable's cell."""
-    rooms: dict[tuple[int, int], list[Cell]] = field(default_factory=dict)
+    reserved: dict[tuple[int, int], list[Cell]] = field(default_factory=dict)
     """Memory for slots that will be made by rows."""
     writes: dict[int, list[Write]] = field(default_factory=dict)
     """What is written to a slot, by the `id` of its cell."""
@@ -193,13 +197,14 @@ class Ahead:
 def lose(
     optimizer: int, steps: Sequence[SlotStep | RowStep], error: BaseException
 ) -> None:
-    """Values and slots that were being written when something failed."""
+    """Drops values and slots that were being written when something failed."""
     for step in steps:
         step.cell.lose(str(error))
         step.slots.pop(optimizer, None)
 
 
 def is_wide(dtype: np.dtype) -> bool:
+    """Returns whether it has 64 bits, a complex number in each of its parts."""
     return dtype.itemsize > (8 if dtype.kind == "c" else 4)
 
 
@@ -212,7 +217,10 @@ Kind = tuple[SlotArray, tuple[int, ...], "np.dtype"]
 
 @dataclass(slots=True)
 class Unbound(Slots):
-    """``filled``: for each leaf the rows that were loaded; one for a leaf without."""
+    """Slots that were loaded before their optimizer has its tree, by name alone.
+
+    ``filled``: for each leaf the rows that were loaded; one for a leaf without rows.
+    """
 
     filled: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -244,6 +252,8 @@ class Unbound(Slots):
         kept = [
             (cell, each)
             for cell, each in zip(self.cells, self.leaves, strict=True)
+            # A leaf of the same name, shape and dtype stays, with what was loaded into
+            # it.
             if each.name != leaf.name
             or (each, cell.shape, cell.dtype) == (leaf, shape, dtype)
         ]
@@ -275,6 +285,7 @@ class Unbound(Slots):
         """
         for cell, leaf in zip(self.cells, self.leaves, strict=True):
             end = 0
+            # Sorted: parts come from several files, in any order.
             for start, stop in sorted(self.filled[leaf.name]):
                 if start > end:
                     break
@@ -300,6 +311,7 @@ class Unbound(Slots):
             leaf.name: (cell, leaf)
             for cell, leaf in zip(self.cells, self.leaves, strict=True)
         }
+        # By name: a checkpoint may have the leaves in another order.
         found = [by_name.get(leaf.name) for leaf, _, _ in wanted]
         fits = len(wanted) == len(by_name) and all(
             each is not None and _fits(each[0], each[1], kind)
@@ -319,6 +331,7 @@ class Unbound(Slots):
 def _fits(cell: Cell, leaf: SlotArray, kind: Kind) -> bool:
     wanted, shape, dtype = kind
     alike = is_floating(cell.dtype) and is_floating(dtype)
+    # A table has as many rows as ids, whatever the tree says.
     if leaf.rows and cell.grows:
         shape = (cell.shape[0], *shape[1:])
     return (leaf, cell.shape) == (wanted, shape) and (cell.dtype == dtype or alike)

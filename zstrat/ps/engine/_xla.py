@@ -67,12 +67,14 @@ class UpdateProgram:
     ) -> Any:
         """Hands the work to XLA, which may do it later; returns the new value."""
         gradient, cell, slots = gradients[place], step.cell, step.slots[optimizer]
+        # With the settings of its tree: jax would make 32 bits of a float64 argument.
         with self.tree.arithmetic():
             given = tuple([leaf.give() for leaf in slots.cells])
             value, leaves = self.call(
                 cell.give(), given, gradient, gradients.operands_for(step.uses)
             )
         cell.take_back(value)
+        # Nearly always: the dtypes of slots change with the first gradient alone.
         if slots.layout == self.after:
             for leaf, new in zip(slots.cells, leaves, strict=True):
                 leaf.take_back(new)
@@ -101,10 +103,10 @@ class Division:
         """Whether all values are in arrays of XLA's, so that none was lost."""
         return self.is_flat and all(group.flats[0] is not None for group in self.groups)
 
-    def look(self) -> Division:
-        """Returns it as it is now: without groups of which the scalars differ."""
+    def at_present(self) -> Division:
+        """Returns the division as it is now: without groups whose scalars differ."""
         apart = {
-            place for each in self.groups if not each.look() for place in each.places
+            place for each in self.groups if not each.locate() for place in each.places
         }
         if not apart:
             return self
@@ -143,9 +145,9 @@ class UpdatePrograms:
         several = len(self._joint.programs) + len(self._flat.programs)
         return alone + several + self.rows.count
 
-    def here(self) -> Context:
-        """In which it is traced and compiled: for the CPU."""
-        return self._layouts.here()
+    def on_cpu(self) -> Context:
+        """Returns the context in which programs are traced and compiled."""
+        return self._layouts.on_cpu()
 
     def division(self, steps: Sequence[SlotStep]) -> Division | None:
         """Returns which of these updates share programs, as long as nobody else uses
@@ -158,6 +160,8 @@ class UpdatePrograms:
             return None
         cells, layouts = [x.cells for x in slots], [x.layout for x in slots]
         if (
+            # `is not`: the steps of a push like the one before are the same list
+            # (`AlikePushes`).
             known.steps is not steps
             or known.layouts != layouts
             or not all(map(is_, known.slots, cells))
@@ -171,7 +175,8 @@ class UpdatePrograms:
                 return Division(kinds, False, (), range(len(steps)))
             division = self._divide(steps, kinds)
             known = self._known = KnownDivision(steps, cells, layouts, division)
-        return known.division.look()
+        # In each push, as readers and other updates change where the cells are.
+        return known.division.at_present()
 
     def is_prepared(self, division: Division) -> bool:
         """Returns whether all programs of a division are there."""
@@ -203,6 +208,7 @@ class UpdatePrograms:
         """
         numbers = []
         for step in steps:
+            # First: slots that were loaded decide which layout the update has.
             self.adopt(step.slots, step.rule, step.cell)
             numbers.append(self._prepare(step, ahead))
         if steps:
@@ -236,6 +242,8 @@ class UpdatePrograms:
             ready: What ``rows.ready`` has found for ``rows``.
             division: What `division` has found for ``steps``.
         """
+        # If the rows fail, these are done and are dropped: half of a push must not be
+        # seen.
         self._apply(steps, gradients, division)
         if rows:
             try:
@@ -265,7 +273,7 @@ class UpdatePrograms:
         self.rows.convert(slots, number)
 
     def adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
-        """Takes slots that were loaded for those of the rule.
+        """Makes slots that were loaded those of the rule.
 
         Raises:
             InvalidArgumentError: They are not what the rule keeps.
@@ -279,10 +287,13 @@ class UpdatePrograms:
         layout when its turn comes."""
         place = (self._optimizer, id(step.cell))
         slots = step.slots.get(self._optimizer)
+        # What an earlier update of the push leaves, which is not there yet.
         number = ahead.layouts.get(place)
         if number is None and slots is None:
             number = self._layouts.initial(step.rule, step.cell)
             self._first(step.cell, number)
+            # A late update makes its slots when it runs, from the value that it finds
+            # then.
             if not step.late:
                 slots = step.slots[self._optimizer] = self._initial(
                     step.rule, step.cell
@@ -290,6 +301,7 @@ class UpdatePrograms:
         if number is None:
             assert slots is not None
             number = slots.layout
+        # For the next update of this variable in the push.
         ahead.layouts[place] = self._left(step, number)
         for cell in () if slots is None else slots.with_rows:
             ahead.writes.setdefault(id(cell), []).append(Write.GIVE)
@@ -300,11 +312,14 @@ class UpdatePrograms:
         division = self.division(steps)
         if division is not None:
             if division.is_joint:
-                with self._layouts.words(steps[0].cell):
+                with self._layouts.naming(steps[0].cell):
                     self._joint.prepare(steps, division.kinds)
                 return
             for group in division.groups:
-                with self._layouts.words(group.step.cell), self._layouts.here():
+                with (
+                    self._layouts.naming(group.step.cell),
+                    self._layouts.on_cpu(),
+                ):
                     self._flat.prepare(group)
             steps = [steps[place] for place in division.alone]
             numbers = [numbers[place] for place in division.alone]
@@ -336,11 +351,15 @@ class UpdatePrograms:
         together: list[StartedUpdate] = []
         try:
             found = division or self.division(steps)
+            # Their layouts may have changed since the push was planned, so nothing is
+            # shared.
             if found is None:  # they come late
                 kinds, everything = self._kinds(steps), range(len(steps))
                 found = Division(kinds, False, (), everything)
             kinds = found.kinds
             if found.is_joint:
+                # Until a value is there, XLA may have begun to write over the old one
+                # (`_is_whole`).
                 started = [(step, None) for step in steps]
                 values = self._joint.start(steps, gradients, kinds)
                 started = list(zip(steps, values, strict=True))
@@ -354,10 +373,13 @@ class UpdatePrograms:
                     program = self._program(step, number)
                     value = program.start(self._optimizer, step, gradients, place)
                     started[-1] = (step, value)
+            # All are started before the first is awaited: XLA computes them side by
+            # side.
             for _, value in started:
                 value.block_until_ready()
             for update in together:
                 update.wait()
+            # Not before all are there: a flat program that fails has changed nothing.
             for update in together:
                 update.finish()
         except Exception as error:
@@ -386,7 +408,7 @@ class UpdatePrograms:
         if call is None:
             rule = self._layouts[number].rule
             initial, arithmetic = jax.jit(rule.init), rule.tree.arithmetic
-            with arithmetic(), self._layouts.words(cell), self._layouts.here():
+            with arithmetic(), self._layouts.naming(cell), self._layouts.on_cpu():
                 call = initial.lower(spec(cell)).compile()
             self._initials[number] = call
         return call
@@ -403,7 +425,11 @@ class UpdatePrograms:
         layout, after = self._layouts[number], self._left(step, number)
         rule, arithmetic = layout.rule, layout.rule.tree.arithmetic
         given = _given(step, layout)
-        with arithmetic(), self._layouts.words(step.cell), self._layouts.here():
+        with (
+            arithmetic(),
+            self._layouts.naming(step.cell),
+            self._layouts.on_cpu(),
+        ):
             # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
             # its first step) have no output that they could be donated to.
             donated = (0, 1) if after == number else (0,)
@@ -417,8 +443,8 @@ class UpdatePrograms:
         after = self._after.get(key)
         if after is None:
             layout = self._layouts[number]
-            with layout.rule.tree.arithmetic(), self._layouts.words(step.cell):
-                with self._layouts.here():
+            with layout.rule.tree.arithmetic(), self._layouts.naming(step.cell):
+                with self._layouts.on_cpu():
                     given = _given(step, layout)
                     new, leaves = jax.eval_shape(layout.rule.step, *given)
                 if spec(new) != layout.value:
@@ -436,6 +462,7 @@ def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
 
 def _is_whole(step: SlotStep, optimizer: int) -> bool:
     """Returns whether XLA has not begun to write where the value or its slots are."""
+    # XLA deletes a buffer when it takes it, whatever becomes of the call.
     given = [step.cell.give(), *(c.give() for c in step.slots[optimizer].cells)]
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
 
@@ -461,19 +488,20 @@ class JointPrograms:
     programs: dict[Kinds, Any] = field(default_factory=dict)
 
     def takes(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Returns whether these, whose slots keep their layouts, are updated
-        together."""
+        """Returns whether one program updates these variables, whose slots keep their
+        layouts."""
         return (
             2 <= len(steps) <= MAX_JOINT_VARIABLES
             and MIN_JOINT_BYTES
             <= sum([step.cell.nbytes for step in steps])
             <= MAX_JOINT_BYTES
             and (kinds in self.programs or len(self.programs) < SETS)
+            # One program has one width of numbers, and one way to draw them.
             and len({(x.rule.tree.wide, x.rule.tree.random) for x in steps}) == 1
         )
 
     def prepare(self, steps: Sequence[SlotStep], kinds: Kinds) -> None:
-        """Compiles the programs; call it inside of `here` (`SlotLayouts`)."""
+        """Compiles the programs; call it inside of `on_cpu` (`SlotLayouts`)."""
         if kinds in self.programs:
             return
         rules = [step.rule for step in steps]
@@ -489,7 +517,7 @@ class JointPrograms:
             each = zip(rules, values, slots, gradients, operands, strict=True)
             return [rule.step(*of_one) for rule, *of_one in each]
 
-        with rules[0].tree.arithmetic(), self.layouts.here():
+        with rules[0].tree.arithmetic(), self.layouts.on_cpu():
             jitted = jax.jit(update, donate_argnums=(0, 1))
             self.programs[kinds] = jitted.lower(*given).compile()
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 
 from zstrat.config import Limits
+from zstrat.errors import BusyError, ClosedError
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.replication._replay import StoreCopy, index_tables, replay
@@ -132,22 +133,21 @@ class Handover:
         self._files, self._task = StateFiles(folder, index), task
         self._make_thread, self._spill = make_thread, spill
 
-    async def leave(self, left: Inherited, patience: float) -> bool:
+    async def leave(self, left: Inherited, seconds: float) -> bool:
         """Writes the state for the next process.
 
         Returns:
-            False if it could not be written within ``patience`` seconds; the log says
-            why.
+            False if it could not be written within ``seconds``; the log says why.
 
         Cancellation: there is no state.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(seconds):
                 await self.write(left)
         except TimeoutError:
-            words = f"it was not written within ZSTRAT_HANDOVER={patience:g} s"
+            words = f"it was not written within ZSTRAT_HANDOVER={seconds:g} s"
         except Exception as error:  # goes to the log: the process ends all the same
             words = f"{type(error).__name__}: {error}"
         else:
@@ -164,6 +164,7 @@ class Handover:
 
         Cancellation: there is no state.
         """
+        # Not the compute thread, which `drain` has ended by now.
         thread = self._make_thread(f"state {self._task}")
         disk = DiskThread(thread, self._task)
         path, stores = self._files.new_path(), StoreWriting()
@@ -177,11 +178,22 @@ class Handover:
         try:
             # If this fails half-way, no older state may be taken for it.
             await disk.run(self._files.remove)
-            writing = SnapshotWrite(snapshot, disk, _no_turn)
+            # In no turn: no request uses what is left.
+            writing = SnapshotWrite(snapshot, disk, lambda _: contextlib.nullcontext())
             written = await writing.run(path, snapshot.tensors, names)
             commit = partial(self._files.commit, path, written.digests, facts)
             await disk.run(commit)
+        except BaseException:
+            # On the thread, after what is under way there: a state that gets complete
+            # now must not be found, as this process says that it leaves none. If it
+            # cannot be removed either, what is wrong with the disk is reported already.
+            with contextlib.suppress(ClosedError, BusyError):
+                removed = disk.submit(self._files.remove)
+                removed.add_done_callback(lambda done: done.exception())
+            raise
         finally:
+            # What could not be written may still hold the disk; the process does not
+            # wait for that.
             await thread.close(asyncio.get_running_loop().time() + 1.0)
 
     def take(
@@ -198,6 +210,8 @@ class Handover:
         """
         try:
             with self._files.open() as state:
+                # It stays until `took`: a process that dies here leaves it to the next
+                # one.
                 if state is not None:
                     return self._inherited(state, load_code, largest)
             self._files.remove()  # what a process has left that was killed
@@ -232,6 +246,8 @@ class Handover:
                 store = Store(engine, task=task, largest=largest, spill=spill)
                 restore(store, plain["store"], state)
             role = StoreRole(plain["role"])
+            # The plain form has the same names, so a field that is added is handed
+            # over, too.
             stores.append(HandedOverStore(**{**plain, "role": role, "store": store}))
         owner, incarnation = _owner(facts["owner"]), int(facts["incarnation"])
         left = Inherited(incarnation, owner, stores[0], stores[1:])
@@ -270,11 +286,6 @@ def _words(left: Inherited) -> str:
     return f"{held} variables ({roles})"
 
 
-def _no_turn(names: object) -> contextlib.AbstractAsyncContextManager[None]:
-    """Returns a turn at once: no request uses what is left."""
-    return contextlib.nullcontext()
-
-
 def _plain_owner(owner: Owner) -> dict[str, Any]:
     return {
         "session": owner.session,
@@ -289,6 +300,8 @@ def _plain_owner(owner: Owner) -> dict[str, Any]:
 
 
 def _owner(plain: dict[str, Any]) -> Owner:
+    # No connection: the coordinator is waited for as after a lost one
+    # (`PsService.take_over`).
     return Owner(**{**plain, "hello": Hello(**plain["hello"]), "peer": AbsentPeer()})
 
 
@@ -312,6 +325,7 @@ class StoreWriting:
     def add(self, store: Store) -> Facts:
         """Adds a store as it is now, without a copy; returns the facts by which
         `restore` finds its arrays."""
+        # In no turn: nobody uses a store that is left.
         copy, at = StoreCopy(store), len(self.tensors)
         # Values first: they start where the disk takes them from memory as they are.
         self.tensors += copy.tensors
@@ -335,16 +349,20 @@ def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
         Exception: Whatever loading an optimizer raises.
     """
     values, at = facts["values"], facts["at"]
+    # After all values, where `add` has put the frames of messages.
     numbers = count(at + len(values))
     for frames in facts["messages"]:
         header, *bodies = [arrays.read(next(numbers)) for _ in range(frames)]
         _make(store, decode(header, bodies, Limits())[1])
     for number, (key, optimizer, leaf) in enumerate(values, at):
         start = 0
+        # Parts as they come from the file: a value as large as memory is never there
+        # twice.
         for part in arrays.parts(number):
             data = np.frombuffer(part, np.uint8)
             _make(store, CopyParts([CopiedPart(key, optimizer, leaf, start)], (data,)))
             start += len(part)
+    # Only now are the ids of tables complete.
     index_tables(store).compute()
     for name, number in facts["counts"].items():
         setattr(store.counts, name, int(number))
@@ -356,6 +374,7 @@ def _make(store: Store, change: Message) -> None:
 
 
 def _frames(message: Message) -> list[SnapshotTensor]:
+    # Frames of a message are arrays of the file, so that its digests cover them.
     header, frames = encode(message)
     return [_bytes(each) for each in (np.frombuffer(header, np.uint8), *frames)]
 

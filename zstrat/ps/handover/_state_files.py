@@ -6,7 +6,7 @@
 The small one gets its name last, by a rename, and is removed first. Law of the file:
 **a state is there while the small file is, and what was removed never comes back**, not
 by a power cut either. Files that it does not name were left by a process that was
-killed while he wrote.
+killed while it wrote.
 
 What is there is code, too (of optimizers), so a folder that others may write to is
 refused. For any thread.
@@ -84,6 +84,7 @@ class StateFiles:
         except OSError as error:
             words = f"state folder {self.folder} cannot be made: {error.strerror}"
             raise OSError(error.errno, words) from error
+        # Root may write everywhere, and prepares the folder on many systems.
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & _WRITABLE:
             raise PermissionDeniedError(
                 f"state folder {self.folder} (mode {stat.S_IMODE(found.st_mode):04o}, "
@@ -117,7 +118,7 @@ class StateFiles:
             "digests": list(digests),
             "facts": facts,
         }
-        # The digest is of the text itself, so that reading need not write it the same.
+        # A digest of the text itself, so that reading need not encode it the same way.
         text = json.dumps(said)
         whole = json.dumps({"digest": digest_of([text.encode()]), "state": text})
         replace_file(self.path, whole.encode(), mark=secrets.token_hex(4))
@@ -137,6 +138,8 @@ class StateFiles:
             yield None
             return
         said = self._checked(data)
+        # The name alone: a state that was changed must not name a file of another
+        # folder.
         path = str(self.folder / os.path.basename(said["arrays"]))
         with TensorReader(path) as reader:
             yield StateReader(said["facts"], reader, said["digests"])
@@ -147,6 +150,8 @@ class StateFiles:
         Raises:
             OSError: It cannot be removed.
         """
+        # The small file first: arrays without it are ignored, but it must not name what
+        # is gone.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         # Now, and not when the system likes: a power cut must not bring it back.
@@ -159,6 +164,7 @@ class StateFiles:
         ours = re.compile(re.escape(self._name) + endings)
         for name in os.listdir(self.folder):
             if ours.fullmatch(name):
+                # Another sweep, or somebody who cleans up, may be faster.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.folder / name)
 
@@ -166,6 +172,7 @@ class StateFiles:
         try:
             whole = json.loads(data)
             text = whole["state"]
+            # Before it is parsed any further: a damaged text may still be JSON.
             if digest_of([text.encode()]) != whole["digest"]:
                 raise DataLossError(
                     self.path, "", "its bytes changed since they were written"

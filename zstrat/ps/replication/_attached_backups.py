@@ -7,7 +7,7 @@ third copy may be given up at any time. From then on only a coordinator may end 
 because the third copy may count already.
 
 A copy is complete if it lacks nothing that was acknowledged. Of two copies that were
-left by a lost program, either one may have gone on alone, by an order that the other
+left by a lost program, either one may have continued alone, by an order that the other
 one did not get. A copy is *sure* if that cannot be so.
 """
 
@@ -111,8 +111,8 @@ class AttachedBackups:
         """Starts to fill a backup or a third copy, unless it is attached already.
 
         Returns:
-            A coroutine that waits until the copy is whole. Cancellation: filling goes
-            on.
+            A coroutine that waits until the copy is whole. Cancellation: filling
+            continues.
 
         Raises:
             BusyError: The store cannot have a backup.
@@ -126,9 +126,11 @@ class AttachedBackups:
         third, backup = self._third, self._backup
         if third is not None and third.attached.incarnation == message.incarnation:
             return self._replace_backup(third, message)
+        # The same process in a newer view: a program has taken over both of a pair.
         if backup is not None and self.partner == message.incarnation:
             self._end_third()
             return backup.keep(message)
+        # Asked again with the same order, the filling continues.
         if backup is None or backup.attached != message:
             self.detach()
             self._backup = backup = self._ship_to(message)
@@ -204,6 +206,7 @@ class AttachedBackups:
     async def _wait_filled(self, backup: LogShipping) -> None:
         assert backup.work is not None, "it is filled, or was promoted with"
         try:
+            # Shielded: the order may be given again, and wait for the same copy.
             await asyncio.shield(backup.work)
         except asyncio.CancelledError:
             if self._backup is backup:
@@ -246,8 +249,10 @@ class AttachedBackups:
         self, third: LogShipping, message: AttachBackup
     ) -> Coroutine[None, None, None]:
         if not third.is_whole:
+            # It never had everything, so it cannot count.
             self._end_third()
             raise self._unwanted
+        # From the moment at which it is asked, as the answer may be lost.
         self._third_may_count = True
         return self._wait_replaced(third, message)
 
@@ -256,6 +261,7 @@ class AttachedBackups:
         if self._third is not third:
             raise self._unwanted
         self._third, self._third_may_count = None, False
+        # Only now is the former backup released, as the new one has said that it knows.
         self.detach()
         self._backup = third
 
@@ -282,6 +288,7 @@ class AttachedBackups:
 
     def _lost(self, shipping: LogShipping, why: str) -> None:
         if self._third is shipping and not self._third_may_count:
+            # Nothing depends on it yet, so no order is needed to drop it.
             self._end_third()
         else:
             self._report_lost(why)
@@ -304,7 +311,7 @@ class AttachedBackups:
         return backup
 
     def _keep_ending(self, shipping: LogShipping) -> None:
-        """Keeps the task that closes the link."""
+        """Keeps the task that closes the link, until it is done."""
         if shipping.ending is not None:
             self._ending.add(shipping.ending)
             shipping.ending.add_done_callback(self._ending.discard)
@@ -335,6 +342,7 @@ class Completeness:
 
     def end_session(self) -> None:
         """Forgets the session."""
+        # `parted_at` stays: compared with a later loss it proves nothing (`is_sure`).
         self.needs_backup = self._was_unreplicated = False
         self._sure_view = None
 
@@ -342,6 +350,7 @@ class Completeness:
         """Notes that another program has the process. If it is lost before it gives an
         order, it has changed nothing: it may have waited for other processes."""
         self._sure_view = view if is_sure else None
+        # A program without backups has acknowledged at once, whatever the view.
         self._was_unreplicated |= not self.needs_backup
 
     def is_sure(self, view: int, *, is_alone: bool, lost_at: float | None) -> bool:
@@ -358,7 +367,7 @@ class Completeness:
         if lost_at is None or self.parted_at is None:
             return False
         # Within that time a program that is alive but out of reach has one of
-        # the two go on alone, and the other one is notified by that one.
+        # the two continue alone, and the other one is notified by that one.
         return self.parted_at - lost_at >= self._grace
 
     def may_hold(self, view: int) -> bool:

@@ -191,6 +191,7 @@ class Backup:
             UnavailableError: It cannot follow its primary, or be promoted.
         """
         if type(message) in CHANGES and remote is self._primary:
+            # Dropped and not refused: the promotion notifies the old primary.
             if self._promotion is None:
                 self._take_change(message)
             return None
@@ -219,8 +220,11 @@ class Backup:
     def _open_log(
         self, remote: Caller, opening: OpenLog
     ) -> LogTaken | Awaitable[Message]:
+        # The primary may still be of the program before, which has not said yet that it
+        # changes.
         known = opening.session in self._earlier
         self.require(self.session if known else opening.session, opening.view)
+        # A key proves which task it is, and the coordinator names the process.
         if remote.hello.incarnation != self._named:
             raise PermissionDeniedError(
                 f"{self._task}: this copy takes changes from incarnation "
@@ -237,8 +241,10 @@ class Backup:
             raise UnavailableError(
                 f"{self._task}: this copy is of a process before, and takes no changes"
             )
+        # A primary that names it in a newer view counts it among the two.
         self.is_beside &= opening.view == self.view
         self._primary, self.view = remote, opening.view
+        # The answer says what was received, so no notice has to.
         self._reported = self._received
         self._notify(LogMade(self._made_count))  # the last one may not have arrived
         return LogTaken(self._received)
@@ -246,16 +252,19 @@ class Backup:
     async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
         """Answers a primary that asks while this copy is promoted, when it is known
         whether it is. Always raises."""
+        # Shielded, as the coordinator waits for the same promotion.
         await asyncio.shield(promotion)
         if self.failure:
             raise UnavailableError(f"{self._task}: {self.failure}")
         raise StaleSessionError(f"{self._task} has another primary")
 
     def _take_change(self, change: Message) -> None:
+        # Numbers are those of the primary's log, whether or not a change can be made.
         self._received += 1
         if self.failure:
             return
         if isinstance(change, CopyWhole):
+            # All that it lacked has been received, if not made.
             self._state, self._whole_at = BackupState.WHOLE, self._received
         elif isinstance(change, ChangeProgram):
             self._steps_of = change.session
@@ -268,6 +277,7 @@ class Backup:
 
     def _report(self) -> None:
         """Reports what was taken, once for all changes of a turn of the loop."""
+        # Above the window nothing is reported, so that the primary stops sending.
         if self._nbytes <= WINDOW and not self._reports_soon:
             self._reports_soon = True
             asyncio.get_running_loop().call_soon(self._report_now)
@@ -294,6 +304,8 @@ class Backup:
         self._makes_soon = False
         left = _AT_ONCE
         while self._queue and left > 0 and not self._is_computing:
+            # It stays in the queue until it is made, so that `_made_count` is right at
+            # any time.
             change = self._queue[0]
             left -= nbytes_of(change)
             self._began = self._clock()
@@ -332,8 +344,11 @@ class Backup:
         self._nbytes -= nbytes_of(change)
         self._on_made(change, self._began)
         made, whole_at = self._made_count, self._whole_at
+        # `LogShipping` waits for these while it fills the backup; afterwards nobody
+        # does.
         if made == whole_at or (whole_at is None and not self._queue):
             self._notify(LogMade(made))
+        # Reports had stopped at the window, and there is room again.
         if self._reported < self._received:
             self._report()
         if not self._queue:
@@ -361,6 +376,7 @@ class Backup:
         """Counts it as whole: the store was given all that the primary has. Versions
         jump."""
         self._state = BackupState.WHOLE
+        # As those of the new primary when it was promoted: copies have equal versions.
         self._store.variables.jump(JUMP)
 
     def is_primary(self, remote: object) -> bool:
@@ -399,6 +415,7 @@ class Backup:
         self._queue.clear()
         self._made_all.set()
         self._nbytes = 0
+        # A promotion that waits for the changes ends, and finds that it failed.
         self._settle_promotion()
 
     async def _promote(self, remote: Caller, message: PromoteBackup) -> Message:
@@ -418,6 +435,7 @@ class Backup:
                 self._settle_promotion()
         # The coordinator may leave, and ask again over a new connection meanwhile.
         await asyncio.shield(self._promotion)
+        # A change may have failed meanwhile.
         self._require_whole()
         self._on_promoted(remote, message)
         return Done()

@@ -54,6 +54,8 @@ _OBJECT: Final = 512
 
 
 class _Change(NamedTuple):
+    """A change that the backup may lack, with the memory that it takes."""
+
     message: Message
     nbytes: int
 
@@ -91,11 +93,14 @@ class ReplicationLog:
         self.head += 1
         return self.head
 
-    def take(self) -> Message | None:
+    def next_change(self) -> Message | None:
         """Returns the next change to send, unless too much is under way."""
+        # `_kept` begins with the first change that the backup lacks.
         place = self._sent - self.taken
         if place == len(self._kept) or place >= MAX_CHANGES_UNDER_WAY:
             return None
+        # Not together with the next change: one that is larger than the window must go,
+        # too.
         if self._under_way >= WINDOW:
             return None
         change = self._kept[place]
@@ -243,6 +248,8 @@ class LogLink:
     def open_log(self, attached: AttachBackup) -> None:
         """Asks the backup in the view of this order which changes it has."""
         self.attached = attached
+        # Until the answer is here it is not known what the backup has, so nothing is
+        # sent.
         self._interrupt()
         self._opening = self._link.submit(OpenLog(attached.session, attached.view))
         self._opening.add_done_callback(self._resumed)
@@ -262,6 +269,7 @@ class LogLink:
 
     def close(self) -> asyncio.Task[None]:
         """Closes the link; returns the task that does so, for the caller to keep."""
+        # First: from now on nothing that the link reports has an effect.
         self.state = LogLinkState.CLOSED
         return asyncio.get_running_loop().create_task(
             self._link.close("the store has no backup"), name="closing a backup"
@@ -270,6 +278,8 @@ class LogLink:
     def _opened(self, hello: Hello) -> None:
         if self.state in _FINAL:
             return
+        # Another process at the address would apply the rest of the log to an empty
+        # store.
         if hello.incarnation != self.attached.incarnation:
             why = "its process was restarted, and has lost the copy"
             self._fail(LogLinkState.DIVERGED, why)
@@ -277,6 +287,7 @@ class LogLink:
         self.open_log(self.attached)
 
     def _resumed(self, opened: asyncio.Future[Message]) -> None:
+        # The link was lost meanwhile, or opened once more.
         if opened.cancelled() or opened is not self._opening:
             return
         error = opened.exception()
@@ -291,6 +302,7 @@ class LogLink:
         elif isinstance(error, StaleSessionError):
             self._on_replaced()
         elif not isinstance(error, PeerLostError | ClosedError):
+            # The end of the link itself is reported by `on_lost`, or wanted.
             self.lose(f"it refuses the log: {error}")
 
     def _noticed(self, message: Message) -> None:
@@ -340,10 +352,11 @@ class LogLink:
         self._on_lost(why)
 
     def _send(self) -> None:
-        while self.is_flowing and (change := self.log.take()) is not None:
+        while self.is_flowing and (change := self.log.next_change()) is not None:
             try:
                 self._link.notify(change)
             except (PeerLostError, ClosedError):  # sent again when the link is back
                 self._interrupt()
             except (TypeError, ValueError) as error:
+                # It cannot be encoded, so the backup would lack it for good.
                 self.mark_diverged(str(error))

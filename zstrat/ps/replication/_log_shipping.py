@@ -235,6 +235,8 @@ class LogShipping:
 
     def _wait(self, future: asyncio.Future[Message], message: Message) -> None:
         if self.is_whole:
+            # The last change is in the log already, so the answer stands for all up to
+            # it.
             self._answers.append(_Answer(self._link.log.head, future, message))
         else:
             self._slowed.append((future, message))
@@ -244,6 +246,8 @@ class LogShipping:
 
         Cancellation: loses nothing.
         """
+        # A lost backup ends the wait: only the coordinator can say what becomes of the
+        # answers.
         with contextlib.suppress(UnavailableError):
             await self._until(lambda: not self._answers and not self._slowed)
 
@@ -330,8 +334,12 @@ class LogShipping:
             for message in copy.messages:
                 await self._ship(message)
             for parts in cut(copy.tensors):
+                # Read and shipped one after the other: only a few pieces are in memory
+                # at a time.
                 await self._ship(await self._read(parts))
                 for part in parts:
+                    # Rows that are written from now on need not be saved for what was
+                    # sent.
                     part.tensor.pin.forget(part.stop)
         finally:
             copy.release()
@@ -366,6 +374,7 @@ class LogShipping:
         Cancellation: as an error.
         """
         names = self._names()
+        # All names: nothing is computed, and nothing that was accepted is left out.
         async with self._turn(names):
             self._require_wanted()
             stand_aside()
@@ -381,6 +390,8 @@ class LogShipping:
                 async with asyncio.timeout(REHEARSAL):
                     await self._until(lambda: self._has_pushes)
         for _ in range(ROUNDS):
+            # A round is shorter than the one before as long as the backup is the faster
+            # one.
             self._pass_held()
             await self._all_made()
             if self._held_bytes < WINDOW // 2:
@@ -397,6 +408,8 @@ class LogShipping:
         self._held, self._held_bytes = [], 0
 
     def _become_whole(self) -> None:
+        # Nothing is awaited before the new stage: a change that came between would be
+        # lost.
         self._pass_held()
         self._require_wanted()  # a held change that cannot be sent has ended it
         self._stage = ShippingStage.WHOLE
@@ -434,6 +447,7 @@ class LogShipping:
         places, arrays = [], []
         for tensor, start, stop in parts:
             data = tensor.pin.view(start, stop)
+            # A value that may change still is copied in a turn, between two updates.
             if data is None:
                 data = np.empty(stop - start, np.uint8)
                 async with self._turn([tensor.entry.key]):

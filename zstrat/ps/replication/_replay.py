@@ -24,7 +24,7 @@ import numpy as np
 
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.memory import lasting
-from zstrat.ps._requests import INLINE, Outcome, begin, compute_short
+from zstrat.ps._requests import INLINE, Outcome, compute_short, plan_request
 from zstrat.ps._round_serving import close_round
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
@@ -106,6 +106,8 @@ class StoreCopy:
         except BaseException:  # to the caller
             self.release()
             raise
+        # In this order: a table is created before its rows, and a tree binds variables
+        # that are there.
         self.messages: Sequence[Message] = [
             *_ledgers(store),
             *[Push(0, UNNAMED, 0, 0, [], (), leases=x) for x in store.leases.packed()],
@@ -128,6 +130,7 @@ class StoreCopy:
 _CONTENT: Final = (
     "engine",
     "variables",
+    "alike_pushes",
     "ledger",
     "writers",
     "leases",
@@ -153,6 +156,7 @@ def hand_over(source: Store, target: Store) -> None:
 
 def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
     key, cell = held.entry.key, held.cell
+    # A lost value has nothing to send; its variable says why it is lost.
     if not cell.lost:
         yield SnapshotTensor.of(key, 0, "", cell, bool(cell.shape))
     if held.table is not None:
@@ -270,12 +274,14 @@ def replay(store: Store, change: Message) -> Running[None]:
     if make is None:
         raise ProtocolError(f"{type(change).__name__} is not a change of a store")
     begun = make(store, change)
+    # What the row of `CHANGES` returns decides how the rest of the change is made.
     if isinstance(begun, Generator):
         yield from begun
     elif isinstance(begun, Loading):
         yield begun
         begun.commit()
     elif begun is not None and not isinstance(begun, Outcome):
+        # With the bound of the primary: what its loop has done is short here, too.
         if not compute_short(store, begun, INLINE):
             yield begun
         store.commit(begun)
@@ -289,6 +295,11 @@ def _note_part(store: Store, part: PushPart) -> None:
 def _claim(store: Store, asked: AskParts) -> None:
     with suppress(ZstratError):
         store.claim(asked.step, asked.attempt)
+
+
+def _contribute(store: Store, message: Contribute) -> None:
+    # Without a ledger: the primary has kept it, maybe before its step was over.
+    store.rounds.contribute(message, None, store.variables, store.engine)
 
 
 def _loading(store: Store, forgotten: LoadTensors) -> Loading:
@@ -316,10 +327,11 @@ def _copy_ledger(store: Store, copied: CopyLedger) -> None:
     writer = copied.writer
     ledger = store.writers.of(writer) if writer else store.ledger
     applied, over = copied.arrays
+    # Raised first: `record` ignores steps below the mark.
     ledger.raise_to(copied.low_water)
     for step, part in applied.tolist():
         ledger.record(step, part)
-    ledger.close([StepRun(*run) for run in over.tolist()])
+    ledger.close_steps([StepRun(*run) for run in over.tolist()])
 
 
 def _copy_kept(store: Store, kept: CopyKept) -> None:
@@ -331,6 +343,7 @@ def _copy_kept(store: Store, kept: CopyKept) -> None:
 
 def _copy_tree(store: Store, copied: CopyTree) -> BindPlan:
     tree, bound = copied.arrays
+    # Only those that the primary has bound: others of the tree may have come later.
     here = {key: store.variables[key] for key in bound.tolist()}
     known = store.engine.get(copied.optimizer)
     return BindPlan(store.variables.generation, known, tree.tobytes(), here.get)
@@ -349,6 +362,7 @@ def _make_room(store: Store, copied: CopiedVariable) -> None:
         held.version = copied.version
         growing(held.cell).extend(copied.shape[0])
     else:
+        # Not filled: `CopyParts` writes all of it before anybody reads.
         cell = Cell.around(lasting(tuple(copied.shape), dtype_named(copied.dtype)))
         cell.who = f"{store.variables.task}: variable {entry.name!r}"
         held = store.variables[entry.key] = HeldVariable(entry, cell, copied.version)
@@ -380,6 +394,8 @@ def _copy_parts(store: Store, copied: CopyParts) -> None:
     for part, array in zip(copied.parts, copied.arrays, strict=True):
         held = store.variables[part.key]
         cell = _cell_of(held, part)
+        # In place: nobody reads or pins an incomplete copy, so this is the value's own
+        # memory.
         out = cell.overwrite().reshape(-1).view(np.uint8)
         np.copyto(out[part.start : part.start + array.nbytes], array)
         cell.settle()
@@ -388,6 +404,7 @@ def _copy_parts(store: Store, copied: CopyParts) -> None:
 def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
     if not part.optimizer:
         if held.table is not None and part.leaf:
+            # The index is made from the ids, which change with this part.
             held.table.forget_index()
             return held.table.leaves()[part.leaf]
         return held.cell
@@ -414,14 +431,15 @@ def index_tables(store: Store) -> Indexing:
 
 
 def _copied(store: Store, whole: CopyWhole) -> Running[None]:
-    """The changes before this one are complete."""
+    """Makes what is left to do, as the copy has everything."""
     del whole
+    # Now, on the thread: a promoted copy must not begin with that in its first request.
     indexing = index_tables(store)
     if indexing.tables:
         yield indexing
 
 
-_as_requested: Final = partial(begin, fold=None)
+_as_requested: Final = partial(plan_request, fold=None)
 """Replays a request that the primary has served."""
 
 CHANGES: Final[
@@ -448,10 +466,10 @@ CHANGES: Final[
     AskParts: _claim,
     Fence: lambda store, fence: store.close_steps(fence.low_water, fence.over),
     RaiseMark: lambda store, mark: store.raise_mark(mark.low_water),
-    RaiseWriterMark: lambda store, mark: store.raise_writer_mark(
-        mark.writer, mark.low_water
+    RaiseWriterMark: lambda store, mark: store.writers.of(mark.writer).raise_to(
+        mark.low_water
     ),
-    Contribute: lambda store, message: store.contribute_again(message),
+    Contribute: _contribute,
     CloseRound: close_round,
     ChangeProgram: lambda store, _: store.change_program(),
     # The content of the store before the first change.

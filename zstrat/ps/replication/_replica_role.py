@@ -214,7 +214,7 @@ class ReplicaRole:
             self.backup.validate()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Its role for the store, the view, and how far its backup is."""
+        """Returns its role for the store, the view, and how far its backup is."""
         if (backup := self.backup) is not None:
             return {
                 "role": "backup",
@@ -248,13 +248,17 @@ class ReplicaRole:
 
         Cancellation: a copy continues.
         """
+        # First: the order may come from a program that was replaced.
         self.require(message.view)
         self.completeness.ordered()
         if isinstance(message, AttachBackup):
             if self.is_replaced:
                 raise self.refusal
+            # May refuse, so the view rises only after it.
             is_filled = self.backups.attach(message)
             self._view = message.view
+            # The view counts from the order on; the answer waits until the copy is
+            # whole.
             await is_filled
             return Done()
         self._view = message.view
@@ -318,10 +322,13 @@ class ReplicaRole:
     def promoted(self, remote: Caller, message: PromoteBackup) -> None:
         """Makes the process the primary, for the coordinator that has asked for it."""
         backup, host, session = self.backup, self._host, self._ownership.session
+        # A backup knows the session from its host, as no coordinator has opened it
+        # here.
         if backup is not None:
             session = backup.session
         assert session is not None, "a process that serves has a session"
         owner = Owner(session, remote, remote.hello, time.time())
+        # An order says nothing of the session's name and origin; the host's owner does.
         if host is not None:
             owner = replace(
                 owner, name=host.name, origin=host.origin, program=host.program
@@ -333,6 +340,7 @@ class ReplicaRole:
                 order = message.session, message.view, message.address
                 self.backups.attach_whole(AttachBackup(*order, message.incarnation))
         self._view = message.view
+        # It serves by order of a coordinator, although it was about to end.
         self._stop_giving_way()
 
     async def hand_over(self) -> None:
@@ -347,16 +355,13 @@ class ReplicaRole:
         if self.is_replaced:
             raise self.refusal
         try:
-            await self.backups.hand_over(self._begin_handing_over)
+            await self.backups.hand_over(lambda: self._become(Role.HANDING_OVER))
         except BaseException:  # to the coordinator
             # In another role the backup is the primary, or an order has ended this.
             if self._role is Role.HANDING_OVER:
                 self._become(Role.PRIMARY)
             raise
         self._become(Role.DROPPED)
-
-    def _begin_handing_over(self) -> None:
-        self._become(Role.HANDING_OVER)
 
     def give_up(self, view: int) -> None:
         """Drops its role: another process serves the store, and nothing that is here is
@@ -377,7 +382,9 @@ class ReplicaRole:
         self._become(Role.PRIMARY)
 
     def _step_aside(self, role: Role = Role.REPLACED) -> None:
-        """Nothing that waits for the backup was acknowledged, or ever will be."""
+        """Stops serving, as another process does, and refuses what waits for the
+        backup: it was not acknowledged, and never will be."""
+        # A dropped store stays dropped: there is nothing that it could serve.
         if self._role is not Role.DROPPED:
             self._become(role)
         self.backups.refuse(self.refusal)
@@ -401,6 +408,7 @@ class ReplicaRole:
 
     def give_way(self) -> None:
         """Has the backup answer, if it is whole, as this process ends."""
+        # With a backup that is not whole it is still the only process that can answer.
         if self._shutdown is Shutdown.RUNNING and self.backups.has_backup:
             self._shutdown = Shutdown.GIVING_WAY
 
@@ -421,6 +429,8 @@ class ReplicaRole:
         Cancellation: what waits is neither answered nor refused.
         """
         is_silent = self._shutdown is Shutdown.SILENT
+        # What it has taken was acknowledged by its primary, so the next process must
+        # have it.
         if self.backup is not None and is_silent:
             await self.backup.finish(deadline)
         elif self.backup is not None:
@@ -453,6 +463,7 @@ class ReplicaRole:
             self.backup.follow_new_owner(owner.session)
 
     def _is_sure(self, lost_at: float | None) -> bool:
+        # A whole backup may have continued alone, and have more than this process.
         is_alone = self.backup is None and not self.backups.has_backup
         return not self.is_replaced and self.completeness.is_sure(
             self.view, is_alone=is_alone, lost_at=lost_at
@@ -490,6 +501,7 @@ class ReplicaRole:
             partner = backup.partner
         return OrphanedCopy(
             number,
+            # Of a third copy no view counts, as the primary has not named it yet.
             0 if is_third else self.view,
             "",
             self.incarnation,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Where rows come from. ``what`` names it in errors; ``read_into`` fills a C-order
-    array of this shape and dtype."""
+    """Rows that come from a file or a message. ``what`` names them in errors;
+    ``read_into`` fills a C-order array of this shape and dtype."""
 
     what: str
     dtype: np.dtype
@@ -81,6 +81,7 @@ class _Target:
         filled beside the value is dropped, and the value stays.
         """
         cell = self.cell
+        # Whether `out` will be other memory than the value's.
         beside = cell.is_shared or cell.is_pinned
         if self._is_whole():
             out = cell.overwrite()
@@ -92,6 +93,8 @@ class _Target:
             for move in self.moves:
                 move.source.read_into(self.place(out, move))
         except BaseException:  # to the caller
+            # A partly new value must not pass for the old one: it gets a version
+            # (`commit`).
             if not beside:
                 cell.settle()  # some of it is new already
             raise
@@ -143,14 +146,18 @@ class Loading:
             NotFoundError: An optimizer's state has no such leaf.
             InvalidArgumentError: A source has another shape or dtype than its place.
         """
+        # By array: the moves into one array are made together.
         groups: dict[tuple[int, int, str], list[Move]] = {}
         for move in self.moves:
             optimizer = 0 if move.optimizer is None else move.optimizer.optimizer
             key = (move.held.entry.key, optimizer, move.leaf)
             groups.setdefault(key, []).append(move)
+        # New slots are kept apart until all is checked: a refused request changes
+        # nothing.
         made: dict[tuple[int, int], Slots] = {}
         checked = [self._check(moves, made) for moves in groups.values()]
         self._targets = [self._target(moves, rows, made) for moves, rows in checked]
+        # Before the loaded ones are set, which may be of the same optimizer.
         for held, optimizer in self.forgotten:
             held.slots.pop(optimizer, None)
         for move in self.moves:
@@ -176,6 +183,7 @@ class Loading:
     def commit(self) -> None:
         """Makes readers see that values changed."""
         for target in self._targets or ():
+            # Slots have no versions.
             if target.moves[0].optimizer is None:
                 target.moves[0].held.version += 1
 
@@ -183,6 +191,7 @@ class Loading:
         """Yields for each target its moves, with their rows and the loaded values. Call
         it after `commit`."""
         for target in self._targets or ():
+            # A lease, as the log sends it while updates continue.
             value = target.cell.lease()
             yield [
                 (move._replace(rows=target.rows), target.place(value, move))
@@ -223,15 +232,14 @@ class Loading:
         key = (held.entry.key, number)
         if key in made:
             return made[key]
-        slots = None if self._forgets(key) else held.slots.get(number)
+        # Slots that are forgotten are made new, even if some of them are loaded.
+        forgets = any((each.entry.key, old) == key for each, old in self.forgotten)
+        slots = None if forgets else held.slots.get(number)
         if slots is None:
             slots = made[key] = move.optimizer.make_slots(held) or Unbound.like(None)
         elif isinstance(slots, Unbound):
             slots = made[key] = Unbound.like(slots)
         return slots
-
-    def _forgets(self, key: tuple[int, int]) -> bool:
-        return any((held.entry.key, number) == key for held, number in self.forgotten)
 
     def _target(
         self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]

@@ -82,11 +82,12 @@ class Loads:
         finally:
             with contextlib.suppress(Exception):  # the thread was closed: at exit
                 self._disk.submit(partial(_close, readers))
+        # It took long: the answer must not be taken for one of a later session.
         self._check(message.session)
         return await acknowledged(self._store.log, Done())
 
     async def move(self, message: StoreTensors) -> Done:
-        """Takes what was sent along. Cancellation: as of `load`."""
+        """Stores the values and slots of the message. Cancellation: as of `load`."""
         if len(message.entries) != len(message.arrays):
             raise InvalidArgumentError(
                 f"{self._task}: {len(message.entries)} places came with "
@@ -116,7 +117,7 @@ class Loads:
         return await acknowledged(self._store.log, Done())
 
     async def store_table(self, message: StoreTable) -> Done:
-        """Takes rows of a table that were sent along. Cancellation: as of `load`."""
+        """Stores the rows of the message in a table. Cancellation: as of `load`."""
         rows = sent_rows(message, self._task)
         await self._bring_table(message, rows.kinds, rows.add_to)
         self._check(message.session)
@@ -135,12 +136,15 @@ class Loads:
             self._check(message.session)
             store = self._store
             loading = TableLoading(store, message.key, leaves, message.replaces)
+            # Slots may have to be compiled for, which is the compute thread's to do.
             if loading.optimizes:
                 await _shielded(self._compute.submit(loading.prepare))
             else:
                 loading.prepare()
             whole = False
             try:
+                # Shielded, as the thread writes to the table whether or not anybody
+                # waits.
                 await _shielded(self._disk.submit(partial(read, loading)))
                 whole = True
             finally:
@@ -213,6 +217,7 @@ class Loads:
         for entry in entries:
             path = entry.path
             with self._disk.blamed(path, "reading"):
+                # An entry without a name asks whether the file is there.
                 if not entry.name:
                     os.stat(path)
                     continue
@@ -279,11 +284,13 @@ def _log_table(
 ) -> None:
     """Sends the backup what was loaded."""
     if not whole:
+        # A table that would have been replaced is as it was.
         if not loading.replaces:
             log.mark_diverged("a load failed half way")
     elif isinstance(message, StoreTable):
         log.append(replace(message, session=0))
     else:
+        # As values, and all of the table: the backup may not see the files.
         for each in loading.content():
             log.append(each)
 

@@ -56,6 +56,8 @@ class RowOrder:
         chosen = self._chosen
         if chosen is not None:
             ids = ids[chosen]
+        # By bucket first: a server that loads some buckets reads one stretch of the
+        # file.
         order = np.lexsort((ids, buckets_of(hashes_of(ids))))
         self._rows = order if chosen is None else chosen[order]
 
@@ -87,6 +89,7 @@ class SortedPin:
         if not len(out):
             self.require()
             return
+        # Rows that an end of the piece cuts are gathered whole.
         first = start // self.width
         last = -(-(start + len(out)) // self.width)
         found = self._pin.gather(self._order.rows(first, last))
@@ -160,6 +163,7 @@ class ServerSnapshot:
 
     def release(self) -> None:
         """Releases all pins, which frees old values that only they kept."""
+        # First: a writer that looks at it after its next piece stops.
         self.is_released = True
         for tensor in self.tensors:
             tensor.pin.release()
@@ -212,14 +216,13 @@ class Snapshots:
                 f"{self._task} holds {MAX_SNAPSHOTS} snapshots already: release those "
                 "that are no longer needed"
             )
-        snapshot = ServerSnapshot([])
+        tensors: list[SnapshotTensor] = []
+        snapshot = ServerSnapshot(tensors)
         try:
             cuts = since or [-1] * len(variables)
-            snapshot.tensors = [
-                tensor
-                for held, cut in zip(variables, cuts, strict=True)
-                for tensor in _pinned(held, optimizers, cut)
-            ]
+            for held, cut in zip(variables, cuts, strict=True):
+                # One after the other: what is pinned when one fails is in the list.
+                tensors += _pinned(held, optimizers, cut)
         except BaseException:  # to the caller; nothing stays pinned
             snapshot.release()
             raise
@@ -275,6 +278,7 @@ def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
         if pin.nbytes > room and piece:
             yield piece
             piece, room = [], PIECE
+        # Whole rows: one that an end cuts is patched by itself (`Pin.copy`).
         size = max(1, PIECE // max(1, pin.width)) * pin.width
         size = min(size, PIECE)
         while pin.nbytes - start > room:
@@ -296,18 +300,22 @@ def _pinned(
         return
     table, key, height = held.table, held.entry.key, held.cell.shape[0]
     chosen = removed = None
+    # Before anything is pinned, as a cut may be refused.
     if since >= 0:
         table.require_cut(since)
     if since >= 0 and table.changed is not None and table.gone is not None:
         chosen = np.flatnonzero(table.changed.look() > since)
         removed = np.flatnonzero(table.gone.numbers.look() > since)
+    # The value first, which may be lost: ids are pinned only if it is not.
+    value = SnapshotTensor.of(key, 0, "", held.cell, True)
     order = RowOrder(table.ids.pin(), chosen)
-    yield SnapshotTensor.of(key, 0, "", held.cell, True).sorted_by(order)
+    yield value.sorted_by(order)
     apart = order
     for name, cell in table.leaves().items():
         if name in (CHANGED, GONE_AT) or (name == GONE and removed is None):
             continue  # a table that is loaded begins to follow changes
         tensor = SnapshotTensor.of(key, 0, name, cell, name in TALL)
+        # Ids that wait, and ids that are gone, are in an order of their own.
         if name in (WAITING, GONE):
             apart = RowOrder(cell.pin(), removed if name == GONE else None)
         if cell.grows:
@@ -318,6 +326,7 @@ def _pinned(
             yield tensor
             continue
         if tensor.entry.shape[0] != height:
+            tensor.pin.release()
             raise InvalidArgumentError(
                 f"{held.cell.who}: the state of optimizer {tensor.entry.optimizer} was "
                 "restored, and rows were born since, before the optimizer got its "
@@ -334,6 +343,7 @@ def _pinned_slots(
         slots = held.slots.get(optimizer)
         if slots is None:
             continue
+        # A checkpoint must not have slots of which some rows were never loaded.
         if isinstance(slots, Unbound):
             slots.require_filled(f"optimizer {optimizer}")
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):

@@ -54,6 +54,7 @@ class DiskThread:
 
     async def run(self, job: Callable[[], T]) -> T:
         """Returns the outcome of a job. Cancellation: it runs all the same."""
+        # Futures of the thread carry no outcome.
         outcome: list[T] = []
         await self._thread.submit(lambda: outcome.append(job()))
         return outcome[0]
@@ -168,8 +169,10 @@ class SnapshotWrite:
         ]
         file = NewFile(self._disk, path, infos)
         try:
+            # Awaited: no piece is copied for a file that cannot be made.
             await self._disk.submit(file.create)
             for parts in cut(tensors):
+                # Two are with the thread: the third buffer is filled meanwhile.
                 if len(self._writes) == BUFFERS - 1:
                     await self._writes.popleft()
                 await self._write(file, parts, path)
@@ -187,6 +190,7 @@ class SnapshotWrite:
         return SnapshotWritten(file.digests, file.size)
 
     async def _write(self, file: NewFile, parts: list[TensorPart], path: str) -> None:
+        # A piece of one frozen tensor is written from its own memory, without a copy.
         data = parts[0].tensor.pin.view(*parts[0][1:]) if len(parts) == 1 else None
         buffer = None
         if data is None:
@@ -195,8 +199,10 @@ class SnapshotWrite:
             await self._fill(data, parts)
         writing = self._disk.submit(partial(file.write, data))
         if buffer is not None:
+            # Free when it is written, not when it is queued.
             writing.add_done_callback(lambda _: self._free.append(buffer))
         self._writes.append(writing)
+        # What is queued is in a buffer, or frozen: rows need not be logged for it.
         for part in parts:
             part.tensor.pin.forget(part.stop)
         await asyncio.sleep(0)  # requests come between two pieces
@@ -211,6 +217,7 @@ class SnapshotWrite:
         for tensor, start, stop in parts:
             out = data[at : at + stop - start]
             at += len(out)
+            # Frozen memory is written by nobody, so no turn is needed.
             if tensor.pin.is_frozen:
                 tensor.pin.copy(start, out)
                 continue

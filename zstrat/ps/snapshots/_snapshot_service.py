@@ -90,6 +90,7 @@ class SnapshotService:
         self._epoch = 0
         """Grows when the coordinator is lost: what it asked for before is not wanted.
         """
+        self._sorting = asyncio.Lock()
         self._busy = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -118,6 +119,7 @@ class SnapshotService:
 
     def clear(self) -> None:
         """Releases everything; what is being written is given up and removed."""
+        # Before anything is released: what runs at the moment finds the epoch changed.
         self._epoch += 1
         self._snapshots.clear()
 
@@ -136,6 +138,7 @@ class SnapshotService:
         except TimeoutError:
             finished = False
         finally:
+            # What did not end in time finds its snapshot released.
             self.clear()
         return await self._thread.close(deadline) and finished
 
@@ -158,6 +161,7 @@ class SnapshotService:
     async def _pin(self, message: PinSnapshot, epoch: int) -> SnapshotPinned:
         self._require(epoch)
         if message.first:
+            # The rest of the answer to a pin that was made before.
             snapshot = self._snapshots.get(message.snapshot)
         else:
             if len(set(message.keys)) != len(message.keys):
@@ -167,8 +171,11 @@ class SnapshotService:
                     f"{self._task}: {len(message.keys)} variables are pinned since "
                     f"{len(message.since)} cuts"
                 )
+            # All variables at once, so that the snapshot is of one moment.
             async with self._turn(message.keys):
                 self._check(message.session)
+                # Again: the coordinator may have been lost while this waited for its
+                # turn.
                 self._require(epoch)
                 snapshot = self._snapshots.pin(
                     message.snapshot,
@@ -192,9 +199,12 @@ class SnapshotService:
         tensors = [
             self._snapshots.tensor(message.snapshot, place) for place in message.tensors
         ]
+        # Before the file is made: a value that was written already is not there.
         for tensor in tensors:
             tensor.pin.require()
         with self._working():
+            # Before the first piece, as the order of rows decides what is where in the
+            # file.
             for tensor in tensors:
                 await self._sort(tensor)
             write = SnapshotWrite(snapshot, self._disk, self._turn)
@@ -224,13 +234,20 @@ class SnapshotService:
         order = tensor.order
         if order is None or order.is_known:
             return
-        ids = np.empty(order.ids.nbytes, np.uint8)
-        for at in range(0, len(ids), PIECE):
-            async with self._turn([tensor.entry.key]):
-                order.ids.copy(at, ids[at : at + PIECE])
-            await asyncio.sleep(0)  # requests come between two pieces
-        await self._disk.run(partial(order.sort, ids.view(np.int64)))
-        order.ids.release()
+        # Values and slots of a table share one order, and are read at the same time.
+        async with self._sorting:
+            if order.is_known:
+                return
+            ids = np.empty(order.ids.nbytes, np.uint8)
+            for at in range(0, len(ids), PIECE):
+                async with self._turn([tensor.entry.key]):
+                    order.ids.copy(at, ids[at : at + PIECE])
+                await asyncio.sleep(0)  # requests come between two pieces
+            # On the disk's thread: sorting millions of ids takes longer than a turn of
+            # the loop.
+            await self._disk.run(partial(order.sort, ids.view(np.int64)))
+            # From now on rows of ids need not be logged.
+            order.ids.release()
 
     async def _load(self, message: LoadTensors) -> Done:
         with self._working():

@@ -50,7 +50,8 @@ _BLOCK: Final = 4 * 2**20
 
 
 class Kind(NamedTuple):
-    """What of a leaf is loaded; ``shape``: of one row, if it has rows."""
+    """The kind of data that is loaded into a leaf; ``shape``: of one row, if it has
+    rows."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -103,6 +104,7 @@ class TableLoading:
         """
         self._target.cell.require()
         if not self.replaces:
+            # Slots that were loaded need their layout before rows can be added to them.
             self._engine.adopt_slots(self._target)
         for leaf, kind in self._leaves.items():
             self._make_place(leaf, kind)
@@ -116,6 +118,7 @@ class TableLoading:
         """
         target = self._target
         assert target.table is not None
+        # Their ids have no rows, so they go neither to the value nor to its slots.
         if _COUNTS in rows:
             assert target.table.waiting is not None
             target.table.waiting.put(ids, rows[_COUNTS])
@@ -134,6 +137,8 @@ class TableLoading:
             for leaf, values in rows.items():
                 cell = growing(self._cell(leaf))
                 if (start := cell.shape[0]) < height:  # of an optimizer without tree
+                    # They did not grow with the table, so what comes for other rows is
+                    # not known here.
                     cell.extend(height - start)
                     self._fill(leaf, start, height)
                 out = cell.begin_rows(places)
@@ -143,6 +148,7 @@ class TableLoading:
             changes.undo()
             raise
         changes.finish()
+        # After `finish`, which has numbered the rows as a change of now.
         if changed is not None and target.table.changed is not None:
             target.table.changed.begin_rows(places)[places] = changed
             target.table.changed.settle()
@@ -167,12 +173,15 @@ class TableLoading:
             cut = target.table.cut + 1
             target.table.set_cut(cut, cut)
             held.cell, held.table, held.slots = target.cell, target.table, target.slots
+        # Also after a failure: rows that were added are new, whatever became of the
+        # others.
         if whole or not self.replaces:
             held.version += 1
 
     def content(self) -> Iterator[StoreTable]:
         """Yields messages that bring all of the table as it is; call it after
         `commit`."""
+        # Copies, as the log sends them while the table changes.
         held, alone = self._held, dict[TableLeaf, np.ndarray]()
         table = require_table(held)
         tall = {VALUE: held.cell}
@@ -191,6 +200,7 @@ class TableLoading:
                     alone[place] = cell.look().copy()
         height, key = held.cell.shape[0], held.entry.key
         size = max(1, _BLOCK // sum(cell.row_bytes for cell in tall.values()))
+        # One message at least, as it replaces all that the backup has.
         for start in range(0, max(height, 1), size):
             some = slice(start, start + size)
             arrays = [cell.look()[some].copy() for cell in tall.values()]
@@ -216,6 +226,8 @@ class TableLoading:
             return
         known = self._engine.get(leaf.optimizer)
         slots = target.slots.get(known.optimizer)
+        # New slots have all their leaves if the tree is known, else those that are
+        # loaded.
         if slots is None:
             slots = known.make_slots(target) or Unbound.like(None)
             target.slots[known.optimizer] = slots
@@ -228,6 +240,7 @@ class TableLoading:
             return
         cell = self._cell(leaf)
         self._require_fit(leaf, kind, cell)
+        # Slots have the dtype of gradients, which may be another one in the file.
         if cell.dtype != kind.dtype:
             place = [each.name for each in slots.leaves].index(leaf.leaf)
             known.programs.retype(slots, {place: kind.dtype})
@@ -238,6 +251,8 @@ class TableLoading:
         if not leaf.optimizer:
             table = self._target.table
             cell = None if table is None else table.leaves().get(leaf.leaf)
+            # Removed ids are kept nowhere under this name: they are compared with ids
+            # of rows.
             if leaf == _GONE and table is not None:
                 return table.ids
             if cell is None:
@@ -264,6 +279,7 @@ class TableLoading:
     def _require_fit(self, leaf: TableLeaf, kind: Kind, cell: Cell) -> None:
         shape = cell.shape[1:] if leaf.rows else cell.shape
         alike = is_floating(cell.dtype) and is_floating(kind.dtype)
+        # Values keep their dtype, and slots take that of what is loaded.
         alike = alike and bool(leaf.optimizer)
         if kind.shape != shape or not (alike or kind.dtype == cell.dtype):
             place = f", slot {leaf.leaf!r}" if leaf.leaf else ""
@@ -320,6 +336,7 @@ def sent_rows(message: StoreTable, task: str) -> SentRows:
         not leaf.rows or x.shape[:1] == ids.shape
         for leaf, x in zip(leaves, values, strict=True)
     )
+    # Counts and removed ids have ids of their own, so nothing may come beside them.
     fits = fits and (not {*_APART} & {*leaves} or len(leaves) == 1)
     if not fits or any(leaf not in _OWN for leaf in leaves if not leaf.optimizer):
         raise InvalidArgumentError(
@@ -378,6 +395,7 @@ class TableFile:
 
     def add_to(self, loading: TableLoading, first: int, last: int) -> None:
         """Adds the rows of buckets to a table."""
+        # Without ids there are no buckets to choose by.
         if not self._ids:
             for leaf, kind in self.kinds.items():
                 value = np.empty(kind.shape, kind.dtype)
@@ -397,6 +415,7 @@ class TableFile:
     ) -> None:
         ids = np.empty(count, np.int64)
         self._read(self._ids, start, ids)
+        # A file has the rows of all buckets, and this server wants some.
         buckets = buckets_of(hashes_of(ids))
         wanted = np.flatnonzero((buckets >= first) & (buckets < last))
         if not wanted.size:

@@ -34,7 +34,7 @@ _OPERANDS: Final = int(UpdateOp.OPERANDS)
 
 @dataclass(slots=True)
 class AlikePushes:
-    """See the module's docstring. Of one store."""
+    """Remembers how the latest push of one store was planned, for pushes like it."""
 
     _updates: Sequence[Update] = ()
     _kinds: list[tuple[object, ...]] = field(default_factory=list)
@@ -63,6 +63,8 @@ class AlikePushes:
         """Returns the plan of a push that is like the latest one."""
         known = self._optimizer
         if (
+            # Cheapest first: most servers get other pushes in between, which differ
+            # here.
             known is None
             or push.updates != self._updates
             or self._state != _state_of(variables, engine, known)
@@ -92,20 +94,21 @@ class AlikePushes:
     ) -> None:
         """Remembers a push, if it is of many whole gradients for one optimizer and of
         nothing else."""
+        # `runs_of` begins with a plain run, which is empty for such a push.
         runs = [run for run in plan.runs if run.optimizer or run.plain]
         if len(plan.updates) < MANY or len(runs) != 1 or runs[0].optimizer is None:
             return
-        known, steps, (first, *others) = (
-            runs[0].optimizer,
-            runs[0].steps,
-            plan.push.updates,
-        )
+        known, steps = runs[0].optimizer, runs[0].steps
+        first, *others = plan.push.updates
+        # Late steps get their slots from an earlier update of the same push, and a
+        # gradient whose dtype was converted has to be converted again.
         pairs = zip(steps, plan.updates, strict=False)
         if len(steps) != len(plan.updates) or any(
             step.late or step.dtype != update.operands[0].dtype
             for step, update in pairs
         ):
             return
+        # The first may bring the operands of all others, which are whole gradients.
         if first.op != _OPERANDS or first.optimizer != known.optimizer:
             others.append(first)
         if any(update.op not in _WHOLE for update in others):

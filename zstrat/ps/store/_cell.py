@@ -92,7 +92,7 @@ class Buffer:
 class Write(Enum):
     """What an update does to a value."""
 
-    ANEW = "numpy writes all of it, whatever it was"
+    REPLACE = "numpy writes all of it, whatever it was"
     WHOLE = "numpy computes all of it from what it was"
     ROWS = "numpy writes some rows"
     GIVE = "XLA takes it and gives another one back"
@@ -109,7 +109,7 @@ def wanted_beside(
     """
     wanted = 0
     for write in writes:
-        if write is Write.ANEW:
+        if write is Write.REPLACE:
             is_lost = False
         elif is_lost:
             cell.require()
@@ -159,6 +159,8 @@ class Cell:
 
     def __init__(self, initial: np.ndarray) -> None:
         """Copies ``initial``, an array of any layout."""
+        # Not `initial` itself: an array of a message is read-only memory of the
+        # connection.
         array = lasting(initial.shape, initial.dtype)
         np.copyto(array, initial)
         self._start(array.shape, array.dtype, Buffer(array), None)
@@ -245,6 +247,7 @@ class Cell:
     @property
     def is_pinned(self) -> bool:
         """Whether an update of the whole value, too, has to go beside it."""
+        # Dropped here and not when they end: pins may be released on another thread.
         if self._pins:
             self._pins = tuple(pin for pin in self._pins if not pin.is_over)
         return bool(self._pins)
@@ -256,6 +259,7 @@ class Cell:
             UnavailableError: The value was lost (`lose`).
         """
         self.require()
+        # A value of XLA's never changes, so there is nothing to log or to freeze later.
         if self._buffer is None:
             return Pin(self._view(), frozen=True)
         pin = Pin(self._buffer.array, frozen=False)
@@ -276,10 +280,12 @@ class Cell:
             UnavailableError: The value was lost (`lose`), and is not assigned first.
             ResourceExhaustedError: There is no memory beside what readers look at.
         """
+        # Counted first, so that nothing changes if a value was lost.
         on_device = self._buffer is None
         wanted = wanted_beside(self, writes, bool(self._lost), on_device)
         if wanted == len(self._reserved):
             return
+        # `reserve` is called again with each further update: more is needed, or less.
         del self._reserved[wanted:]
         spare = self._spare
         if wanted and spare is not None and not spare.is_leased:
@@ -318,6 +324,7 @@ class Cell:
             but those rows; then `settle`.
         """
         buffer = self._buffer
+        # In place, unless a reader sees this memory or a pinned row is too wide to log.
         if buffer is not None and not buffer.is_leased and self._logs_rows():
             for pin in self._pins:
                 pin.save(indices)
@@ -325,6 +332,7 @@ class Cell:
             self._writing = buffer
             return buffer.array
         source, out = self.begin()
+        # The other rows, too, have to be in the memory that becomes the value.
         if out is not source:
             np.copyto(out, source)
         return out
@@ -350,6 +358,7 @@ class Cell:
             self._writing = buffer
         else:
             spare, self._spare, self._idle = self._spare, None, 0
+            # A reader of the value before the last may still look at it.
             if spare is None or spare.is_leased:
                 spare = self._reserved.pop() if self._reserved else self._beside()
             self._writing = spare
@@ -358,6 +367,8 @@ class Cell:
     def settle(self) -> None:
         """Makes the array that `begin` handed out the value."""
         assert self._writing is not None, "settle() without begin()"
+        # Before it becomes the spare: pins take a lease on it, so that it is not
+        # written.
         if self._buffer is not None and self._buffer is not self._writing:
             self._leave(self._buffer)
             self._spare = self._buffer
@@ -402,11 +413,13 @@ class Cell:
         """Makes a fresh, immutable array of XLA's the value, or a `Part` of one."""
         if self._buffer is not None:
             self._leave(self._buffer)
+        # From now on XLA makes the memory, and a spare would only cost as much again.
         self.device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
         """Drops the value until it is assigned, as an optimizer failed while it
         wrote."""
+        # What was pinned stays: a snapshot of it may still be written.
         if self._buffer is not None:
             self._leave(self._buffer)
         self.device, self._buffer, self._spare, self._lost = None, None, None, why
@@ -425,9 +438,10 @@ class Cell:
         return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
 
     def _leave(self, buffer: Buffer) -> None:
-        """The value goes elsewhere; what was pinned stays."""
+        """Leaves the buffer to its pins, as the value goes elsewhere."""
         for pin in self._pins:
             pin.freeze(buffer.lease())
+        # A lease, by which the buffer counts as in use if it becomes a spare.
         self._pins = ()
 
     def _view(self) -> np.ndarray:

@@ -69,11 +69,13 @@ class TwoLogs:
         held = [log.hold(message) for log in self.logs]
         left = {answer for answer in held if isinstance(answer, asyncio.Future)}
         if not left:
+            # Both have it: nobody waits, and no callback would ever be called.
             future.set_result(message)
 
         def passed_on(held: asyncio.Future[Message]) -> None:
             left.discard(held)
             error = None if held.cancelled() else held.exception()
+            # The other log may have failed, or the sender of the request is gone.
             if future.done():
                 return
             if error is not None:
@@ -95,6 +97,7 @@ def without_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
     log is left."""
     if present is log:
         return None
+    # Two at most: one log is wanted for good and one while a copy moves.
     if isinstance(present, TwoLogs) and log in present.logs:
         (present,) = [other for other in present.logs if other is not log]
     return present

@@ -71,7 +71,7 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, np.ndarray):
-        value = np.asarray(value)
+        value = np.asarray(value)  # initializers of jax return its arrays
     if value.dtype != dtype or value.shape != shape:
         raise InvalidArgumentError(
             f"{who} was asked for {dtype.name}{list(shape)} and returned "
@@ -141,6 +141,8 @@ class InitializePlan:
             InvalidArgumentError: A value is not what was announced.
             ResourceExhaustedError: Memory is exhausted.
         """
+        # Once for all entries, and not at all if they are there: loading runs shipped
+        # code.
         initialize = self.load_code(self.code) if self.entries else None
         for entry in self.entries:
             try:
@@ -205,7 +207,8 @@ def initialize_plan(
 
 
 def _check_distinct(
-    entries: Sequence[VariableEntry] | Sequence[InitialEntry], task: str
+    entries: Sequence[VariableEntry] | Sequence[InitialEntry] | Sequence[TableEntry],
+    task: str,
 ) -> None:
     if len({entry.key for entry in entries}) != len(entries):
         raise InvalidArgumentError(f"{task}: a key of new variables repeats")
@@ -221,6 +224,7 @@ def _is_new(
     if held is None:
         return True
     cell = held.cell
+    # A retried creation finds its variables, and what they have learned since stays.
     is_same = (cell.shape, cell.dtype, held.entry.name) == (shape, dtype, entry.name)
     if is_same and held.table is None:
         return False
@@ -266,6 +270,8 @@ class TablesPlan:
             table.begin_cuts(self.session)
             row, dtype = tuple(entry.row), dtype_named(entry.dtype)
             try:
+                # One row, thrown away: an initializer that cannot draw it would fail in
+                # a push.
                 table.first_rows(np.zeros(1, np.int64), np.empty((1, *row), dtype))
             except ValueError as error:
                 raise InvalidArgumentError(f"{who}: {error}") from error
@@ -289,12 +295,13 @@ def tables_plan(
         InvalidArgumentError: Keys repeat, or a row is too large or empty.
         ProtocolError: No such dtype travels.
     """
-    if len({entry.key for entry in entries}) != len(entries):
-        raise InvalidArgumentError(f"{variables.task}: a key of new variables repeats")
+    _check_distinct(entries, variables.task)
     for entry in entries:
+        # A hostile shape must not become a huge number, so few axes are multiplied.
         nbytes = dtype_named(entry.dtype).itemsize
         for size in entry.row[:_AXES]:
             nbytes *= max(0, size)
+        # False is 0, which is refused as an empty row is.
         nbytes *= len(entry.row) <= _AXES
         if not 0 < nbytes <= TABLE_ROW_BYTES:
             raise InvalidArgumentError(

@@ -1,5 +1,8 @@
-"""Formats on the wire. Gradients are decoded before anything else looks at them, so
-that logs, copies and rounds have arrays; values are encoded when all else is done."""
+"""Gradients and values in the formats of codecs.
+
+Gradients are decoded before anything else looks at them, so that logs, copies and
+rounds have plain arrays. Values are encoded last, on their way to the reader.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def is_coded(updates: Sequence[Update]) -> bool:
     return any(update.op >= CODED for update in updates)
 
 
-def is_narrow(reads: Sequence[Read]) -> bool:
+def wants_codec(reads: Sequence[Read]) -> bool:
     """Returns whether a value is to be sent in the format of a codec."""
     return any([read.codec for read in reads])  # noqa: C419 (a generator is slower)
 
@@ -59,7 +62,7 @@ class Decoding:
         return 4 * whole + 4 * sum(array.nbytes for array in self.arrays)
 
     def compute(self) -> None:
-        """Decodes.
+        """Decodes all gradients.
 
         Raises:
             InvalidArgumentError: An array is not what its codec makes of a gradient of
@@ -91,6 +94,7 @@ class Decoding:
         held = self.variables[update.key]
         number, op = divmod(update.op, CODED)
         codec, is_of_rows = _CODECS.get(number), op == _ROWS
+        # All that can be wrong is found here, so that decoding cannot fail half way.
         if (
             codec is None
             or op not in (_OPTIMIZE, _ROWS)
@@ -115,13 +119,14 @@ class Decoding:
 
 
 @final
-class Narrowing:
-    """The arrays of an answer, in the formats that its reads ask for. `compute` may run
-    on any thread."""
+class ReplyEncoding:
+    """The arrays of an answer, encoded as its reads ask for. `compute` may run on any
+    thread."""
 
     def __init__(self, task: str, reads: Sequence[Read], pulled: Pulled) -> None:
         self.arrays = pulled.arrays
         versions = zip(reads, pulled.versions, strict=False)  # and those of sets
+        # Values that the reader has are not in the answer (`Store.read`).
         sent = [read for read, version in versions if read.known != version]
         self._coded = [at for at, read in enumerate(sent) if read.codec]
         for at in self._coded:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PartHolder(Protocol):
-    """A cell, as far as it matters here."""
+    """The properties of a `Cell` that a flat uses."""
 
     shape: tuple[int, ...]
     device: object
@@ -56,6 +56,8 @@ class Part:
         """Returns the value, read-only. It never changes afterwards."""
         flat = self.flat
         if flat is None:
+            # After `leave` has written both, in its order: first the copy, then no
+            # flat.
             assert self._own is not None
             return self._own
         array = flat.array
@@ -88,6 +90,7 @@ class Flat:
         stop = 0
         for cell in cells:
             start, stop = stop, stop + cell.size
+            # Weak: a cell leaves by dropping its part, and is not asked again.
             part = Part(self, start, stop, cell.shape)
             cell.take_back(part)
             self._parts.append(weakref.ref(part))
@@ -109,6 +112,7 @@ class Flat:
 
     def become(self, value: Any) -> None:
         """Puts new values in place of all."""
+        # The parts stay: they are ranges, and find the new array by their flat.
         self.value: Any = value
         self.array: np.ndarray = np.asarray(value)
 

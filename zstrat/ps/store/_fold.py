@@ -54,11 +54,14 @@ class Fold:
         """Adds a chunk to its part of the value; the sum goes to ``memory``, which is
         the body's. The chunk begins at the byte ``offset`` of the body."""
         dtype = self.source.dtype
+        # Another push came in between: the rest of the body is received and thrown
+        # away.
         if not self.is_current:
             return
         if offset % dtype.itemsize or len(chunk) % dtype.itemsize:
             self.version = -1  # a sender of odd chunks: half an element cannot be added
             return
+        # The body's own memory, which the arriving bytes are not needed in any longer.
         if self.sum is None:
             self.sum = np.frombuffer(memory, dtype).reshape(self.source.shape)
         start = offset // dtype.itemsize
@@ -105,6 +108,7 @@ def fold_of(
 ) -> Fold | None:
     """Returns a fold for the body of a push, if that is one array that a variable can
     be folded with; everything else goes, or is refused, the plain way."""
+    # One array and one update: only then is the offset in the body that in the value.
     if (
         len(specs) != 1
         or len(message.updates) != 1
@@ -118,17 +122,16 @@ def fold_of(
     if held.table is not None:
         return None
     source = held.cell.host
+    # A value of XLA's has no host buffer to add to.
     if source is None or (source.shape, source.dtype) != (spec.shape, spec.dtype):
         return None
+    # A second fold of one variable would lose to the first, and has to be sent again.
     is_busy = held.fold is not None and held.fold() is not None
-    if is_busy or held.version < held.no_fold_until or not _is_fast(spec.dtype):
+    if is_busy or held.version < held.no_fold_until:
+        return None
+    # The loop adds, so adding a chunk may take no longer than copying it.
+    if spec.dtype.kind not in "iuf" or spec.dtype.itemsize < 4:
         return None
     fold = Fold(held, ufunc, source, held.version)
     held.fold = ref(fold)  # weak: it dies with the connection of its sender
     return fold
-
-
-def _is_fast(dtype: np.dtype) -> bool:
-    """Returns whether adding a chunk takes about as long as copying it: the loop does
-    it."""
-    return dtype.kind in "iuf" and dtype.itemsize >= 4

@@ -76,6 +76,7 @@ class Ledger:
         """Returns True if the push was applied, or if its step is over."""
         if step == UNNAMED:
             return False
+        # Cheapest first: nearly all pushes are new, and above the mark.
         if step < self.low_water or part in self._applied.get(step, ()):
             return True
         return bool(self._over) and self._is_over(step)
@@ -84,11 +85,12 @@ class Ledger:
         """Returns whether any push of a step above the mark was applied."""
         return step in self._applied
 
-    def close(self, over: Iterable[StepRun]) -> None:
+    def close_steps(self, over: Iterable[StepRun]) -> None:
         """Notes that these steps are over; remembers all the same what they have
         applied."""
         merged: list[tuple[int, int]] = []
         for first, end in sorted([*self._over, *over]):
+            # The mark alone answers for what is below it.
             if end <= max(first, self.low_water):
                 continue
             if merged and first <= merged[-1][1]:
@@ -110,6 +112,7 @@ class Ledger:
             )
 
     def record(self, step: int, part: int) -> None:
+        # Below the mark nothing is remembered: it would never be forgotten.
         if step != UNNAMED and step >= self.low_water:
             self._applied.setdefault(step, set()).add(part)
 
@@ -182,6 +185,7 @@ class Writers:
         ledger = self._ledgers.get(writer)
         if ledger is None:
             ledger = self._ledgers[writer] = Ledger()
+            # It is most likely gone: what it sends again from now on is applied again.
             if len(self._ledgers) > WRITERS:
                 self._ledgers.popitem(last=False)
         self._ledgers.move_to_end(writer)
@@ -236,6 +240,8 @@ class Parts:
             StaleSessionError: A later run has begun.
             ResourceExhaustedError: So many steps cannot be remembered.
         """
+        # The mark rises often and eager steps are few, so they follow it when one
+        # comes.
         self._forget(ledger.low_water)
         if step < ledger.low_water:
             return  # it is over: whatever it pushes is a duplicate
@@ -250,7 +256,7 @@ class Parts:
             )
         runs.attempt = attempt
 
-    def take(
+    def note(
         self, step: int, attempt: int, part: int, names: Sequence[str], ledger: Ledger
     ) -> None:
         """Notes what a part does that is about to be applied, or was before.
@@ -266,6 +272,8 @@ class Parts:
         if runs is None:
             return
         known = runs.names.get(part)
+        # Applied already: this run has to do the same. One that was only noted may be
+        # replaced.
         if known is not None and ledger.is_duplicate(step, part):
             require_same(step, known, names)
             return
@@ -288,6 +296,8 @@ class Parts:
                 continue
             names = list(runs.names[part])
             room -= _ENTRY + sum(len(name.encode()) + _NAME for name in names)
+            # One part always goes, whatever its size: the sender asks again from the
+            # next one on.
             if room < 0 and entries:
                 return AppliedParts(entries, part)
             entries.append(PartEntry(part, names))
@@ -377,7 +387,8 @@ PACKED: Final = 512
 
 @final
 class DoneLeases:
-    """Ranges by dataset and epoch: joined, apart, and in order."""
+    """The ranges of leased examples that are done, by dataset and epoch: neighbours
+    are joined, and the others in order."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -394,16 +405,26 @@ class DoneLeases:
                 f"the leases of a push have {len(packed)} bytes, no multiple of "
                 f"{LEASE.size}"
             )
+        for _, _, start, size in LEASE.iter_unpack(packed):
+            # Joined ranges are packed again, for copies and for the next program.
+            if start + size >= 2**64:
+                raise InvalidArgumentError(
+                    f"the leases of a push have {size} examples from {start} on: their "
+                    "end is above 64 bits"
+                )
 
     def note(self, packed: bytes) -> None:
         """Notes ranges as done; one without examples forgets those of its dataset."""
         for dataset, epoch, start, size in LEASE.iter_unpack(packed):
             if not size:
+                # It was restored, or begins again: what was done is to be done again.
                 kept = [key for key in self._runs if key[0] != dataset]
                 self._runs = {key: self._runs[key] for key in kept}
                 continue
             stop = start + size
             runs = self._runs.setdefault((dataset, epoch), [])
+            # By the ends, and then by the beginnings: the runs that overlap this range
+            # or touch it.
             first = bisect_left(runs, start, key=itemgetter(1))
             last = bisect_right(runs, stop, key=itemgetter(0))
             if first < last:  # it touches these

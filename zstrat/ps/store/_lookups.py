@@ -52,8 +52,9 @@ class RowsPlan:
     rows: list[np.ndarray] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Gathers; raises UnavailableError for a value that was lost."""
+        """Gathers the rows; raises UnavailableError for a value that was lost."""
         for held, indices in self.wanted:
+            # No lease: the plan has the variable's turn, and `gather` copies.
             value = held.cell.look()
             try:
                 if held.table is not None:
@@ -81,7 +82,7 @@ def rows_plan(
         NotFoundError: No variable has one of the keys.
         InvalidArgumentError: Some indices are outside the variable's rows, they are not
             one array per variable, or the answer would be too large.
-        ResourceExhaustedError: The machine has not four times the memory for it.
+        ResourceExhaustedError: The machine lacks four times the memory for it.
     """
     task = variables.task
     if len(rows) > ROWS:
@@ -109,6 +110,7 @@ def rows_plan(
             f"{task}: a lookup asks for {work} bytes of rows, the limit is {largest}: "
             "ask for fewer at a time"
         )
+    # After the limit: the kernel is not asked about what is refused anyway.
     _check_memory(task, work)
     return RowsPlan(variables.generation, wanted, work + searched)
 
@@ -145,7 +147,7 @@ class TableItems:
         return rows * (self.held.cell.row_bytes + 2 * SEARCH)
 
     def compute(self) -> None:
-        """Reads.
+        """Reads ids and rows.
 
         Raises:
             UnavailableError: The value was lost.
@@ -157,9 +159,11 @@ class TableItems:
         if self.wanted is None:
             self.ids, at = table.index.items(self.first, self.last)
         else:
+            # Ids that were removed, or never came, are left out of the answer.
             at = table.index.rows(self.wanted)
             there = at != NO_ROW
             self.ids, at = self.wanted[there], at[there]
+        # The turn of the table is held, so rows and changes are of one moment.
         if table.changed is not None and self.since >= 0:
             new = table.changed.look().take(at) > self.since
             self.ids, at = self.ids[new], at[new]
@@ -241,7 +245,7 @@ def promise_large_reply(
 
 
 def too_many(task: str, what: str, count: int, most: int) -> InvalidArgumentError:
-    """Returns the words for a message that names more variables than one may."""
+    """Returns the error for a message that names more variables than one may."""
     return InvalidArgumentError(
         f"{task}: a message {what} {count} variables, the limit is {most}: send several"
     )

@@ -57,6 +57,7 @@ class UndoLog:
         rows = rows[self._places[rows] == 0]
         if not len(rows):
             return
+        # The rows of most pushes are sorted and distinct already.
         if not (rows[1:] > rows[:-1]).all():
             rows = np.unique(rows)
         done = 0
@@ -80,6 +81,8 @@ class UndoLog:
     def patch(self, out: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
         """Writes logged ``rows`` to ``out``, opaque rows, where ``at`` says."""
         places = self._places[rows] - 1
+        # By place, so that the rows in one block are neighbours, whatever order they
+        # were asked in.
         order = np.argsort(places)
         places, at = places[order], at[order]
         for block in range(places[0] // self._most, places[-1] // self._most + 1):
@@ -127,13 +130,13 @@ class Pin:
         self._bytes: np.ndarray | None = _bytes(base)
         self._log: UndoLog | None = None
         self._first = 0
-        """Drops rows before this one, which are no longer wanted."""
+        """Rows before this one are no longer wanted, and are not logged."""
         self._gone: ZstratError = NotFoundError(
             "the snapshot of this value is gone: it was written or released already"
         )
         self.is_frozen = frozen
         self.is_over = False
-        """Drops the pin: the cell may forget it."""
+        """Set by `release`: the cell forgets the pin."""
 
     @property
     def logs_rows(self) -> bool:
@@ -181,6 +184,7 @@ class Pin:
             ResourceExhaustedError: There was no memory for them.
         """
         stop = start + len(out)
+        # Patched after it was copied, since the memory may have newer rows.
         np.copyto(out, self._kept(start, stop))
         if self._log is not None and len(out):
             self._patch(self._log, start, stop, out)
@@ -210,6 +214,7 @@ class Pin:
         base = self._kept(start, stop)
         if not self.is_frozen or self._is_patched(start, stop):
             return None
+        # A view of the pin's own memory, which the caller must not write to.
         base.flags.writeable = False
         return base
 
@@ -218,11 +223,13 @@ class Pin:
         if stop >= self.nbytes:
             self.release()
         elif self.width:
+            # Whole rows only: the rest of a row that is cut is still wanted.
             self._first = stop // self.width
 
     def release(self) -> None:
         """Releases the pinned value."""
         self.is_over = True
+        # The cell finds `is_over` at its next update; the memory goes now.
         self._bytes = self._log = None
 
     def _kept(self, start: int, stop: int) -> np.ndarray:
@@ -239,6 +246,7 @@ class Pin:
         width = self.width
         rows = log.rows(start // width, -(-stop // width))
         first, last = -(-start // width), stop // width
+        # All at once; only rows that an end of the piece cuts need bytes of their own.
         whole = rows[(rows >= first) & (rows < last)]
         if len(whole):
             inside = out[first * width - start : last * width - start]

@@ -88,12 +88,13 @@ class ServerUpdate:
 
     @property
     def write(self) -> Write:
+        """What the update does to the memory of its value."""
         """Applies the update to the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
         if self.op in _OF_ROWS:
             return Write.ROWS
-        return Write.ANEW if self.op is UpdateOp.ASSIGN else Write.WHOLE
+        return Write.REPLACE if self.op is UpdateOp.ASSIGN else Write.WHOLE
 
 
 @dataclass(slots=True)
@@ -108,11 +109,12 @@ class UpdateRun:
     rows: list[RowStep] = field(default_factory=list)
     plain: list[ServerUpdate] = field(default_factory=list)
     ready: list[RowCalls] | None = None
-    """The rows, if they need nothing but to be updated where they are (`look`)."""
+    """The rows, if they need nothing but to be updated where they are; as
+    `choose_programs` finds, like ``division``."""
     is_late: bool = False
     """Whether slots may have to be made, or changed, when its turn comes."""
     division: Division | None = None
-    """Which whole variables share programs, if their slots are there (`look`)."""
+    """Which whole variables share programs, if their slots are there."""
 
     def find_rows(
         self, changes: dict[int, RowChanges], engine: OptimizerEngine
@@ -122,9 +124,12 @@ class UpdateRun:
         for at, step in enumerate(self.rows):
             known = changes.get(id(step.cell))
             if known is not None:
+                # Of ids that the table has not admitted yet, the gradient is dropped.
                 rows, kept = known.trained_rows_of(step.indices, engine)
                 gradient = step.gradient if kept is None else step.gradient[kept]
                 self.rows[at] = step._replace(indices=rows, gradient=gradient)
+                # `choose_programs` has seen ids in place of rows, and before new ones
+                # were born.
                 self.ready = None
         for at, update in enumerate(self.plain):
             known = changes.get(id(update.held.cell))
@@ -138,6 +143,7 @@ class UpdateRun:
             elif update.op is UpdateOp.NOTE_TIME:
                 known.note_time(*ids.tolist())
             elif update.op is UpdateOp.EVICT_ROWS:
+                # `_check_removal` has refused evictions from other variables.
                 table, who = update.held.table, update.held.cell.who
                 assert table is not None
                 yield known.evict(Eviction.of(ids, table, who))
@@ -145,7 +151,7 @@ class UpdateRun:
                 rows = known.rows_of(ids, engine)
                 self.plain[at] = replace(update, operands=(rows, *values))
 
-    def look(self) -> None:
+    def choose_programs(self) -> None:
         """Checks whether the row updates can be made in place, and which others share
         programs, unless it is known already."""
         if self.optimizer is None:
@@ -159,7 +165,7 @@ class UpdateRun:
     @property
     def is_prepared(self) -> bool:
         """Whether `prepare` would have next to nothing to do."""
-        self.look()
+        self.choose_programs()
         return self.optimizer is None or (
             (self.ready is not None or not self.rows)
             and not self.is_late
@@ -174,14 +180,17 @@ class UpdateRun:
         """Does what can fail: compiling, slots, memory."""
         if self.optimizer is not None:
             unready = self.rows if self.ready is None else []
+            # A program takes each row once, so gradients of equal rows are summed.
             unready[:] = [step.distinct() for step in unready]
             self.optimizer.programs.prepare(self.steps, unready, ahead)
             self.division = None  # slots were made, or programs
 
     def compute(self, ahead: Ahead) -> None:
-        """If it fails, what it had written is lost."""
+        """Makes the updates. If it fails, what it had written is lost."""
         if self.optimizer is not None:
             programs = self.optimizer.programs
+            # Earlier runs of the push have made the slots by now, or given them other
+            # dtypes.
             if self.is_late:
                 programs.complete(self.steps, self.rows, ahead)
             steps, gradients, rows = self.steps, self.gradients, self.rows
@@ -191,6 +200,7 @@ class UpdateRun:
                 update.compute()
             except BaseException as error:  # to the pusher, and to later readers
                 for before in self.plain[:at]:
+                    # Earlier ones are written, and half of a push must not be seen.
                     before.held.cell.lose(str(error))
                 raise
 
@@ -224,20 +234,26 @@ class PushPlan:
         lost, because half of a push must never be seen."""
         changes = self._row_changes()
         try:
+            # Ids become rows before anything is reserved: new rows change how long a
+            # value is.
             if changes:
                 for run in self.runs:
                     self.evicted.extend(run.find_rows(changes, self.engine))
             for run in self.runs:
-                run.look()
+                run.choose_programs()
+            # All memory at once: no update may lack some after another was made.
             self._reserve()
             self._apply()
         except BaseException:  # to the caller; nothing may be left over
             for update in self.updates:
+                # Several updates may be of one cell: giving up twice does no harm.
                 update.held.cell.unreserve()
             for each in changes.values():
                 each.undo()
             raise
         for each in changes.values():
+            # Only now do the rows move to where removed ones were: all updates have
+            # their numbers.
             each.finish()
 
     @property
@@ -267,7 +283,8 @@ class PushPlan:
     def _apply(self) -> None:
         ahead = Ahead()
         optimized = [run for run in self.runs if run.optimizer is not None]
-        # What is done ahead of the first is for those that come after it.
+        # What is done ahead of the first is for those that come after it. One alone
+        # that is prepared has nothing to compile, and no slots to make.
         if len(optimized) != 1 or not optimized[0].is_prepared:
             for run in self.runs:
                 run.prepare(ahead)
@@ -305,6 +322,7 @@ class PushPlan:
         found: dict[int, tuple[Cell, list[Write]]] = {}
         (only, *others) = self.runs
         if not others and not only.rows and not only.plain:  # XLA has memory of its own
+            # Where all values are in arrays of XLA's, none was lost.
             if only.division is None or not only.division.is_in_place:
                 for step in only.steps:
                     step.cell.require()
@@ -345,11 +363,13 @@ def push_plan(
         operands = arrays[at : at + count]
         at += count
         if op is UpdateOp.OPERANDS:
+            # By `get`, which refuses operands of an optimizer that is not there.
             shared[engine.get(optimizer).optimizer] = operands
             continue
         if op is UpdateOp.OPTIMIZE_SET:
             one, given = variables.sets.find(operands[0], variables), operands[1:]
             planned += _of_set(one, optimizer, given, engine, shared.get(optimizer))
+            # As in `work_of` for a whole update.
             work += sum([16 * cell.nbytes for cell in one.cells])
             continue
         if op in OPTIMIZERS:
@@ -390,8 +410,10 @@ def _of_set(
 
 
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
-    """Neighbours of one optimizer on different variables, and what is between them."""
+    """Groups updates into runs: neighbours of one optimizer on different variables, and
+    the plain updates between them."""
     found = [UpdateRun(None)]
+    # Keys that this run updates; a second update of one has to see the first.
     seen = set[int]()
     before = set[int]()  # keys that an earlier run, or a plain update, has changed
     for update in updates:
@@ -401,6 +423,7 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
         operands = () if checked is None else checked.operands
         if (
             optimizer is not run.optimizer
+            # A run has one set of operands, those of one tree.
             or operands is not run.gradients.operands
             or key in seen
         ):
@@ -462,7 +485,7 @@ class BindPlan:
 
     def compute(self) -> None:
         """Traces the transformation for the tree. Raises as `Bindings.trace`."""
-        with self.optimizer.programs.here():
+        with self.optimizer.programs.on_cpu():
             self.tree = self.optimizer.bindings.trace(self.data, self.find)
 
 

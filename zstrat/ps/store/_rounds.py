@@ -106,12 +106,16 @@ class Merging:
                 self.merged[key] = self._merged(found)
 
     def _merged(self, found: Sequence[tuple[float, Gradient]]) -> Gradient:
+        # Rows stay rows only if every member has rows: one dense gradient makes the sum
+        # dense.
         if all(gradient.is_of_rows for _, gradient in found):
             return self._merged_rows(found)
         dense = [
             (w, gradient.arrays[0]) for w, gradient in found if not gradient.is_of_rows
         ]
         of_rows = [(w, gradient) for w, gradient in found if gradient.is_of_rows]
+        # The mean direction needs whole gradients, so rows fall back to the weighted
+        # mean.
         if self.rule is MergeRule.RDA and not of_rows:
             return Gradient((self._rda(dense),))
         dtype = dense[0][1].dtype
@@ -144,6 +148,7 @@ class Merging:
 
     def _rda(self, found: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
         dtype = found[0][1].dtype
+        # In 64 bits, as the squares of 16-bit gradients would overflow.
         wide = np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
         length = 0.0
         direction: Any = np.zeros(found[0][1].shape, wide)
@@ -230,6 +235,8 @@ class OpenRounds:
         """
         given = {each.optimizer: each for each in message.contributions}
         found: dict[int, dict[int, Gradient]] = {number: {} for number in given}
+        # Of an optimizer that is not here nothing is kept, not even that a step has no
+        # gradient.
         for number in given:
             engine.get(number)
         at, arrays = 0, message.arrays
@@ -253,7 +260,8 @@ class OpenRounds:
                 f"{self._task}: a contribution has {len(arrays)} arrays, its updates "
                 f"take {at}"
             )
-        kept = False
+        # All are checked before one is kept: the log gets a contribution whole or not.
+        new: list[Contribution] = []
         for optimizer, gradients in found.items():
             waiting, each = self._waiting[optimizer], given[optimizer]
             part = merged_part(optimizer)
@@ -267,9 +275,10 @@ class OpenRounds:
                     f"{self._task}: {MAX_CONTRIBUTIONS} contributions to rounds of "
                     "one optimizer wait already"
                 )
-            waiting[each.step] = Contribution(each, gradients)
-            kept = True
-        return kept
+            new.append(Contribution(each, gradients))
+        for kept in new:
+            self._waiting[kept.given.optimizer][kept.given.step] = kept
+        return bool(new)
 
     def merging(self, order: RoundOrder) -> Merging | None:
         """Returns how the members of the open round are merged; None if that round was
@@ -299,7 +308,8 @@ class OpenRounds:
                     f"{'nothing' if here is None else f'run {here}'} is there"
                 )
             if not weight:
-                continue  # the mean of an empty batch may be NaN, and 0 times NaN is
+                # The mean of an empty batch may be NaN, and 0 times NaN is NaN.
+                continue
             for key, gradient in waiting.gradients.items():
                 found[key].append((weight, gradient))
         total = sum(member.weight for member in members)
@@ -322,6 +332,8 @@ class OpenRounds:
         self._closed[order.optimizer] = HeldRounds(order, [], message.arrays)
         members = {member.step for member in order.members}
         kept, waiting = set(message.kept), self._waiting[order.optimizer]
+        # A step below `over` will not contribute again, unless a later round waits for
+        # it.
         for step in list(waiting):
             if step in members or (step < message.over and step not in kept):
                 del waiting[step]
@@ -346,6 +358,7 @@ class OpenRounds:
 
     def held(self, after: int) -> HeldRounds:
         """Returns the rounds of the first optimizer above ``after``."""
+        # The owner asks for one optimizer after the other: an answer fits a message.
         known = [number for number in (*self._closed, *self._waiting) if number > after]
         optimizer = min(known, default=0)
         waiting = [each.given for each in self._waiting.get(optimizer, {}).values()]

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what the store did since it was opened."""
+    """Numbers of what a store did since it was opened."""
 
     pulls: int = 0
     reads: int = 0
@@ -113,7 +113,7 @@ class Store:
         self.engine = engine
         self.variables = HeldVariables(task, spill)
         """The variables, for the session that is open."""
-        self._alike = AlikePushes()
+        self.alike_pushes = AlikePushes()
         self.ledger, self.writers = Ledger(), Writers(task)
         self.leases = DoneLeases()
         self.parts, self.rounds = Parts(task), OpenRounds(task)
@@ -150,6 +150,7 @@ class Store:
             raise too_many(self._task, "reads", len(reads), READS)
         if len(sets) > SETS:
             raise too_many(self._task, "reads sets of", len(sets), SETS)
+        # Per variable of each pull, so no helper is called in this loop.
         variables, versions, arrays = self.variables, [], []
         for key, known, _ in reads:
             held = variables[key]
@@ -159,6 +160,7 @@ class Store:
                     "whole: look ids up, or read its items"
                 )
             versions.append(held.version)
+            # A version never names two contents, so an equal number is an equal value.
             if held.version != known:
                 arrays.append(held.cell.lease())
         counts = self.counts
@@ -184,7 +186,7 @@ class Store:
         sets: Sequence[int] = (),
         keys: Sequence[np.ndarray] = (),
     ) -> RowsPlan:
-        """Plans a `read`, and one of rows of variables: many rows take long.
+        """Plans to read values, as `read`, and rows of variables, which may be many.
 
         Raises:
             NotFoundError: No variable has one of the keys.
@@ -192,6 +194,8 @@ class Store:
                 one array per variable, or the answer would be too large.
             ResourceExhaustedError: The machine lacks four times the memory for it.
         """
+        # Values are leased now, in the versions that the answer names; rows come later,
+        # while the request holds the names of their variables.
         plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads, sets, keys)
         return plan
@@ -269,11 +273,12 @@ class Store:
         )
 
     def delete(self, keys: Sequence[int], *, again: bool = False) -> None:
-        """Deletes all or none; ``again``: those that are still there.
+        """Deletes variables, all or none; with ``again`` those that are still there.
 
         Raises:
             NotFoundError: No variable has one of the keys.
         """
+        # A request that is sent again may find some of them deleted.
         if again:
             keys = [key for key in keys if key in self.variables]
         self._delete(keys)
@@ -287,6 +292,7 @@ class Store:
         self._delete(ours)
         for number in optimizers:
             self.engine.forget(number)
+            # Its code goes, but not the state that an earlier program has trained.
             if number in self.kept_optimizers:
                 continue
             for held in self.variables.values():
@@ -296,7 +302,7 @@ class Store:
 
     def _delete(self, keys: Sequence[int]) -> None:
         self.variables.delete(keys)
-        self._alike = AlikePushes()  # it holds the memory of what it has planned
+        self.alike_pushes = AlikePushes()  # it holds the memory of what it has planned
         self.engine.unbind(keys)
         self.rounds.forget(keys)
         self.kept.difference_update(keys)
@@ -308,7 +314,7 @@ class Store:
         """
         self.variables.clear()
         self.engine.clear()
-        self._alike = AlikePushes()
+        self.alike_pushes = AlikePushes()
         self._forget_pushes()
         self.leases = DoneLeases()
         self.rounds = OpenRounds(self._task)
@@ -321,6 +327,7 @@ class Store:
         stay. Pushes are counted from the start. That program sends its optimizers and
         trees again; until then those that are here close the round that other servers
         have closed."""
+        # Added: what a program before that one has left may not be claimed yet either.
         self.kept.update(self.variables)
         optimizers = {known.optimizer: known.name for known in self.engine}
         self.kept_optimizers.update(optimizers)
@@ -328,6 +335,7 @@ class Store:
         self._forget_pushes()
 
     def _drop_former_optimizers(self) -> None:
+        # Their slots stay, without layouts, until the trees of the new program come.
         for held in self.variables.values():
             held.slots = {
                 number: Unbound.of(slots)
@@ -357,7 +365,7 @@ class Store:
     def plan_again(self, push: Push) -> PushPlan:
         """Plans a push that the primary has applied, in a backup that has applied all
         pushes before it. Does not ask whether it is a duplicate: the primary has."""
-        return self._alike.plan(push, self.variables, self.engine)
+        return self.alike_pushes.plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
         """Notes that all closures below the mark are over. From now on their pushes
@@ -365,10 +373,6 @@ class Store:
         if self.log is not None:
             self.log.append(RaiseMark(0, low_water))
         self.ledger.raise_to(low_water)
-
-    def raise_writer_mark(self, writer: int, low_water: int) -> None:
-        """Notes that all own updates of a process below the mark are over."""
-        self.writers.of(writer).raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if possible; `push_folded` ends
@@ -393,12 +397,15 @@ class Store:
             # With a log: the fold began before it, and has kept no operand for the log.
             held.no_fold_until = held.version + NOT_FOLDED_AFTER
             return Again()
+        # The operand was added up already: memory of the connection becomes the value.
         held.cell.replace(fold.sum)
         held.version += 1
         self._record(push, 1)
         return Pushed(True, self._versions(push), self.counts.pushes)
 
     def plan_part(self, part: PushPart) -> PushPlan | Pushed:
+        # First: a run that differs has to fail, even where its push counts as a
+        # duplicate.
         """Plans a part of an eager step, as `plan_push`.
 
         Raises:
@@ -414,7 +421,7 @@ class Store:
         if self.log is not None:  # a part that is refused may be remembered, too
             noted = PushPart(0, step, number, part.low_water, attempt, names, [], ())
             self.log.append(noted)
-        self.parts.take(step, attempt, number, names, self.ledger)
+        self.parts.note(step, attempt, number, names, self.ledger)
 
     def claim(self, step: int, attempt: int) -> None:
         """Ends earlier runs of an eager step: they have no effect from now on.
@@ -435,7 +442,9 @@ class Store:
         effect from now on. What they have applied is remembered until `end_steps`."""
         if self.log is not None:
             self.log.append(Fence(0, low_water, list(over), []))
-        self.ledger.close([StepRun(0, low_water), *over])
+        # Steps below the mark as one run. The mark rises only in `end_steps`, which
+        # first asks what they have applied.
+        self.ledger.close_steps([StepRun(0, low_water), *over])
 
     def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
         """Forgets the steps below the mark.
@@ -455,16 +464,13 @@ class Store:
         if kept and self.log is not None:
             self.log.append(replace(message, session=0))
 
-    def contribute_again(self, message: Contribute) -> None:
-        """Keeps gradients that the primary has kept, in a backup."""
-        self.rounds.contribute(message, None, self.variables, self.engine)
-
     def commit_round(self, message: CloseRound, plan: PushPlan) -> None:
         """Commits the update of a round, which ends.
 
         Raises:
             StaleSessionError: The store was cleared while the plan computed.
         """
+        # The merge ran on the thread, and the session may have been cleared meanwhile.
         self._require_current(plan)
         for update in plan.updates:
             update.held.version += 1
@@ -487,6 +493,8 @@ class Store:
             AlreadyExistsError: The program before has left slots of an optimizer of
                 another name under this id.
         """
+        # Until now they were kept to close rounds that other servers have closed
+        # (`change_program`).
         if self.engine.is_former:
             self._drop_former_optimizers()
         before = self.kept_optimizers.get(optimizer, name)
@@ -530,6 +538,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
             AlreadyExistsError: The id of an optimizer is taken by another one.
         """
+        # The loop may have opened another session while the thread computed.
         self._require_current(plan)
         match plan:
             case PushPlan():
@@ -571,6 +580,7 @@ class Store:
         """Marks the log diverged if a plan that failed has lost values."""
         if self.log is None or not isinstance(plan, PushPlan):
             return
+        # The push was not logged, so the backup keeps the values that are lost here.
         if any(update.held.cell.lost for update in plan.updates):
             self.log.mark_diverged(
                 "an update failed half way, and what it wrote is lost"
@@ -602,7 +612,10 @@ class Store:
 
     def _duplicate(self, push: Push) -> Pushed | None:
         """Returns the answer to a push that was applied before; admits any other."""
-        self.leases.require(push.leases)
+        # Before `_ledger_of`, which raises the mark of the writer: a malformed push
+        # changes nothing.
+        if push.leases:
+            self.leases.require(push.leases)
         ledger = self._ledger_of(push)
         if push.writer and self.log is not None:  # its mark rises even if it is refused
             self.log.append(RaiseWriterMark(push.writer, push.low_water))

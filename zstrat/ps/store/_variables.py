@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -39,17 +39,9 @@ KEPT: Final = 2**16
 some sets, and a model may have more variables than there are in one."""
 
 
-class Variables(Protocol):
-    """`HeldVariables`, as far as it matters here."""
-
-    task: str
-
-    def find(self, keys: Iterable[int]) -> list[HeldVariable]: ...
-
-
 @dataclass(slots=True, eq=False)
 class HeldSet:
-    """The variables of a set."""
+    """The variables of a set, which messages read and update as one array."""
 
     keys: list[int]
     held: list[HeldVariable]
@@ -74,6 +66,8 @@ class HeldSet:
         flat = Flat.of(self.cells)
         if flat is not None and flat.array.ndim:
             return flat.array
+        # Small variables were changed one by one: put together once for all readers of
+        # a version.
         version, copied = self.version, self._copied
         together = copied[1]() if copied and copied[0] == version else None
         # A value that is lost has the version that it had.
@@ -105,7 +99,7 @@ class HeldSets:
         memory of its variables, also of those that were deleted."""
         self._known.clear()
 
-    def find(self, keys: np.ndarray, variables: Variables) -> HeldSet:
+    def find(self, keys: np.ndarray, variables: HeldVariables) -> HeldSet:
         """Returns the set with these keys.
 
         Raises:
@@ -119,6 +113,7 @@ class HeldSets:
                 f"{keys.dtype.name}{list(keys.shape)}"
             )
         name = keys.tobytes()
+        # Taken out and put back at the end: the order of the dict is that of use.
         found = self._known.pop(name, None)
         if found is None:
             found = _held_set(keys.tolist(), variables)
@@ -129,7 +124,7 @@ class HeldSets:
         return found
 
 
-def _held_set(keys: list[int], variables: Variables) -> HeldSet:
+def _held_set(keys: list[int], variables: HeldVariables) -> HeldSet:
     held = variables.find(keys)
     if len({*keys}) < len(keys):
         raise InvalidArgumentError(f"{variables.task}: a set names a key twice")
@@ -156,8 +151,9 @@ def _held_set(keys: list[int], variables: Variables) -> HeldSet:
 
 @final
 class HeldVariables(dict[int, HeldVariable]):
-    """A dict, as each pull and push looks several variables up. A key that is not there
-    raises `NotFoundError`; the owner of the store alone changes what is there.
+    """The variables of one store, by key: a dict, as each pull and push looks several
+    up. A key that is not there raises `NotFoundError`; the owner of the store alone
+    changes what is there.
 
     ``task`` names the parameter server in errors. ``spill`` is a folder in which rows
     of tables of any id are kept; None: they stay in memory.
@@ -223,8 +219,11 @@ class HeldVariables(dict[int, HeldVariable]):
         Raises:
             NotFoundError: No variable has one of the keys.
         """
+        # All are looked up before one is deleted, which raises for a key that is not
+        # there.
         for held in self.find(keys):
             self.first_version = max(self.first_version, held.version + 1)
+        # A message may name a key twice.
         for key in set(keys):
             del self[key]
 

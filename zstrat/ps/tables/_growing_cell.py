@@ -76,10 +76,12 @@ class GrowingCell(Cell):
 
     @property
     def is_shared(self) -> bool:
+        # Nobody has a lease of this memory, so rows can always be written in place.
         return self._buffer is None
 
     def lease(self) -> np.ndarray:
         """Returns a copy, read-only."""
+        # A view would change, as rows are moved into the places of others.
         copy = self.look().copy()
         copy.flags.writeable = False
         return copy
@@ -106,6 +108,7 @@ class GrowingCell(Cell):
         height = self.shape[0]
         end = height + count
         self._require_memory(end)
+        # Rows come back where others were removed, which a pin may still need.
         if self.is_pinned:
             for pin in self._pins:
                 _save(pin, np.arange(height, min(end, pin.shape[0])))
@@ -114,6 +117,7 @@ class GrowingCell(Cell):
             self._reserve.grow(end * self._width)
         except MemoryError:
             raise self._exhausted(end) from None
+        # The address space was used up, and the value is elsewhere now.
         if self._pins and _address(before) != _address(self._reserve.array):
             for pin in self._pins:  # which have the old memory to themselves now
                 pin.freeze(before)
@@ -127,6 +131,7 @@ class GrowingCell(Cell):
         """Drops the rows from ``height`` on, also of a value that was lost."""
         nbytes, before = self.nbytes, self.shape[0]
         self._resize(height)
+        # Not of pinned memory, which the pins still read.
         if nbytes - self.nbytes >= _RELEASED and not self.is_pinned and not self.lost:
             gone = (before - height) * self._width
             self._reserve.release(height * self._width, gone)
@@ -185,10 +190,12 @@ def drop_rows(
     is_hole[holes[holes >= height] - height] = True
     sources = np.flatnonzero(~is_hole) + height
     targets = np.sort(holes[holes < height])
+    # The index first: it finds rows by their ids, which move next.
     if targets.size:
         index.move(ids.look().take(sources), targets)
     for cell in cells:
         if targets.size:
+            # `begin_rows`, so that pins save what these rows had.
             values = as_rows(cell.begin_rows(targets))
             values[targets] = values.take(sources)
             cell.settle()

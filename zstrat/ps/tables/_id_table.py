@@ -69,6 +69,7 @@ class IdTable(IndexedIds):
         self.uses: GrowingCell | None = None
         """The clock at the last gradient of each row, and the number of its gradients,
         uint32 ``[height, 2]``; None if that is not noted."""
+        # A cell, as all of these are saved, copied and pinned like values.
         self._clock = Cell(np.zeros(1, _ID))
         self._times = Cell(np.full((_MARKS, 2), -1.0))
         """Times in seconds, ascending, and the clock at each, after those that are not
@@ -108,6 +109,8 @@ class IdTable(IndexedIds):
         other = IdTable(self.entry, self.code, self._initializer, self._who)
         other.births, other.removed = self.births, self.removed
         other.refused = self.refused
+        # Of the rows before nothing is known: cuts begin where those of the old table
+        # end.
         other.set_cut(self.cut, self.cut)
         return other
 
@@ -198,6 +201,7 @@ class IdTable(IndexedIds):
     def begin_cuts(self, session: int) -> None:
         """Begins to count changes where no other session does: a cut from before a
         server was lost, and filled again, must not be taken for one of now."""
+        # From the session's number, so that all servers and copies count alike.
         number = int(mixed(np.array([session], np.uint64))[0] >> np.uint64(34)) << 32
         self.set_cut(number, number)
 
@@ -230,6 +234,7 @@ class IdTable(IndexedIds):
             gone = self.gone.ids.look()[self.gone.numbers.look() <= cut]
             self.gone.drop(gone)
             before = int(self._cut.look()[1])
+            # Not beyond the last change: all later cuts would be refused.
             self.set_cut(self.cut, max(before, min(cut, self.cut)))
 
     def removed_since(self, cut: int, first: int, last: int) -> np.ndarray:
@@ -245,6 +250,7 @@ class IdTable(IndexedIds):
         its own."""
         if self.entry.chance >= 1.0:
             return np.ones(len(ids), bool)
+        # 53 bits, as many as the fraction of a float64 has.
         coins = mixed(hashes_of(ids) ^ _COIN) >> np.uint64(11)
         return coins < np.uint64(max(0.0, self.entry.chance) * 2.0**53)
 
@@ -264,6 +270,7 @@ class IdTable(IndexedIds):
 
     def first_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
         """Writes the rows with which these ids begin to ``out``, ``[n, *row]``."""
+        # Drawn from seed and id alone: any server, and any order, gives the same rows.
         size = max(1, _DRAWN // math.prod(out.shape[1:]))
         for start in range(0, len(ids), size):
             some = slice(start, start + size)

@@ -76,6 +76,7 @@ class IdIndex:
     """
 
     def __init__(self) -> None:
+        # Address space alone: memory comes when records are written.
         self._memory = Reserve(_end(_SMALLEST), _RECORD)
         self._shifts = np.full(BUCKETS, _SMALLEST)
         self._most = (2**self._shifts * _LIMITS).astype(np.int64)
@@ -107,11 +108,13 @@ class IdIndex:
         full = np.flatnonzero(self._used + added > self._most)
         if full.size:
             self._grow(full, added[full])
+        # Marks are rows + 1: 0 is a record that was never used.
         self._put(ids, rows + 1, hashes, buckets)
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
         """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
         at, rows = self._find(ids)
+        # The id stays in its record: inserted again, it lands there or before.
         self._words[at[rows >= 0], 1] = _REMOVED
         return rows
 
@@ -146,9 +149,12 @@ class IdIndex:
         at += starts
         pairs = self._pairs(at)
         rows = pairs[:, 1] - 1
+        # Nearly all are found, or known to be absent, at their first record.
         left = np.flatnonzero((pairs[:, 0] != ids) & (rows != NO_ROW))
         first = 1
         while left.size:
+            # Fewer ids look at more records at once, so that each round costs about as
+            # much.
             width = 1 + _AT_ONCE // len(left)
             steps = np.arange(first, first + width)
             here = hashes.take(left)[:, None] + steps
@@ -157,11 +163,13 @@ class IdIndex:
             pairs = self._pairs(here.ravel())
             found = pairs[:, 0].reshape(here.shape) == ids.take(left)[:, None]
             found |= pairs[:, 1].reshape(here.shape) == 0
+            # `argmax` finds the first that ends the search, if any does.
             ends = np.arange(0, here.size, width) + found.argmax(1)
             at[left] = here.ravel().take(ends)
             rows[left] = pairs[:, 1].take(ends) - 1
             left = left[~found.ravel().take(ends)]
             first += width
+        # The removed record of the id itself, which is not in the table.
         np.maximum(rows, NO_ROW, out=rows)
         return at, rows
 
@@ -183,6 +191,7 @@ class IdIndex:
         words = self._words
         starts, masks = self._segments(buckets)
         places = hashes.view(np.int64)
+        # Round by round, as in `_find`: ids whose record is taken try the next one.
         while ids.size:
             at = (places & masks) + starts
             before = words[at, 1]
@@ -193,6 +202,7 @@ class IdIndex:
             has = words[here, 0] == own
             here, free = here[has], free[has]
             words[here, 1] = marks.take(free)
+            # A removed record was counted when it was first used.
             fresh = free[before.take(free) == 0]
             self._used += np.bincount(buckets.take(fresh), minlength=BUCKETS)
             if len(free) == len(ids):
@@ -226,20 +236,25 @@ class IdIndex:
         # move at each request.
         needed = np.maximum((live + added) * 1.125 / _LIMITS[buckets], 1.0)
         shifts = np.maximum(np.ceil(np.log2(needed)).astype(np.int64), _SMALLEST)
+        # Memory before anything moves: if there is none, nothing has changed.
         self._memory.grow(_end(int(shifts.max())))
         before = self._shifts[buckets]
         words = self._words
         starts, masks = self._segments(buckets)
+        # A segment that was in use before has old records in it.
         for start, stop in zip(
             starts.tolist(), (starts + masks + 1).tolist(), strict=True
         ):
             words[start:stop] = 0
         self._shifts[buckets] = shifts
         self._most[buckets] = (2**shifts * _LIMITS[buckets]).astype(np.int64)
+        # Removed records are left behind, so only live ones count.
         self._used[buckets] = 0
         self._put(ids, marks, hashes_of(ids), owners)
         for shift in set(before.tolist()) - set(self._shifts.tolist()):
             self._memory.release(BUCKETS << shift, BUCKETS << shift)
+        # The next segments of buckets that are nearly full, before a push has to wait
+        # for them.
         near = np.flatnonzero(self._used > self._most * _NEAR)
         starts = (near + BUCKETS << self._shifts.take(near) + 1) * _RECORD.itemsize
         self._memory.populate(np.unique(starts // HUGE_PAGE).tolist())

@@ -89,7 +89,8 @@ class Eviction(NamedTuple):
         if self.rule is EvictionRule.WAITING:
             if table.waiting is None:
                 return np.empty(0, np.int64)
-            return table.waiting.least(self.first, self.last, int(self.limit))
+            left = int(min(self.limit, 2.0**62))
+            return table.waiting.least(self.first, self.last, left)
         ids, rows = table.index.items(self.first, self.last)
         if self.rule is EvictionRule.NORM:
             short = _norms(held.cell.look(), rows) < self.limit
@@ -102,14 +103,18 @@ class Eviction(NamedTuple):
         if self.rule is EvictionRule.AGE:
             last = uses[:, 0].take(rows).astype(np.int64)
             return ids.compress(last <= table.clock_at(self.limit))
+        # Of the two columns of `uses`, the last gradient and the number of them.
         column = 0 if self.rule is EvictionRule.RECENT else 1
-        gone = least(uses[:, column].take(rows), len(ids) - int(self.limit))
+        # All may stay: a limit may be infinite.
+        left = int(min(self.limit, len(ids)))
+        gone = least(uses[:, column].take(rows), len(ids) - left)
         return ids.take(gone)
 
 
 def _norms(value: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns the Euclidean norm of each of some rows."""
     width = int(np.prod(value.shape[1:], dtype=np.int64))
+    # In blocks, as the copies have 64 bits.
     size, found = max(1, _BLOCK // width), [np.empty(0)]
     for start in range(0, len(rows), size):
         block = gather(value, rows[start : start + size]).reshape(-1, width)
@@ -151,8 +156,8 @@ class RowChanges:
     def rows_of(
         self, ids: np.ndarray, engine: OptimizerEngine, *, begins: bool = True
     ) -> np.ndarray:
-        """Returns the rows of ids ``[n]``, maybe repeated, int64; those that have none
-        are born.
+        """Returns the rows of ids ``[n]``, maybe repeated, int64. Ids without a row get
+        one.
 
         Args:
             begins: They get their first values; otherwise any, to be written.
@@ -162,6 +167,7 @@ class RowChanges:
             InvalidArgumentError: An optimizer cannot be applied to the table.
         """
         rows = self._table.index.rows(ids)
+        # The array itself, whose gaps are filled below: `finish` notes all of its rows.
         if len(rows):
             self._written.append(rows)
         unknown = np.flatnonzero(rows == NO_ROW)
@@ -181,8 +187,8 @@ class RowChanges:
     def trained_rows_of(
         self, ids: np.ndarray, engine: OptimizerEngine
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the rows of ids ``[n]`` that have gradients, distinct, int64; those
-        that have none are born, or counted until they are.
+        """Returns the rows of ids ``[n]`` that have gradients, distinct, int64. Ids
+        without a row get one, or are counted until they do.
 
         Returns:
             The rows, and which of the ids have them: bool ``[n]``, None if all.
@@ -201,6 +207,7 @@ class RowChanges:
             if new.size:
                 first = self._born(new, engine, True)
                 rows[unknown] = np.arange(first, first + len(new))
+            # Ids that were not admitted have no row for their gradient.
             if not admitted.all():
                 kept = rows != NO_ROW
                 rows = rows[kept]
@@ -215,6 +222,7 @@ class RowChanges:
         table = self._table
         admitted = table.are_lucky(ids)
         if table.waiting is not None:
+            # An earlier update of the push has counted them: once for a push.
             for before in self._named:
                 admitted &= ~np.isin(ids, before)
             counted = table.waiting.count(ids[admitted])
@@ -244,6 +252,8 @@ class RowChanges:
         Raises:
             UnavailableError: Slots were loaded, and their optimizer is not known yet.
         """
+        # Before anything is removed: slots that lack rows cannot be made dense with the
+        # others.
         for slots in self._held.slots.values():
             for cell in slots.with_rows:
                 if cell.shape[0] < self._height:
@@ -253,6 +263,7 @@ class RowChanges:
                         "zs.Optimizer(transformation, params=params)"
                     )
         ids = np.unique(ids)
+        # Also those without rows, which may wait for admission.
         self._dropped.append(ids)
         rows = self._table.index.remove(ids)
         there = rows != NO_ROW
@@ -261,6 +272,7 @@ class RowChanges:
     def undo(self) -> None:
         """Takes back what was changed, as the push has failed."""
         index = self._table.index
+        # Backwards, so that each change meets the index as it left it.
         for change in reversed(self._changes):
             if change.is_birth:
                 index.remove(change.ids)
@@ -270,6 +282,8 @@ class RowChanges:
         for counted in reversed(self._counted):
             assert self._table.waiting is not None
             self._table.waiting.undo(counted)
+        # Rows that were born are the last ones; rows that were removed have not moved
+        # yet.
         for cell in self._cells():
             if cell.shape[0] > self._height:
                 cell.shrink(self._height)
@@ -287,10 +301,12 @@ class RowChanges:
             table.forget_removed(self._forgotten)
         for now, age in self._times:
             table.note_time(now, age)
+        # After the times: what this push uses is younger than these.
         for rows in self._trained:
             table.note_use(rows)
         if self._dropped and table.waiting is not None:
             table.waiting.drop(np.concatenate(self._dropped))
+        # Last, as all above goes by the numbers of rows as they were.
         holes = np.concatenate([_NONE, *(change.rows for change in removed)])
         table.removed += len(holes)
         drop_rows(table.index, table.ids, self._cells(), holes)
@@ -298,28 +314,32 @@ class RowChanges:
     def _born(self, ids: np.ndarray, engine: OptimizerEngine, begins: bool) -> int:
         """Adds rows for distinct ids that have none; returns the first of them."""
         held, table = self._held, self._table
+        # First: slots that were loaded take the rows for which they were.
         engine.adopt_slots(held)
         first, end = held.cell.shape[0], held.cell.shape[0] + len(ids)
         try:
             table.index.insert(ids, np.arange(first, end))
         except MemoryError as error:
             raise ResourceExhaustedError(f"{held.cell.who}: {error}") from None
+        # Before what may fail from here on, so that `undo` knows of them.
         self._changes.append(_IdChange(True, ids, np.arange(first, end)))
         self._dropped.append(ids)  # they wait no longer
         table.ids.extend(len(ids))[...] = ids
         if table.uses is not None:
+            # As young as a row of now, without a gradient yet.
             table.uses.extend(len(ids))[...] = table.now, 0
         if table.changed is not None:
             table.changed.extend(len(ids))[...] = 0
         values = growing(held.cell).extend(len(ids))
         if begins:
             table.first_rows(ids, values)
+        # Last, as first slots may depend on the values of the rows.
         engine.extend_slots(held)
         return first
 
     def _cells(self) -> Iterator[GrowingCell]:
-        """All that has the rows of the table. Slots of an optimizer that has no tree
-        yet may have fewer."""
+        """Yields all that has the rows of the table. Slots of an optimizer that has no
+        tree yet may have fewer."""
         yield growing(self._held.cell)
         yield self._table.ids
         for cell in self._table.uses, self._table.changed:

@@ -20,8 +20,11 @@ from ._index import NO_ROW, IdIndex
 
 
 class IndexedIds:
-    """``ids`` are distinct, int64 ``[n]``, and are copied and pinned as a slot;
-    ``index`` has the same the other way round, and is made again from them."""
+    """Distinct ids, each with its place among them.
+
+    ``ids``, int64 ``[n]``, are copied and pinned as a slot; ``index`` finds the place
+    of an id, and is made again when others have written the ids.
+    """
 
     def __init__(self) -> None:
         self.ids = GrowingCell((), np.dtype(np.int64))
@@ -30,6 +33,7 @@ class IndexedIds:
     @property
     def index(self) -> IdIndex:
         """The places of ids. Cost: after `forget_index`, that of all ids."""
+        # Made when it is asked for: ids may be written in many parts.
         if self._index is None:
             index, ids = IdIndex(), self.ids.look()
             index.insert(ids, np.arange(len(ids)))
@@ -47,9 +51,8 @@ class IndexedIds:
 
 
 class IdNumbers(IndexedIds):
-    """``ids`` are int64 ``[n]``, in any order, and ``numbers`` ``[n, *row]``. Both are
-    copied and pinned as slots; an index of them is made again when they were written
-    so.
+    """Distinct ids, each with a number: ``ids`` are int64 ``[n]``, in any order, and
+    ``numbers`` ``[n, *row]``. Both are copied and pinned as slots.
 
     Args:
         who: Names the table in errors.
@@ -84,6 +87,7 @@ class IdNumbers(IndexedIds):
         except BaseException:  # to the caller
             self.shrink(height)
             raise
+        # Last: until then nothing refers to the new places.
         new[...] = ids
 
     def add(self, places: np.ndarray, number: int) -> None:
@@ -151,6 +155,7 @@ class WaitingIds(IdNumbers):
         counts[is_known] += self.numbers.look().take(places[is_known])
         admitted = counts >= self._count
         began, more = ids[~is_known & ~admitted], places[is_known & ~admitted]
+        # Those that are admitted now get rows: they are dropped from here, not counted.
         self.append(began, 1)
         self.add(more, 1)
         return Counted(began, more, admitted)
@@ -158,6 +163,7 @@ class WaitingIds(IdNumbers):
     def undo(self, counted: Counted) -> None:
         """Takes a count back; the last one first."""
         self.add(counted.places, -1)
+        # They are the last ones, as counts are undone in the opposite order.
         self.index.remove(counted.began)
         self.shrink(len(self) - len(counted.began))
 
@@ -178,6 +184,7 @@ def least(keys: np.ndarray, count: int) -> np.ndarray:
         return np.empty(0, np.intp)
     if count >= len(keys):
         return np.arange(len(keys))
+    # `partition` finds the bound without sorting all keys.
     bound = np.partition(keys, count - 1)[count - 1]
     less = np.flatnonzero(keys < bound)
     equal = np.flatnonzero(keys == bound)[: count - len(less)]
@@ -239,6 +246,8 @@ class Sketch(IdNumbers):
         hashes = hashes_of(ids)
         buckets, bucket = np.unique(buckets_of(hashes), return_inverse=True)
         names = _names().take(buckets)
+        # A bucket that begins has counters of 0, under an id that stands for the
+        # bucket.
         began = names[self.index.rows(names) == NO_ROW]
         self.append(began, 0)
         places = self.index.rows(names)
@@ -250,6 +259,7 @@ class Sketch(IdNumbers):
         at = at[~admitted]
         before = flat[at]
         wanted = counts[~admitted].astype(np.uint8)[:, None]
+        # `maximum.at`, as two ids may share a counter.
         np.maximum.at(flat, at, np.broadcast_to(wanted, at.shape))
         # Afterwards: what the next push finds is never too full.
         used = np.count_nonzero(counters[places, :_SAMPLE], axis=1)
@@ -263,6 +273,8 @@ class Sketch(IdNumbers):
         """Takes a count back; the last one first."""
         rows = np.unique(np.append(counted.at // self._width, counted.halved))
         counters = self.numbers.begin_rows(rows)
+        # In this order: counters were raised first, and their buckets halved after
+        # that.
         counters[counted.halved] = counted.whole
         counters.reshape(-1)[counted.at] = counted.before
         self.numbers.settle()
