@@ -70,6 +70,8 @@ class SessionCapture:
                 now = self._clock()
                 capture = SpanCapture(spans, now + seconds, moved_bytes)
                 self._recorder.begin_capture(capture, now)
+                # A profile of a program that was lost has to end first: jax has one at
+                # a time.
                 self.close()
                 self._profile = JaxProfile(self._clock, spans)
                 return self._begin_profile(seconds) if message.profile else Done()

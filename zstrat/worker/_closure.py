@@ -175,6 +175,7 @@ class Post:
         return bool(self.pushes or self.pulls or self.endings)
 
 
+# Numbers begin at 1, so 0 can say that there is no result.
 _NO_LAYOUT: Final = 0
 _REMEMBERED: Final = 4096
 """Most layouts that are kept. An eager step that returns another Python number each
@@ -230,6 +231,8 @@ def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
 
 def plain(error: BaseException) -> PlainTree:
     """Converts an error for the wire, with the user's lines of its traceback."""
+    # absl names the flag, but not that flags of the program do not travel with its
+    # steps.
     if _is_of_flags(error):
         error.args = (f"{error}: {FLAGS_ARE_NOT_HERE}", *error.args[1:])
     return cast("PlainTree", errors.to_wire(trim(error)))
@@ -259,6 +262,8 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
     """
     message = Completions(0, [], [layout], b"")
     try:
+        # Encoded and decoded as the coordinator will do it: nothing else knows for
+        # certain what it accepts.
         decode(encode(message, limit=limits.header - _BESIDE)[0], (), limits)
     except (TypeError, ValueError, errors.ProtocolError) as error:
         raise ValueError(
@@ -316,11 +321,14 @@ class ResultLayouts:
             ValueError: The result cannot be described in a message.
         """
         leaves = result.leaves
+        # By identity first: a program has one layout for all results, so this costs
+        # each step a look into a dict.
         known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)
         layout, size = known.layout, known.size
         if size > self._limits.inline:
             completion = Completion(step, int(Outcome.OK), layout.layout, -1, None)
             return Ending(completion, layout, b"", leaves)
+        # The usual result is one scalar; a join would copy it once more.
         if len(leaves) == 1:
             data = leaves[0].tobytes()
         else:
@@ -331,6 +339,7 @@ class ResultLayouts:
     def _learn(
         self, source: ResultLayout, leaves: Sequence[np.ndarray]
     ) -> _KnownLayout:
+        # As text, as the lists in it are not hashable.
         value = (source.dtypes, source.shapes, repr(source.structure))
         known = self._by_value.get(value)
         if known is None:
@@ -339,11 +348,15 @@ class ResultLayouts:
                 self._numbered + 1, list(source.dtypes), shapes, source.structure
             )
             size = sum(leaf.nbytes for leaf in leaves)
+            # Before the layout gets a number: a step that fails here leaves nothing
+            # behind.
             check_layout(layout, self._limits, "the step returns a pytree")
             if size > self._limits.inline:
                 _check_fetched(leaves, self._limits)
             self._numbered += 1
             known = _KnownLayout(source, layout, size)
+            # All at once: which of them is still used is not known, and describing them
+            # again only costs bytes.
             if len(self._by_value) >= _REMEMBERED:
                 self._known.clear()
                 self._by_value.clear()
@@ -432,6 +445,7 @@ class Catalog:
 
     def _computed(self, plan: Plan) -> Needs:
         writes = bool(plan.updates)
+        # Resident arrays are on this worker already.
         shared = tuple([spec for spec in plan.reads if spec.ps != RESIDENT])
         optimizers = {rule.id: rule for _, rule in plan.targets if rule is not None}
         rounds = tuple([n for n, rule in optimizers.items() if rule.rounds is not None])
@@ -442,6 +456,8 @@ class Catalog:
             self._whole(shared, rounds, narrow, _sets(plan, rounds, narrow)),
             _nbytes(shared),
             writes,
+            # Only updates that are nothing but gradients allow a prefetch: they leave
+            # no value that the next step must see.
             writes and all(update.op in _FEEDS for update in plan.updates),
             rounds,
             wires,
@@ -470,6 +486,8 @@ class Catalog:
         refs = _refs(specs, narrow)
         if not refs:
             return None
+        # One `Reads` object for the same variables, as the pipeline compares them by
+        # identity.
         name = refs, rounds, tuple([each.places for each in sets])
         return self._reads.setdefault(name, Reads(refs, (), rounds, sets=sets))
 
@@ -494,6 +512,7 @@ def _sets(
     plan: Plan, rounds: tuple[int, ...], narrow: frozenset[int]
 ) -> tuple[SetRef, ...]:
     """Returns which variables of a plan are read side by side."""
+    # Pulls of rounds, and of values in another format, have no form for sets.
     if rounds or narrow:
         return ()
     if any(spec.ps == RESIDENT for spec in plan.reads):

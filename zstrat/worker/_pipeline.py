@@ -130,6 +130,7 @@ class Pipeline:
         self, task: Any, costs: Costs, numbers: Iterable[int], now: float
     ) -> None:
         """Adds closures, to run after all that came before."""
+        # Idle is only time in which nothing waited for values either; see `_stalled`.
         if self._waits is not None and not self._line:
             idle, self._waits = now - self._waits, None
             self._outbox.times.idle += idle if idle < PAUSE else 0.0
@@ -169,6 +170,7 @@ class Pipeline:
         step.reads, step.writes, step.alone = reads, writes, alone
         step.begins = begins
         step.optimizes, step.levels = optimizes, levels
+        # The values of a shared pull are in memory once, so only one step counts them.
         writer, line = self._writer, self._line
         shared = writer is None and line and line[-1].reads is reads
         step.nbytes = 0 if shared else nbytes
@@ -177,6 +179,8 @@ class Pipeline:
         if writer is None:
             self._open(step, now)
             return
+        # A step after the writer is not pulled yet (``_held``), unless both only feed
+        # optimizers and the user allows older values.
         self._behind += 1
         if self._depth and writer.optimizes and optimizes:
             self._fetch(step, now)
@@ -186,6 +190,8 @@ class Pipeline:
     def refused(self, step: ClosureStep, ending: Any, now: float) -> None:
         """Notes that the step that `next` named could not be prepared."""
         assert self._queue[0] is step
+        # Not an ending yet: its error would have the coordinator cancel the steps
+        # before it, which are prepared and can still run.
         step.ending, self._stuck = ending, True
         if not self._line:
             self._release(now)
@@ -201,6 +207,7 @@ class Pipeline:
         if self._waits is not None and self._line:
             self._stalled(pull, max(0.0, now - self._waits))
             self._waits = None
+        # All steps of the pull waited as long, whenever they joined it.
         took = max(0.0, now - pull.asked)
         for step in pull.steps:
             if step.dropped:
@@ -209,10 +216,13 @@ class Pipeline:
             assert notes is not None
             notes.arrived = now
             notes.pulled += took
+            # The clocks of the first pull stay: staleness counts from the oldest value
+            # that a step uses. So it is with rounds.
             notes.clocks = {**pull.clocks, **(notes.clocks or {})}
             if pull.rounds:
                 notes.rounds = notes.rounds or pull.rounds
             step.values, step.error = values, error
+            # With an error it does not advance but gets its turn, in which it ends.
             if step.levels and error is None:
                 self._answered.append(step)
             else:
@@ -290,6 +300,7 @@ class Pipeline:
             self._oldest = min(self._oldest, now)
         if step is self._writer:
             self._pass_on(now)
+        # The last step of the line is gone, so the refused one after it may end.
         if self._stuck and not self._line:
             self._release(now)
 
@@ -301,6 +312,8 @@ class Pipeline:
             and the queued ones.
         """
         prepared, queued = list(reversed(self._line)), list(self._queue)
+        # Pulls that are under way cannot be called back; `arrived` ignores steps that
+        # are dropped.
         for step in prepared:
             step.dropped = True
         self._line.clear()
@@ -310,6 +323,7 @@ class Pipeline:
         self._writer = self._held = None
         self._bytes = self._behind = 0
         self._refilling = self._stuck = False
+        # Pushes and endings of steps that have run stay, and are still due.
         if not self._outbox:
             self._oldest = math.inf
         return prepared, queued
@@ -322,6 +336,8 @@ class Pipeline:
         Returns:
             The steps after the head whose elements go back, last one first.
         """
+        # The values of one pull fail together, so what failed with the head stands next
+        # to it. It keeps its place and ends the same way.
         line, failed = self._line, 1
         while failed < len(line) and line[failed].error is not None:
             failed += 1
@@ -331,6 +347,7 @@ class Pipeline:
         for step in again:
             step.dropped = True
             self._bytes -= step.nbytes
+            # A new object: the pull of the old one may still be answered.
             fresh = ClosureStep(step.number, step.task, step.costs, step.received)
             self._queue.appendleft(fresh)
         if again:
@@ -351,6 +368,7 @@ class Pipeline:
         Args:
             heard: When the thread has posted last: it has begun nothing before.
         """
+        # Copied once; what follows looks at this moment only.
         preparing, waits, line = self.preparing, self._waits, tuple(self._line)
         if preparing is not None:
             return StepUnderWay(Phase.DRAW, preparing[0].number, preparing[1])
@@ -362,6 +380,8 @@ class Pipeline:
         if not head.ready:
             return None
         arrived = 0.0 if head.notes is None else head.notes.arrived
+        # The latest of these bounds when the thread has begun, which it does not note
+        # itself.
         began = max(heard, head.prepared, arrived)
         return StepUnderWay(Phase.COMPUTE, head.number, began)
 
@@ -371,6 +391,7 @@ class Pipeline:
         """Returns the next thing to do; with its step unless that is to post or to
         wait."""
         do, step = self._choose()
+        # Without entries there is nothing to be late, and `_must_post` is skipped.
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
         return do, step
@@ -383,6 +404,8 @@ class Pipeline:
     def post(self) -> Post:
         """Returns the outbox, which is empty afterwards."""
         outbox, self._outbox = self._outbox, Post()
+        # An alias that saves `ran` attribute look-ups per closure, so it has to follow
+        # the outbox.
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
         return outbox
@@ -409,6 +432,8 @@ class Pipeline:
 
     def _choose(self) -> tuple[Do, ClosureStep | None]:
         head = self._line[0] if self._line else None
+        # First: while a step that has its answer waits to advance, its next pull is not
+        # under way.
         step = self._advances(head) if self._answered else None
         if step is not None:
             return Do.ADVANCE, step
@@ -418,6 +443,7 @@ class Pipeline:
             if self._queue and self._may_prepare():
                 return Do.PREPARE, self._queue[0]
             return Do.WAIT, None
+        # Before running: a pull that leaves now is answered while the head computes.
         if self._refills(head) or self._looks_ahead(head):
             return Do.PREPARE, self._queue[0]
         return Do.RUN, head
@@ -441,12 +467,16 @@ class Pipeline:
             return len(self._line) < self._window and self._bytes <= self._budget
         if not self._behind:
             return True  # one step after the writer is allowed whatever it holds
+        # Beyond the writer only as far as the prefetch reaches, and not behind a step
+        # that has to wait for a push anyway.
         more = self._held is None and self._behind < self._depth
         return more and self._bytes <= self._budget
 
     def _refills(self, head: ClosureStep) -> bool:
         """Returns whether to prepare the next half window before running on, so that
         its pull is under way while the rest of this one runs."""
+        # Refill at half, up to the full window, then run down: without this memory each
+        # run would be followed by one preparation, and pulls could not be shared.
         self._refilling = (
             (self._refilling or len(self._line) <= self._window // 2)
             and head.reads is not None
@@ -482,10 +512,15 @@ class Pipeline:
                 cost = costs.prepare if do is Do.PREPARE else costs.advance
             case Do.RUN:
                 assert step is not None
+                # The head may run only when its pull was answered, so a pull in the
+                # outbox is of a step after it: send it before the thread is busy. An
+                # eager step asks the servers itself, and must find all earlier pushes
+                # there.
                 if pulls or step.alone:
                     return True
                 cost = step.costs.run
             case _:
+                # Nothing else can be done until the loop acts on the outbox.
                 return True
         return now + cost > self._oldest + self._interval
 
@@ -497,6 +532,7 @@ class Pipeline:
 
     def _let_go(self, step: ClosureStep) -> None:
         """Drops the values of a step that has run, unless the next one shares them."""
+        # A step without reads shares nothing, though ``None is None``.
         after = self._line[0] if self._line and step.reads is not None else None
         if after is not None and after.reads is step.reads and not after.nbytes:
             after.nbytes = step.nbytes
@@ -520,6 +556,7 @@ class Pipeline:
         """Notes that the whole line has waited for values, which are there now."""
         times = self._outbox.times
         times.stalled += seconds
+        # All servers answered; the last one is the one that the line has waited for.
         if pull.clocks:
             last = next(reversed(pull.clocks))
             times.stalls[last] = times.stalls.get(last, 0.0) + seconds
@@ -538,6 +575,8 @@ class Pipeline:
         for pull in pulls:
             pull.steps[:] = [step for step in pull.steps if not step.dropped]
         pulls[:] = [pull for pull in pulls if pull.steps]
+        # They stood at the end of the line, so if the writer is one of them, nothing
+        # after it is left.
         if self._writer is not None and self._writer.dropped:
             self._writer = self._held = None
             self._behind = 0
@@ -551,6 +590,8 @@ class Pipeline:
     def _fetch(self, step: ClosureStep, now: float) -> None:
         """Has the values of the step pulled."""
         if step.reads is None:
+            # It reads nothing, but has levels: it can advance to its first pull at
+            # once.
             if step.levels:
                 self._answered.append(step)
             else:
@@ -561,6 +602,8 @@ class Pipeline:
         if not step.notes.asked:
             step.notes.asked = now
         pulls = self._outbox.pulls
+        # Same object, same variables (`Catalog` gives one `Reads` for each set), so one
+        # answer serves both.
         if pulls and pulls[-1].reads is step.reads:
             pulls[-1].steps.append(step)
         else:

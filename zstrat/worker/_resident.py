@@ -154,6 +154,7 @@ class Residents:
 
     def release(self, snapshot: int) -> None:
         """Releases what was pinned, if it is there. From any thread."""
+        # One operation of a dict, as the loop calls this beside the thread.
         self._pins.pop(snapshot, None)
 
     def _pinned(self, snapshot: int) -> list[tuple[ResidentName, np.ndarray]]:
@@ -164,6 +165,7 @@ class Residents:
 
     def restart(self, optimizer: int, number: int) -> None:
         """Drops all arrays of an optimizer, whose open round is ``number``."""
+        # What is not settled belongs to values that the restore has replaced.
         self._before, self._step, self._place = {}, None, None
         self._turns[optimizer] = _Turn(offset=number)
         for name in [name for name in self._arrays if name.optimizer == optimizer]:
@@ -175,6 +177,7 @@ class Residents:
         for entry, array in zip(message.entries, message.arrays, strict=True):
             name = ResidentName(entry.leaf, entry.key, entry.optimizer)
             self._arrays[name] = np.array(array)  # not the memory of the message
+            # With its copies the next window continues, as the one after a window does.
             if name.what == COPY:
                 self._turns[entry.optimizer].restarts = False
         self.version += 1
@@ -221,8 +224,12 @@ class Residents:
         for update in updates:
             name = resident_name(update.spec.name)
             if place is not None and name.what == STEPS:
+                # The number of steps is part of the next window's program, so it is
+                # needed before that is chosen.
                 self._turns[place.optimizer].every = int(update.arrays[0])
             arrays[name] = update.arrays[0]
+        # The old arrays stay until the contribution is acknowledged, which doubles the
+        # memory of these arrays for a while.
         self._before = {name: self._arrays.get(name) for name in arrays}
         self._step, self._place = step, place
         self.version += 1
@@ -260,6 +267,8 @@ class Residents:
         """Returns the place of the next window with these exchanges."""
         optimizer = exchanges.outer.id
         turn = self._turns.setdefault(optimizer, _Turn())
+        # Taken when a window is prepared, maybe several ahead, so the numbers are in
+        # the order of dispatch.
         index, turn.taken = turn.taken, turn.taken + 1
         restarts, turn.restarts = turn.restarts, False
         number, is_whole = index + turn.offset, exchanges.fragments == 1
@@ -276,6 +285,7 @@ class Residents:
         last one first."""
         turn = self._turns[place.optimizer]
         turn.taken -= 1
+        # The order to take all fragments goes back with the place.
         turn.restarts = turn.restarts or place.segment.restart
 
     def may_run(
@@ -288,6 +298,7 @@ class Residents:
         names = [resident_name(x.name) for x in reads if x.ps == RESIDENT]
         if all(name in self._arrays for name in names if name.what == COPY):
             return True
+        # The next window takes all values; this one is sent back.
         self._turns[place.optimizer].restarts = True
         return False
 
@@ -295,11 +306,14 @@ class Residents:
         """Notes the round whose values a window has read; returns whether it is the
         one that the window is for."""
         turn = self._turns[place.optimizer]
+        # The worker counts on from what was read, not from what it had expected.
         before, turn.offset = turn.offset, round_read - place.turn
         if place.is_whole or round_read == place.round:
             return True
         # A window that runs again reads before the end of the round.
         is_early = round_read == place.round - 1
+        # A round in between was missed, so the copies lack what that round made of its
+        # fragment.
         if before != turn.offset and not (is_early or place.segment.restart):
             turn.restarts = True
         return False
@@ -307,6 +321,8 @@ class Residents:
     def took(self, place: WindowPlace, seconds: float) -> None:
         """Notes how long the steps of a window took, without waiting for values."""
         turn, speed = self._turns[place.optimizer], place.steps / max(seconds, 1e-9)
+        # The mean of the last and all before, halved each time: it follows a machine
+        # whose speed changes.
         turn.speed = (turn.speed + speed) / 2 if turn.speed else speed
 
     def _begin_again(self, step: int) -> None:

@@ -118,6 +118,8 @@ class Resources:
         self._limits: Final = limits
         self._code: dict[bytes, _Shipped] = {}
         self._arguments: dict[int, _Shipped] = {}
+        # By number: the objects that steps get, and those of them that have to be
+        # closed.
         self._made: dict[int, object] = {}
         self._open: dict[int, Elements[Any] | StepIterator] = {}
         self.residents: Final = Residents()
@@ -158,6 +160,8 @@ class Resources:
         """Takes over the code that the same coordinator sent before its connection
         broke, so that it is not compiled again, and what windows keep here."""
         for digest, shipped in other._code.items():
+            # Code that refers to resources is left out: they are not here yet, and are
+            # built again with other objects.
             if shipped.loaded is not _NOT_LOADED and not shipped.uses:
                 self._code.setdefault(digest, shipped)
         self.residents.inherit(other.residents)
@@ -190,7 +194,7 @@ class Resources:
 
     def _loaded(self, shipped: _Shipped, find: Callable[[int], object]) -> Any:
         if shipped.loaded is _NOT_LOADED:
-
+            # Loading notes what it refers to, so `drop` knows what to load again.
             def resolve(resource: int) -> object:
                 shipped.uses.add(resource)
                 return find(resource)
@@ -228,6 +232,8 @@ class Resources:
             if isinstance(error, pickle.PicklingError):
                 error.add_note(_BY_NAME)
             self.drop([order.resource])
+            # In its place, so that closures which use it fail with the reason and not
+            # with "no resource".
             self._made[order.resource] = Broken(trim(error))
             raise
 
@@ -239,6 +245,8 @@ class Resources:
             elements = self._open.pop(number, None)
             if elements is not None:
                 _end(elements)
+        # What was loaded holds the object that is gone; it is loaded again, with the
+        # next one, when it is used.
         for shipped in (*self._arguments.values(), *self._code.values()):
             if not shipped.uses.isdisjoint(gone):
                 shipped.loaded = _NOT_LOADED
@@ -301,6 +309,7 @@ class Resources:
         made = self._made.get(number)
         if isinstance(made, Broken):
             if isinstance(made.error, OutOfRangeError):
+                # One object is raised each time: without this its traceback would grow.
                 raise made.error.with_traceback(None)  # as at the end of any dataset
             raise ClosureInputError(
                 f"an argument of the closure could not be built on {self._task}",
@@ -379,6 +388,8 @@ class Resources:
             return _layout_of_element(leased.first, name)
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
             iterator = self._open[number] = made.__iter__()
+            # To the position first: the element that is looked at for its layout then
+            # is the next one, and is given back.
             _go_to(iterator, state)
             first = iterator.draw()
             iterator.unread(first)
@@ -393,6 +404,8 @@ class Resources:
         self._open[number] = elements
         _go_to(elements, state)
         layout = _layout_of_element(elements.peek(), name)
+        # Asked of what the user returned: `Elements` does not show whether its source
+        # fills one buffer again and again.
         steady = is_steady(made)
         made = self._made[number] = StepIterator(elements, name=name, steady=steady)
         made.is_resource = True
@@ -462,6 +475,7 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
         )
     refuse_random_keys(leaves, name)
     arrays = [np.asarray(leaf) for leaf in leaves]
+    # Kinds of dtypes that jax does not have: objects, bytes, text, times.
     for array in arrays:
         if array.dtype.kind in "OSUmM":
             raise TypeError(
@@ -475,6 +489,7 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
 def _layout_of_value(value: object) -> LayoutMessage:
     """Returns the layout of a pytree of arrays; an empty one for other objects."""
     leaves, treedef = joined.flatten(value)
+    # Other objects never leave this worker, so nobody has to know their form.
     kinds = np.ndarray | np.generic | jax.Array
     if not all(isinstance(leaf, kinds) for leaf in leaves):
         return LayoutMessage(0, [], [], None)

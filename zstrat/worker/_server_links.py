@@ -75,10 +75,12 @@ class ServerPresence:
         """Notes that the server has greeted."""
         if self._is_closed:
             return
+        # The process of before, or one that had nothing to lose yet.
         if not self.is_used or self._life in (None, hello.incarnation):
             self._stop_absence()
             self._life = hello.incarnation
             self.line.resume()
+        # Its store may be promoted elsewhere, so requests wait instead of failing.
         elif self._moves:
             self.line.hold()
             self._miss(RESTARTED)
@@ -107,6 +109,8 @@ class ServerPresence:
             self._absence = None
 
     def _miss(self, reason: str, returns: float = 0.0) -> None:
+        # The first loss counts: a server that comes and goes does not get the time
+        # again.
         if self._absence is None:
             grace = max(self._grace, returns)
             loop = asyncio.get_running_loop()
@@ -174,6 +178,7 @@ class ServerLinks:
 
         Cancellation: the links keep connecting.
         """
+        # Over a copy, as `move` may replace a link while this waits.
         for index, link in enumerate(list(self.links)):
             try:
                 await link.wait_open(deadline)
@@ -192,12 +197,16 @@ class ServerLinks:
             raise ProtocolError(
                 f"MoveServer of ps {index}: expected an index below {len(self._views)}"
             )
+        # Orders may overtake each other on the way; only the newest view counts.
         if message.view <= self._views[index] or self._is_closed:
             return Done()
         self._views[index] = message.view
+        # Only after the view is noted, as a move to the same address must also outdate
+        # older ones.
         before = self.links[index]
         if before.address == message.address:
             return Done()
+        # The old presence must not touch the line that the new link serves.
         self._presences[index].leave()
         link = self.links[index] = self._new(index, message.address)
         self._presences[index].line = self._lines[index]
@@ -218,6 +227,7 @@ class ServerLinks:
         await asyncio.gather(*[link.close(reason) for link in self.links])
 
     def _start(self, index: int, link: TaskLink) -> None:
+        # Another move, or the end, may have come in the meantime.
         if self.links[index] is link and not self._is_closed:
             link.start()
 
@@ -286,6 +296,8 @@ class Residuals:
             if back is None:
                 continue
             with self._lock:
+                # Several steps may be under way: what they leave out is added up, and
+                # the next step sends it all.
                 there = self._kept.get(key)
                 self._kept[key] = back if there is None else there + back
 
@@ -327,6 +339,7 @@ class PushEncoding:
         try:
             sent = [self._encoded(step, update, wires, lent) for update in updates]
         except BaseException:  # to the step, which does not push
+            # Some residuals were taken before the one that failed.
             self.residuals.settle(lent, is_sent=False)
             raise
         return sent, lent
@@ -339,6 +352,7 @@ class PushEncoding:
         lent: list[Lent],
     ) -> PsUpdate:
         wire = wires.get(update.optimizer)
+        # Indices of rows, and operands of the optimizer, stand before it.
         gradient = update.arrays[-1]
         if (
             wire is None
@@ -352,12 +366,17 @@ class PushEncoding:
             return update
         is_of_rows = update.op == UpdateOp.OPTIMIZE_ROWS
         codec = wire.codec
+        # Rows keep no residuals, and top-k without them would lose most of each row for
+        # good.
         if is_of_rows and codec is Codec.TOP_K:
             return update
         block = ROW_BLOCK if is_of_rows else GRADIENT_BLOCK
+        # Without feedback rounding has to be random, so its errors cancel over steps;
+        # the seed makes a step that runs again send the same.
         seed: int | None = step << 32 | update.key
         if wire.has_feedback and not is_of_rows:
             before, seed = self.residuals.take(update.key), None
+            # Noted before the work that may fail, so the caller can give it back.
             lent.append(Lent(update.key, before, gradient))
             if before is not None:
                 gradient = gradient + before

@@ -138,6 +138,8 @@ class StepRunner:
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
         self.encoding: Final = encoding
+        # Weak: a function that is traced again and again makes a plan each time, and
+        # what is remembered of a plan goes with it.
         self._bound: Final[WeakKeyDictionary[Plan, list[Future[None]]]] = (
             WeakKeyDictionary()
         )
@@ -174,22 +176,29 @@ class StepRunner:
         for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)
             task = _Task(batch.function, batch.arguments, context, low_water)
+            # Kept per function and not per batch, so the first step of the next batch
+            # is already measured.
             costs = self._costs.setdefault(batch.function, Costs())
             if not inputs:
                 self.pipeline.dispatched(task, costs, batch.steps, now)
+                # Steps with inputs of their own are prepared one by one; only steps
+                # with the same arguments can share a preparation.
                 continue
-            for step, mine in zip(batch.steps, inputs, strict=True):
-                own = _Task(batch.function, batch.arguments, context, low_water, mine)
+            for step, data in zip(batch.steps, inputs, strict=True):
+                own = _Task(batch.function, batch.arguments, context, low_water, data)
                 if batch.leases:
-                    end = len(mine) - batch.leases * LEASE.size
-                    own.inputs = mine[:end]
-                    own.leases = self.resources.expect_leases(mine[end:])
+                    # The coordinator appends the leases of a step to its inputs.
+                    end = len(data) - batch.leases * LEASE.size
+                    own.inputs = data[:end]
+                    own.leases = self.resources.expect_leases(data[end:])
                 self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Cancels steps that have not begun; their elements go back to the datasets."""
         now = self.clock()
         prepared, queued = self.pipeline.cancelled()
+        # Last one first: each gives its elements back in front of those that were given
+        # back before it, so the dataset yields them in the order of the closures again.
         for step in prepared:
             self._give_back(step)
         self.resources.expect_no_leases()
@@ -200,6 +209,8 @@ class StepRunner:
         """Builds a resource in the worker's context; see `Resources.build`."""
         before = worker_context.set(WorkerContext(self._index, self._count))
         building_before = building.set(True)
+        # Pipelines may be fewer than workers: the dataset function then sees the share
+        # of the pipeline, not of the worker.
         share = (order.pipeline, order.pipelines) if order.pipelines else None
         share_before = input_pipeline.set(share)
         creator_before = creator.set(_Refusing())
@@ -225,6 +236,8 @@ class StepRunner:
 
     def prepare(self, step: ClosureStep, began: float) -> float:
         task: _Task = step.task
+        # Nothing of such a step depends on when it is prepared, so that costs no time
+        # and the clock is not read.
         if task.once is not None:
             step.work, needs = task.once
             self.pipeline.prepared(
@@ -240,7 +253,11 @@ class StepRunner:
         self.pipeline.preparing = step, began
         try:
             function = self.resources.code(task.function)
+            # An eager step has no plan: it reads and pushes while it runs. All before
+            # it has to be posted by then, and nothing after it may be pulled early.
             if function.eager:
+                # Loaded now, so an argument that cannot be built refuses the step
+                # before it runs.
                 self.resources.arguments(task.arguments)
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
@@ -248,12 +265,16 @@ class StepRunner:
             leased = self.resources.begin_leases(task.leases) if task.leases else ()
             exchanges = window_of(function)
             if exchanges is not None:
+                # Its place decides which fragment it exchanges, and that is part of the
+                # program, so the place is taken before the program is chosen.
                 step.place = self.resources.residents.take_place(exchanges)
                 kwargs = {**kwargs, SEGMENT: step.place.segment}
             prepared = self._prepare(function, args, kwargs)
             if leased:
                 _require_drawn(leased, prepared)
             needs = self._catalog.of(prepared.plan)
+            # Now and not when it pushes: the servers trace the trees while this thread
+            # compiles the program of the first step.
             if prepared.plan.calls:
                 self._begin_binding(prepared)
         except BaseException as error:  # to the coordinator, as the outcome of the step
@@ -267,6 +288,8 @@ class StepRunner:
         step.work = prepared
         reads, nbytes = needs.reads, needs.nbytes
         if prepared.plan.has_lookups:
+            # The rows to pull depend on the ids of this step, so its pull is never
+            # shared.
             reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
         elif not prepared.plan.draws and not needs.rounds:
             task.once = (prepared, needs)
@@ -301,6 +324,8 @@ class StepRunner:
         try:
             self._bound[plan] = [self._bind(call) for call in plan.calls]
         except BaseException:  # to the step, whose outcome it is
+            # `prepare` has not set ``step.work`` yet, so nobody else gives these
+            # elements back.
             prepared.unread()
             raise
 
@@ -315,9 +340,10 @@ class StepRunner:
         if not plan.calls:
             return
         self._begin_binding(prepared)
+        # The servers had the time of the compilation, so this rarely waits.
         left = self._bound[plan]
-        for each in left:
-            if (error := each.exception()) is not None:
+        for binding in left:
+            if (error := binding.exception()) is not None:
                 del self._bound[plan]
                 raise _NotBoundError from error
         left.clear()
@@ -327,6 +353,8 @@ class StepRunner:
         residents = self.resources.residents
         try:
             if self._has_copies(step):
+                # No value is pulled yet. The round is the one that the worker expects;
+                # if another one is open, `run` begins again (`forget_begun`).
                 plan: Plan = step.work.plan
                 early = residents.early(plan.reads, step.number, step.place)
                 step.work.begin(early)
@@ -366,6 +394,8 @@ class StepRunner:
         elif step.error is not None:
             ending = self._not_run(step, step.error)
         elif not self._has_copies(step):
+            # Retryable, as another worker may have the copy, and here the next window
+            # takes all values again.
             step.work.unread()
             ending = _closure.cancelled(step.number, BusyError(_NO_COPY))
         else:
@@ -376,9 +406,14 @@ class StepRunner:
                     notes = EagerNotes()
                     result = self._eager(step, task, notes)
                 else:
+                    # Computed before the trees are awaited: the servers trace them
+                    # meanwhile.
                     result, kept = self._computed(step)
                     self._require_bound(step.work)
                     push, lent = self._push(step, result)
+                # What can still fail comes before anything has an effect: the result
+                # must fit a message before the resident arrays change and the push
+                # leaves.
                 ending = self._layouts.ok(step.number, result)
                 ending.lent = lent
                 if task.leases:
@@ -392,6 +427,8 @@ class StepRunner:
                 # becomes of those of one that raises an error of its own.
                 pushed = step.work is None and isinstance(error, ZstratError)
                 ending = _closure.failed(step.number, error, pushed=pushed)
+                # A step that fails has no effect, so what was to be pushed is dropped
+                # and its residuals return.
                 push = None
                 self.encoding.residuals.settle(lent, is_sent=False)
                 if step.place is not None:
@@ -402,6 +439,8 @@ class StepRunner:
         cost = now - began + step.begun
         if step.place is not None and push is not None:
             self._measure(step, cost)
+        # An ending may wait long for its acknowledgement; the values of the step must
+        # not wait with it.
         step.work = step.values = None
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
@@ -441,6 +480,7 @@ class StepRunner:
         optimizer = needs.rounds[0]
         at = RoundNumber(optimizer, read.get(optimizer, 0))
         values = residents.filled(plan.reads, step.values or (), step.number, at)
+        # The first part was computed with other arrays or with another round than now.
         if self._begun_with != residents.version:
             step.work.forget_begun()
         result = step.work.run(values)
@@ -460,6 +500,8 @@ class StepRunner:
         rounds = needs.rounds
         read = {} if step.notes is None else step.notes.rounds or {}
         place = step.place
+        # A window that read another round than it was made for contributes with weight
+        # 0, as its fragment is not the one that is exchanged now.
         is_due = place is None or self.resources.residents.has_run(
             place, read.get(place.optimizer, place.round)
         )
@@ -484,6 +526,8 @@ class StepRunner:
             updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
         if not rounds:
             return updates or None, lent
+        # Gradients of rounds wait on the servers for the round to close; all other
+        # updates are applied when they arrive.
         apart = [update for update in updates if update.optimizer not in rounds]
         gradients = [
             update
@@ -515,6 +559,7 @@ class StepRunner:
             if binding is None:
                 transformation = checked(self.resources.code(asked.code))
                 binding = Binding.decoded(name, transformation, tree)
+                # Decoded and traced once for all rounds; only the merged values differ.
                 self._bindings[asked.code, tree] = binding
             if merged.keys() <= {key for keys in binding.keys for key in keys}:
                 return binding.operands(merged)

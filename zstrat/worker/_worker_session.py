@@ -220,6 +220,8 @@ class WorkerSession:
             case CancelSteps():
                 self.cancel()
             case PutArguments(arguments=number, code=code, arrays=arrays):
+                # By the thread's inbox, like all that a closure uses: it keeps the
+                # order in which messages came.
                 executor.tell(partial(resources.put_arguments, number, code, arrays))
             case DropArguments(arguments=numbers):
                 executor.tell(partial(resources.drop_arguments, numbers))
@@ -243,6 +245,8 @@ class WorkerSession:
             case MergeOperands():
                 return self._merged_operands(message)
             case RestartWindows(optimizer=number, number=first):
+                # A restore: residuals are what was left out of gradients at values that
+                # are gone now.
                 self.runner.encoding.residuals.clear()
                 executor.tell(partial(residents.restart, number, first))
             case StoreTensors():
@@ -250,6 +254,7 @@ class WorkerSession:
             case PinSnapshot():
                 return executor.submit(partial(residents.pin, message))
             case ReadSnapshot():
+                # On the loop, beside the thread: pinned arrays are never written to.
                 return SnapshotPart((residents.read(message),))
             case ReleaseSnapshot(snapshot=number):
                 residents.release(number)
@@ -274,6 +279,8 @@ class WorkerSession:
         batches = []
         for batch, inputs in with_inputs(message):
             taken = self._reports.opened(batch)
+            # Inputs are in the order of the batch, so those of closures that are open
+            # already go, too.
             if batch.size and taken.steps is not batch.steps:
                 inputs = [inputs[batch.steps.index(step)] for step in taken.steps]
             batches.append((taken, inputs))
@@ -300,6 +307,8 @@ class WorkerSession:
     def carry_out(self, post: Post) -> None:
         """Carries out what the executor thread has posted: pushes first, so that the
         pulls read what they wrote."""
+        # The links are closed, but residuals outlive the session: the next one of the
+        # same coordinator needs what these pushes have taken.
         if self._closed:
             for _, ending in post.pushes:
                 self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
@@ -308,6 +317,8 @@ class WorkerSession:
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
         self._heard = now = self._clock()
+        # The usual step: one message per server has the push and the pull of the next
+        # step.
         if len(pushes) == 1 and len(pulls) == 1 and not _is_of_round(pushes, pulls):
             self._exchange(*pushes[0], post.read_at[0], pulls[0], now)
         else:
@@ -315,6 +326,8 @@ class WorkerSession:
                 self._push(push, ending, read_at, now)
             for pull in pulls:
                 self._pull(pull)
+        # After pushes and pulls: the coordinator may wait a moment, the next step may
+        # not.
         self._reports.now(post.endings)
         # Last: nothing waits for the records.
         self.recorder.ran(post.times, now)
@@ -382,9 +395,13 @@ class WorkerSession:
         """Contributes gradients to rounds, beside other updates of the step."""
         step = ending.completion.step
         ending.contributions = [
+            # A step that read nothing (base -1) counts for the first round that this
+            # worker has not given to.
             each._replace(base=self._after(each.optimizer)) if each.base < 0 else each
             for each in sent.contributions
         ]
+        # Before it is sent: a pull that follows must wait for this round even while the
+        # contribution is under way.
         for each in ending.contributions:
             self._given[each.optimizer].append(each.base)
         push = _PushUnderWay(ending, read_at, now)
@@ -402,6 +419,7 @@ class WorkerSession:
             self._not_contributed(ending)
             self._not_sent(ending, error)
         else:
+            # Both have to be acknowledged; either failure fails the step.
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
     def _after(self, optimizer: int) -> int:
@@ -416,9 +434,13 @@ class WorkerSession:
             return
         if error is not None:
             self._not_contributed(ending)
+            # The servers may have applied a part before the error, so the outcome is in
+            # doubt.
             ending = _closure.failed(ending.completion.step, error, pushed=True)
         else:
             for each in ending.contributions:
+                # Later pulls wait for the newest round alone, so older entries are of
+                # no use.
                 given = self._given[each.optimizer]
                 given[:] = [base for base in given if base >= each.base]
             if ending.contributions:
@@ -466,6 +488,8 @@ class WorkerSession:
         refs, rows, rounds, waits, sets = pull.reads
         clocks = pull.clocks
         try:
+            # A pull of a round waits on the server until the rounds with our
+            # contributions are closed, so the step reads what they became.
             if rounds:
                 after = [
                     RoundNumber(each, self._after(each) if waits else 0)
@@ -493,6 +517,7 @@ class WorkerSession:
         values: list[np.ndarray] | None,
         error: BaseException | None,
     ) -> None:
+        # The pipeline belongs to the thread, so the answer goes there as an event.
         arrived = self.runner.pipeline.arrived
         self._executor.tell(partial(arrived, pull, values, self._clock(), error))
 
@@ -512,6 +537,7 @@ class WorkerSession:
             False if a closure was still running at the deadline (loop time).
         """
         self._refusal = refusal
+        # Closures that run cannot be stopped, so wait for their pushes, which count.
         self.cancel(refusal)
         try:
             async with asyncio.timeout_at(deadline):
@@ -532,6 +558,8 @@ class WorkerSession:
         self._capture.close()
         if self._output is not None:
             self._output.close()
+        # In this order on the thread: stop taking work, then give the output back, then
+        # free what the closures used.
         self._executor.tell(partial(self._executor.work_for, None))
         self._executor.tell(partial(self._listen, None))
         self._executor.tell(self.runner.close)
