@@ -92,6 +92,8 @@ class PlannedVariables:
             for variable in plan.variables
             if not isinstance(variable.storage, DeviceStorage)
         ]
+        # In one order in all steps: two that need the same pools cannot wait for each
+        # other.
         self._pools: list[DevicePool] = [pools[key] for key in sorted(pools)]
         self.travels = any(pool.travels for pool in self._pools)
         """Whether values are kept on another device than steps run on, so that a failed
@@ -100,6 +102,8 @@ class PlannedVariables:
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
         self._places = self._joint_places()
         self._joint: JointState | None = None
+        # The value of a read that is also updated is found in the joint state of the
+        # step before.
         at = {id(storage): n for n, storage in enumerate(self._moved_storages)}
         self._reads = [
             (at.get(id(storage)), storage) for storage in self._read_storages
@@ -203,6 +207,7 @@ class PlannedVariables:
                 pool.settle()
             return act()
         except BaseException:  # to the caller
+            # From now on steps look whether a value was lost (`require_kept`).
             for pool in self._pools:
                 pool.has_failed = True
             raise
@@ -213,6 +218,7 @@ class PlannedVariables:
         Raises:
             DataLossError: A value is lost; names the variable and the remedies.
         """
+        # Almost always: then nothing has to be looked at.
         if True not in [pool.has_failed for pool in self._pools]:
             return
         joint = None if self._joint is None else self._joint.taken()
@@ -285,6 +291,7 @@ class PlannedVariables:
         The list then belongs to this object. The caller holds the lock, unless the
         values travel.
         """
+        # Before the first attempt, so that a second one stores the same numbers.
         steps = [pool.steps + self._moves for pool in self._pools]
         try:
             self._put(arrays, steps)
@@ -312,6 +319,7 @@ class PlannedVariables:
 
     def _keep(self, arrays: list[Any]) -> None:
         joint = self._joint
+        # One assignment for the whole step: a Ctrl-C comes before or after it.
         if joint is not None and joint.is_whole:
             joint.arrays = arrays
             return
@@ -321,6 +329,7 @@ class PlannedVariables:
         self._joint = joint
 
 
+# A `with` for each lock, without a context manager of ours; see `in_turn`.
 def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
     if not locks:
         return act()

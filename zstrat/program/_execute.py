@@ -111,6 +111,7 @@ class Prepared:
         self.wanted = Wanted(self.plan.reads)
         """The next request; the first one needs no answer."""
         self._lookups: Lookups | None = None
+        # Before ids are computed from them.
         if self.plan.downcast_leaves:
             given = [*inputs, *_leaves(draws)]
             require_fitting(self.plan.function, given, self.plan.downcast_leaves)
@@ -291,6 +292,7 @@ def run_here(
     except BaseException:  # to the caller: the step may be run again
         prepared.unread()
         raise
+    # From here on the elements are used up, as in each step that runs.
     computed = prepared.compute(values)
     _apply(plan, computed.updates())
     return plan.out_structure.unflatten(computed.results)
@@ -363,6 +365,8 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
             require_divisors(update.spec, update.op, update.arrays[-1])
     for update in updates:
         key = update.spec.key
+        # What was made before these gradients is made first, so the order of the body
+        # stays.
         if update.call is not None:
             update_all(list(waiting.values()))
             waiting.clear()

@@ -56,6 +56,7 @@ class BoundFunctions:
         if bound is None:
             body = unbound.body.__get__(instance)
             new = type(unbound)(body, eager=unbound.eager)
+            # Two threads that bind it at once get the same function.
             bound = self._bound.setdefault(unbound, new)
         return bound
 

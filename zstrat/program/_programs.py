@@ -187,6 +187,8 @@ class CompiledPrograms:
         self, call: CutCall, given: GivenVariables | None, draws: Draws
     ) -> AnyProgram | None:
         """Makes the program from a shared trace of other variables, if there is one."""
+        # Searched last whether the body holds one of the variables, as that looks at
+        # many objects.
         traces = None if given is None else self._shared.get(given.likeness)
         if given is None or traces is None or has_captured(self._fn, call, given):
             return None
@@ -228,6 +230,7 @@ class CompiledPrograms:
             arguments = len(call.iterators)
             call = call._replace(iterators=list(draws.iterators))
             plan, body = self._discovered(call, draws, stand_ins)
+            # A program of before may have drawn more elements than this body.
             draws.keep_used()
             call = call._replace(iterators=list(draws.iterators))
             check = downcast_check(plan, call, draws.elements, self.warned)
@@ -249,6 +252,7 @@ class CompiledPrograms:
             self.trace_count += 1
             return program
         words = describe(args, kwargs, draws.elements)
+        # The answer is a part of the key; see `ProgramsOfCall`.
         if known.asks_context:
             words["the worker"] = str(worker_context.get())
         otherwise = _GIVEN if given else _UNEQUAL
@@ -294,6 +298,7 @@ class CompiledPrograms:
             self.kept -= 1
             if not oldest.programs:
                 self._calls.popitem(last=False)
+                # Or the trace would keep the forgotten programs alive.
                 for likeness, traces in [*self._shared.items()]:
                     traces[:] = [x for x in traces if x.programs is not oldest]
                     if not traces:

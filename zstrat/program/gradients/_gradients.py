@@ -167,6 +167,7 @@ class Difference:
         discovered = LookupDiscovery(
             self._plain, outer, given, stand_for, values, self._late()
         ).run()
+        # Rows of integers have no gradient.
         floating = [
             n
             for n, rows in enumerate(discovered.rows)
@@ -273,6 +274,7 @@ class _Gathered:
             dense, used = self.of_given[number], number in self.found.used_given
         # Only rows, if only lookups use it: a dense gradient would be as large as the
         # table.
+        # Rows of a list are numbered over all its variables, which fits none of them.
         if lookups and not used and all(len(x.sought.via) == 1 for x in lookups):
             return _slices(lookups, variable.shape, variable.dtype)
         return self._dense(variable, dense, lookups, number)

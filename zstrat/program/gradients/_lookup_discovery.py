@@ -93,6 +93,8 @@ class Substitution(TraceRecorder):
         self._values = values
         self._given = given
         self._late, self._value_of, self._rows_of = late, value_of, rows_of
+        # A function inside of a differentiated one sees the arrays of both, so both
+        # name what jax caches.
         inherited: tuple[int, ...] = ()
         if isinstance(outer, Substitution):
             inherited = outer.substituted
@@ -104,6 +106,7 @@ class Substitution(TraceRecorder):
         """Substitutes in the code inside; entered in the trace of the given arrays."""
         self._outermost = current_trace()
         before = recorder.set(self)
+        # With real values a new number at each call would compile each operation again.
         try:
             with apart(("live", *self.substituted)) if self.live else fresh():
                 yield
@@ -141,6 +144,7 @@ class Substitution(TraceRecorder):
 
     def behind(self, array: object) -> tuple[VariableHandle, int] | None:
         """Returns the variable that this very array stands for, and its number."""
+        # By identity: the function got this very array in place of the variable.
         for number, (given, variable) in enumerate(self._given):
             if given is array and variable is not None:
                 return variable, number
@@ -285,6 +289,8 @@ class LookupDiscovery:
             recordings.append(recording)
             self.call(given, recording)
 
+        # Values are computed from a seed, as constants would not be traced at every
+        # depth; see `zstrat.program.trace._flow.Discovery`.
         jax.eval_shape(abstract, np.zeros((), np.float32), self.given, self.values)
         return recordings[-1].sought, keys
 

@@ -141,10 +141,13 @@ class Level:
         self._components = [c for segment in segments for c in segment.table.components]
         heights = [height for segment in segments for height in segment.heights]
         self._bounds = np.cumsum([0, *heights], dtype=np.int64)
+        # An id plus its base is the number of its row among those of all tables.
         self._base = np.repeat(
             np.array([s.base for s in segments], np.int64),
             [s.stop - s.start for s in segments],
         )
+        # Without empty segments, for which ``reduceat`` returns an element of the next
+        # one.
         self._full = [segment for segment in segments if segment.start < segment.stop]
         self._starts = np.array([segment.start for segment in self._full], np.intp)
         fits = np.iinfo(np.int64)
@@ -270,6 +273,7 @@ class Level:
             else:
                 rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 assert len(rows) == last - first
+                # Aligned, so XLA reads the rows where they are.
                 own = aligned((len(places), *rows.shape[1:]), rows.dtype)
                 # mode="clip": the indices are valid, and numpy need not check them.
                 places = places - first if first else places
@@ -286,6 +290,7 @@ class Level:
         low = asked.cuts[first.first]
         high = asked.cuts[last.first + len(last.table.components)]
         found, ids = asked.found, slice(first.start, last.stop)
+        # Padding is not in the runs, so positions are counted by the runs before.
         if asked.absent_mask is not None:
             before = int(found.counts[:low].sum())
             ids = slice(before, before + int(found.counts[low:high].sum()))
@@ -319,6 +324,7 @@ class Level:
         """Refuses ids outside of their table; returns whether some may be `ABSENT`."""
         if not len(self._starts):
             return False
+        # All tables in one pass; which id it is, is only asked if one is outside.
         low = np.minimum.reduceat(ids, self._starts)
         high = np.maximum.reduceat(ids, self._starts)
         if not ((low < self._least) | (high > self._most)).any():

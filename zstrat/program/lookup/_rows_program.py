@@ -136,6 +136,7 @@ class Ids:
                 self._taken, self._places, strict=True
             )
         ]
+        # Unchecked: `Level.ask` finds what is outside of its table.
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
 
@@ -161,6 +162,7 @@ def _compiled(
         vectors = {}
         for dtype, same in computed.items():
             parts = [ids[output].reshape(-1) for output in same]
+            # Ids of one dtype in the trace may be wide or not where they are evaluated.
             widest = max([part.dtype for part in parts], key=lambda kind: kind.itemsize)
             vectors[dtype] = jnp.concatenate([part.astype(widest) for part in parts])
         return vectors
@@ -279,6 +281,7 @@ class RowsProgram:
 
         def program(given: list[Any], blocks: list[Any]) -> Any:
             values = [inputs.of(number, given, blocks) for number in needed]
+            # Evaluated with 64 bits, outputs return to the dtypes of the trace.
             outputs = [
                 value if value.dtype == kind else value.astype(kind)
                 for value, kind in zip(part(*values), kinds, strict=True)

@@ -72,6 +72,7 @@ def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str
     }
     if _is_plain(fn.__defaults__):
         attributes["__defaults__"] = fn.__defaults__
+    # Other globals wait until the class is there, as they may refer to it.
     names = fn.__code__.co_names
     given = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     kept = {name: value for name, value in given.items() if keep(value)}
@@ -151,6 +152,7 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN
 
 
+# From here on named functions, as pickle refers to them by name.
 def _made(
     make: Callable[..., types.FunctionType], args: Any, found: Mapping[str, Any]
 ) -> types.FunctionType:
@@ -305,6 +307,8 @@ def body_of(cls: type) -> Body:
     fields = _fields(cls) if runs else {}
     bases = cls.__bases__
     written = vars(cls).get("__orig_bases__", ())
+    # ``Generic[T]`` becomes another base when the statement runs; what was written
+    # gives the parameters once more.
     if types.resolve_bases(written) == bases:
         bases = written
         later.pop("__orig_bases__", None)
@@ -348,6 +352,8 @@ def _cut(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
             into[name] = value
     if "__slots__" in later:  # of a dataclass: it makes the class a second time
         said["__slots__"] = later.pop("__slots__")
+    # A class of Python 3.14 has a function in place of annotations until they are asked
+    # for.
     if "__annotations__" in vars(cls) or "__annotate_func__" in vars(cls):
         said["__annotations__"] = later.pop("__annotations__", cls.__annotations__)
     return said, later
@@ -371,6 +377,7 @@ def _says_more(field: dataclasses.Field[Any]) -> bool:
     usual = dataclasses.field()
     differs = any(getattr(field, flag) != getattr(usual, flag) for flag in _FLAGS[:4])
     factory = field.default_factory is not dataclasses.MISSING
+    # In a field that no decorator has seen ``kw_only`` is MISSING.
     return differs or factory or bool(field.metadata) or bool(field.kw_only)
 
 

@@ -175,6 +175,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             case jax.custom_vjp():
                 return _by_other_name(obj) or reduced_vjp(obj)
             case types.ModuleType():
+                # Registered, so cloudpickle sends the module by value.
                 self._by_value(obj)
             case jax.core.Tracer():
                 raise TypeError(f"it is traced by jax ({obj})")
@@ -188,6 +189,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         return super().reducer_override(obj)
 
     def _function(self, fn: types.FunctionType) -> Any:
+        # Before cloudpickle is asked, which decides by its registry of modules.
         self._by_value(sys.modules.get(fn.__module__ or ""))
         if is_dispatching(fn) and not goes_by_name(fn):
             return reduced_dispatch(fn)
@@ -196,12 +198,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         whole_fn = super().reducer_override(fn)
         if whole_fn is NotImplemented:
             return whole_fn
+        # It belongs to a class that is being made, and is filled after that.
         if id(fn) in self._empty:
             return empty(whole_fn, early(fn, goes_by_name))
         return whole(whole_fn, early(fn, goes_by_name))
 
     def _class(self, cls: Any) -> Any:
         self._by_value(sys.modules.get(cls.__module__ or ""))
+        # Somebody has said how classes of this metaclass are pickled.
         if type(cls) in copyreg.dispatch_table:
             return NotImplemented
         if cls.__module__ == "builtins" or goes_by_name(cls):
@@ -221,6 +225,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         filled = [(fn, remaining(reduction)) for fn, reduction in self._emptied(cls)]
         if issubclass(cls, enum.Enum):
             return reduced_enum(cls, filled, registrations)
+        # cloudpickle finds the virtual subclasses of an abstract class.
         virtual = super().reducer_override(cls)[2][0].get("_abc_impl", ())
         is_late = cls in self._ways.late
         return reduced_class(cls, filled, virtual, registrations, late=is_late)
@@ -253,6 +258,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
 
     def _array(self, array: jax.Array) -> Any:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            # Its numbers: an array of random keys has no buffer.
             data = np.asarray(jax.random.key_data(array))
             return _key, (data, str(jax.random.key_impl(array)))
         if array.nbytes > WARN_FROM_BYTES:

@@ -63,6 +63,7 @@ class ModuleAttribute(NamedTuple):
         file = _file(self.module)
         if file is None:
             raise ImportError(_words(self, f"has no module {self.module!r}"))
+        # Before the import, as another source must not run here.
         if _digest(file) != self.digest:
             raise ImportError(_words(self, f"has another source, {file}"))
         value: Any = importlib.import_module(self.module)
@@ -85,6 +86,7 @@ class AbsentValue:
             raise AttributeError(name)
         self._refuse()
 
+    # Python looks these up in the class, past ``__getattr__``.
     __call__ = __enter__ = __exit__ = __getitem__ = __setitem__ = _refuse
     __iter__ = __next__ = __len__ = __contains__ = __bool__ = _refuse
 
@@ -191,6 +193,7 @@ class Registration(NamedTuple):
         Raises:
             TypeError: It is registered by functions (``register_pytree_node``).
         """
+        # jax knows each NamedTuple without a registration.
         if issubclass(cls, tuple) or not _is_registered(cls):
             return []
         if "tree_unflatten" in dir(cls):
@@ -222,6 +225,7 @@ def register(registration: Registration) -> None:
         TypeError: It should have registered itself, and has not.
     """
     cls: Any = registration.cls
+    # By its own statement, or when it arrived before.
     if _is_registered(cls):
         return
     match registration.way:
@@ -244,12 +248,14 @@ def _blank(cls: type) -> Any:
     Raises:
         TypeError: The class cannot be made without arguments.
     """
+    # ``object.__new__`` refuses a class with a base in C.
     builtin: Any = next(base for base in cls.__mro__ if not base.__flags__ & HEAP_TYPE)
     if builtin is cls:
         raise TypeError(f"{cls.__qualname__} is written in C")
     blank = builtin.__new__(cls)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
+            # Past the ``__setattr__`` of a frozen dataclass.
             object.__setattr__(blank, field.name, field.name)
     return blank
 

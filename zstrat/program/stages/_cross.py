@@ -247,6 +247,7 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
             is_mine = jax.lax.axis_index(PROCESS) == 0
             own = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
             sums: list[jax.Array] = _psum(own, PROCESS)
+            # A sum of booleans is not a boolean.
             return [x.astype(y.dtype) for x, y in zip(sums, arrays, strict=True)]
 
 
@@ -265,6 +266,8 @@ def _differentiable(channel: Channel, where: str, axis: str | None) -> Any:
     def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.SUM, where, arrays))
 
+    # The derivative of a sum over processes is the sum of their gradients, one more
+    # collective.
     summed = jax.custom_vjp(reduced)
     summed.defvjp(
         lambda arrays: (reduced(arrays), None),

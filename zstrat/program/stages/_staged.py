@@ -63,6 +63,8 @@ def compiled(
         is_last = number == len(cut) - 1
         donated = [n for n in moved if is_last and n in stage.takes]
         kept = [n for n in stage.takes if n not in set(donated)]
+        # All that no later stage takes or sends is dropped as soon as the stage has
+        # run.
         later = {n for other in cut[number + 1 :] for n in other.takes}
         later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}
         here = {n for x in stage.crossings for n in (*x.operands, *x.results)}
@@ -219,6 +221,8 @@ class StagedProgram:
         self, given: list[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         held = self._held
+        # Asked again: another thread may have given each replica a copy before the turn
+        # came.
         if not self.is_current:
             raise Outdated
         held.require_kept()
@@ -226,6 +230,7 @@ class StagedProgram:
         store = self._before_last([*given, *held.state()])
         donated = [store[number] for number in last.donated]
         kept = [store[number] for number in last.kept]
+        # Only the two lists hold them now, and give them up to the devices.
         store.clear()
         last_outputs: list[list[Any]] = []
         if held.travels:
@@ -259,6 +264,8 @@ class StagedProgram:
             kept.clear()
             self._put(outputs[0], draws)
         except BaseException:  # to the caller
+            # Interrupted after the program has started: the old values are gone, so the
+            # new ones are stored.
             if outputs and not draws.is_spent:
                 self._put(outputs[0], draws)
             elif not outputs:
@@ -352,6 +359,7 @@ class StagedProgram:
         outputs = made.pop()
         settled(outputs, outputs)
         store.update(zip(part.stage.gives, outputs, strict=True))
+        # The store alone holds them, so they are freed below.
         del outputs
         for channel, kind, crossings in part.calls:
             operands = [store[n] for x in crossings for n in x.operands]

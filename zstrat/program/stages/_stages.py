@@ -56,6 +56,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
     """
+    # Inlining traces the whole program once more, so only if it has to be.
     if not any(_has_crossing_inside(eqn) for eqn in closed.jaxpr.eqns):
         return closed
 
@@ -63,6 +64,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
         return _evaluated(closed.jaxpr, closed.consts, given)
 
     made: Any = jax.ShapeDtypeStruct  # untyped
+    # A weak type that became strong would be promoted otherwise.
     kinds = [
         made(aval.shape, aval.dtype, weak_type=aval.weak_type)
         for aval in closed.in_avals
@@ -94,6 +96,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
 
 def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Computes the results of one equation."""
+    # It stays one equation, at which the program is cut.
     if crosses(eqn):
         results: list[Any] = crossing.bind(*operands, **eqn.params)
         return results
@@ -313,6 +316,8 @@ class _Cut:
         for n, eqn in enumerate(self._eqns):
             place = due[n]
             if place is not None:
+                # Its operands are inputs, or are computed as late: nothing more has to
+                # be handed over.
                 is_free = all(
                     var in self._fixed or stage_of[var] >= place for var in _read(eqn)
                 )
@@ -320,6 +325,7 @@ class _Cut:
                     place = self._levels[n]
                 stage_of.update(dict.fromkeys(eqn.outvars, place))
             places.append(place)
+        # One that runs late may be read by one that runs early.
         return self._pulled(places)
 
     def _pulled(self, places: list[int | None]) -> list[int | None]:

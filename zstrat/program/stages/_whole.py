@@ -127,11 +127,13 @@ class WholeProgram:
         return [known[n] for n in range(len(numbers))]
 
     def _given(self, value: Any) -> Any:
+        # A Python number stays weak, and is the same in all processes.
         if isinstance(value, _NUMBERS):
             return value
         array = np.asarray(value)
         # jax casts it as it does every array of numpy.
         seen: Any = jax.dtypes.canonicalize_dtype(array.dtype)
+        # One row of an array over all processes.
         part = array.astype(seen, copy=False)[None]
         return _of_processes(self._apart, part)
 
@@ -173,6 +175,8 @@ class WholeProgram:
                         [_spec() if plain else _spec(PROCESS) for plain in numbers],
                     ),
                     out_specs=(_spec(PROCESS), _spec(), _spec(), _spec(PROCESS)),
+                    # Values and slots are equal in all processes, which jax cannot
+                    # always prove.
                     check_vma=False,
                 )(moved, slots, read, given)
             finally:

@@ -162,6 +162,7 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 def _held(thing: Any) -> list[Any]:
     """Returns what an object refers to, as far as variables are there."""
+    # Not all of its globals, which are the whole module: those that it names follow.
     if isinstance(thing, FunctionType):
         apart = thing.__globals__, getattr(thing, "__builtins__", None)
         parts = [x for x in gc.get_referents(thing) if not any(x is y for y in apart)]
@@ -191,6 +192,8 @@ def _named_by(thing: FunctionType) -> list[Any]:
     ]
     modules = [x for x in (*objects, *cells) if isinstance(x, ModuleType)]
     seen = set()
+    # Names of the body may be attributes at any depth (``a.b.c``), so each of them is
+    # looked up in each module.
     while modules:
         module = modules.pop()
         if module.__name__ in seen or is_known(module.__name__):
@@ -276,6 +279,8 @@ def given_variables(call: CutCall) -> GivenVariables | None:
 
 def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
     spec, storage = variable.spec, variable.storage
+    # What may differ between variables of one program: names, key, and which server has
+    # them.
     part = spec.part and replace(spec.part, whole="")
     ps = LOCAL if spec.ps == LOCAL else 0
     alike = replace(spec, key=numbers[spec.key], name="", ps=ps, part=part)
@@ -330,6 +335,8 @@ class StandIns:
         is_own = id(variable) in self._own
         if use is not VariableUse.VALUE:
             self.is_general = self.is_general and not is_own
+        # A variable of the arguments, but not by its stand-in: the body has it from
+        # elsewhere.
         elif variable.spec.key in self._made:
             self.is_general = self.is_general and is_own
         if is_own and use is VariableUse.HASH:

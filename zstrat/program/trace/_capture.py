@@ -146,6 +146,7 @@ class Capture(TraceRecorder):
         with self._scope:
             self._scope.enter_context(fresh())
             here_before = recorder.set(self)
+            # A region is a part of a step, whose plan depends on the answer as well.
             self._tell_outer = asked.get()
             asked_before = asked.set(self._ask_context)
             try:
@@ -244,8 +245,10 @@ class Capture(TraceRecorder):
         note_use(VariableUse.VALUE, *table.components)
         if not self._is_here():
             raise _refusals.lookup_inside(table)
+        # The whole table is an input of the program, so no request is needed.
         if all(map(self._knows, table.components)):
             return rows_here(table, marked(ids), partial(shown_to, self))
+        # The server answers from before the step, so the rows would lack this update.
         for key in table.keys:
             if key in self._touched:
                 raise _refusals.lookup_after_update(table, self._touched[key])
@@ -270,6 +273,7 @@ class Capture(TraceRecorder):
             raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
         arrays, optimizer = call.arrays, call.optimizer
         noted = partial(Recorded, optimizer=optimizer, where=call.where)
+        # The capture of the step decides who applies them.
         if self._is_region:
             op = UpdateOp.OPTIMIZE
             self._note(noted(variables, op, operands=arrays, call=call))
@@ -291,6 +295,7 @@ class Capture(TraceRecorder):
         rule = call.rule(is_here=False)
         require_servers(call, rule)
         self.calls.append(call)
+        # Servers need them to apply the gradients, so they come first.
         operands = tuple(operands_of(call, rule))
         if operands:
             op = UpdateOp.OPERANDS
@@ -357,11 +362,14 @@ class Capture(TraceRecorder):
             return
         self.updates.append(update)
         for number, variable in enumerate(update.variables):
+            # The next read computes the value from the writes, unless an optimizer has
+            # it.
             key = variable.spec.key
             self._values.pop(key, None)
             self._touched[key] = update.where
             if update.op in _OPTIMIZE:
                 self._optimized[key] = update.where
+            # What was written before has no effect any longer.
             elif update.op is UpdateOp.ASSIGN:
                 self._optimized.pop(key, None)
                 self._writes[key] = [(update, number)]
@@ -422,6 +430,7 @@ class Capture(TraceRecorder):
     def _before(self, variable: VariableHandle) -> jax.Array:
         """Returns the value from before the step."""
         key = variable.spec.key
+        # In the order of first reads, which is that of the program's inputs.
         self.reads.setdefault(key, variable)
         if key in self._base:
             return self._base[key]

@@ -234,6 +234,7 @@ def discover(
 
     gaps = _gaps(call)
     traces: list[tuple[Capture, Structure, list[Placeholder]]] = []
+    # The elements are not known before the trace has drawn them.
     template = Template(
         fn, call.treedef, tuple(call.leaves), gaps, tuple(call.iterators), ()
     )
@@ -243,6 +244,8 @@ def discover(
         capture = Capture(feed, call.iterators)
         structure, arrays = template.run(capture, inputs)
         traces.append((capture, structure, feed.placeholders))
+        # Placeholders are outputs, so `body_program` finds which equations have made
+        # them.
         return outputs_of(capture, arrays), [each.value for each in feed.placeholders]
 
     with _refusals.translated_errors(step):
@@ -252,6 +255,7 @@ def discover(
     capture, structure, placeholders = traces[-1]
     results, operands = outputs.results, outputs.operands
     template = replace(template, iterators=tuple(capture.iterators))
+    # First, as a leaked value looks like a constant to all that follows.
     _refuse_leaks(step, closed, len(results), capture.updates, placeholders)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
     tree = jax.tree.structure(outputs)
@@ -272,10 +276,12 @@ def discover(
                 plan, downcast_leaves=downcast_leaves(plan, in_stages.traced(), wide)
             )
         return plan, in_stages
+    # Rows of a hashed table have no numbers until their ids are looked up.
     for update in plan.updates if not plan.lookups else ():
         if update.table is not None and update.table.is_hashed:
             raise _refusals.hashed_update(update.table, update.where)
     indexed = wide and any(update.table is not None for update in plan.updates)
+    # Only these need the data flow of the whole program, which costs another trace.
     if plan.lookups or indexed:
         again = retraced(plan, body, call, elements)
         if wide:

@@ -163,6 +163,7 @@ class Immediate(TraceRecorder):
         if self._is_inside():
             raise _refusals.draw_inside()
         element = self._draw(iterator)
+        # Before the copy, which has 32 bits.
         self.note_downcasts(joined.leaves(element))
         element = joined.mapped(_copied, element)
         self._drawn.extend(joined.leaves(element))
@@ -253,6 +254,7 @@ _inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_keras", default=Fal
 def watch_keras_models() -> None:
     """Makes Keras' layers warn if they are called in a step with their own values."""
     layer: Any = getattr(sys.modules.get("keras"), "Layer", None)
+    # The class and not a model: models exist already, and all of them get calls here.
     if layer is not None and layer not in _watched:
         _watched.add(layer)
         layer.__call__ = _warning(layer.__call__)

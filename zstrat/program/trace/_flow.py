@@ -137,12 +137,14 @@ class Flow:
         wanted = [self._jaxpr.outvars[number] for number in outputs]
         needed = {var for var in wanted if not isinstance(var, Literal)}
         kept: list[JaxprEqn] = []
+        # Backwards, so an equation is met after all that use its results.
         for eqn in reversed(self._jaxpr.eqns):
             acts = with_effects and bool(eqn.effects)
             if acts or any(var in needed for var in eqn.outvars):
                 kept.append(eqn)
                 needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
         invars = [var for var in self._jaxpr.invars if var in needed]
+        # A jaxpr has to declare the effects of its equations, no more and no less.
         effects = set(no_effects).union(*[eqn.effects for eqn in kept])
         pruned = self._jaxpr.replace(
             invars=invars, outvars=wanted, eqns=kept[::-1], effects=effects
@@ -176,6 +178,8 @@ class Flow:
         eqn = None if isinstance(var, Literal) else self._maker.get(var)
         if eqn is None:
             yield var
+        # Along another axis, or in more dimensions, elements of the operands would
+        # alternate.
         elif eqn.primitive.name == "concatenate" and len(var.aval.shape) == 1:
             for operand in eqn.invars:
                 yield from self._origins(operand)
@@ -220,6 +224,7 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
                 union |= mask
             masks.update(dict.fromkeys(eqn.outvars, union))
             continue
+        # One inner jaxpr may be called many times.
         if id(inner) not in known:
             within = _masks(inner, known)
             known[id(inner)] = [_mask(within, var) for var in inner.outvars]
@@ -255,6 +260,7 @@ def inside(eqn: JaxprEqn) -> Any:
         return None
     program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    # Some forms take operands that their jaxpr does not: opaque, which is always right.
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
     return inner if len(inner.outvars) == len(eqn.outvars) else None
@@ -408,6 +414,7 @@ class BodyProgram:
         """Returns shape and dtype of a named value; None if it is not used."""
         if name not in self.names:
             return None
+        # Values come after the inputs.
         return self.closed.in_avals[self.names.index(name) - len(self.names)]
 
     def __call__(self, inputs: Sequence[Any], values: Mapping[Hashable, Any]) -> Any:
@@ -453,6 +460,7 @@ def _without(seed: Any, eqns: list[Any], wanted: Sequence[Any]) -> list[Any] | N
             tainted.update(eqn.outvars)
     needed = {x for x in wanted if not isinstance(x, Literal)}
     kept: list[Any] = []
+    # Backwards, as whether an equation is needed is known after those that use it.
     for eqn in reversed(eqns):
         is_tainted = not tainted.isdisjoint(eqn.outvars)
         if is_tainted and (eqn.effects or not needed.isdisjoint(eqn.outvars)):

@@ -82,7 +82,9 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
         return {}
     flow = Flow(closed)
     first = flow.outputs - len(plan.lookups)
+    # Ids of hashed tables keep 64 bits; see `_wide`.
     ids = [n for n, x in enumerate(plan.lookups, first) if not x.table.is_hashed]
+    # Outputs end with the operands of updates, then the ids.
     at = flow.outputs - len(plan.lookups) - sum(len(x.operands) for x in plan.updates)
     indices = []
     for update in plan.updates:
@@ -97,6 +99,7 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
             if (source := flow.input_at_origin(n)) is None or source not in taken
         ]
     )
+    # Rows that the program itself reads or updates are not among its outputs.
     computed |= flow.inputs_of_marked(_MARK)
     return {number: place for number, place in wide.items() if computed >> number & 1}
 
@@ -236,6 +239,7 @@ class DowncastCheck:
             leaf = leaves[number]
             if not leaf.size or (low <= leaf.min() and leaf.max() <= high):
                 continue
+            # Warned of once; later steps save this pass.
             self._limits.pop(number, None)
             self._warn(number, leaf)
 

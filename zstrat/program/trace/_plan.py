@@ -343,6 +343,7 @@ class TracedBody:
         slots = {} if slots is None else slots
         if self.program is None:
             return self._again(inputs, leaves, values, rows, slots)
+        # The names that `Discovery` gave to placeholders.
         known: dict[Any, Any] = {("value", key): x for key, x in values.items()}
         known.update({("rows", n): x for n, x in enumerate(rows)})
         for key, arrays in slots.items():

@@ -63,6 +63,7 @@ def here() -> str:
     if (where := _claimed.get()) is not None:
         return where
     walked = traceback.walk_stack(inspect.currentframe())
+    # The innermost frame last, as in a traceback.
     frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked]
     return _chosen(frames[::-1])
 
@@ -118,6 +119,7 @@ def hide_frames(error: Exception) -> None:
     for cause in _chain(error):
         cause.__traceback__ = _trimmed(cause.__traceback__)
     notes = getattr(error, "__notes__", [])  # users may set them to anything
+    # Once, as an error may leave through several public calls.
     if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
         error.add_note(_NOTE)
 
@@ -149,7 +151,10 @@ def _trimmed(trace: TracebackType | None) -> TracebackType | None:
     is_hidden = True  # threads of ours start in Python's library
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
+        # Packages are installed in a folder of the library.
         is_library = filename.startswith(_PYTHON) and "/site-packages/" not in filename
+        # Library code that ours has called goes with it: thread pools, functools,
+        # contextlib.
         is_hidden = is_machinery(filename) or (is_hidden and is_library)
         if not is_hidden:
             kept.append(trace)
@@ -160,6 +165,8 @@ def _trimmed(trace: TracebackType | None) -> TracebackType | None:
     return chain
 
 
+# The first class that fits names the remedy, so subclasses of ConcretizationTypeError
+# come before it.
 _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     (
         jax_errors.TracerBoolConversionError,
@@ -274,6 +281,7 @@ def translated_errors(step: str) -> Iterator[None]:
     except jax_errors.UnexpectedTracerError as error:
         raise leaked(step, "the body", raised_at(error)) from error
     except OverflowError as error:
+        # Other overflows are the user's own.
         if "Python int" not in str(error) and "overflow" not in str(error):
             raise
         raise OverflowError(

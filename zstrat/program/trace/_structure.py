@@ -191,6 +191,7 @@ def rebuild(
     match structure:
         case None:
             return None
+        # To Python a bool is an int, but it is no number of a leaf.
         case bool():
             pass
         case int(number) if 0 <= number < len(leaves):
@@ -237,6 +238,7 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
     kind, keys = data
     if kind is type(None):
         return None
+    # In jax's order, by which slots are numbered.
     parts: list[Any] = [_encode(child, slots) for child in node.children()]
     foreign = any(isinstance(part, _Foreign) for part in parts)
     if foreign:
@@ -269,6 +271,7 @@ def _encode_aux(aux: Any) -> PlainTree:
     kind = type(aux)
     if aux is None:
         return None
+    # What msgpack carries: integers of 64 bits at most.
     if kind in _STATIC and (kind is not int or -(2**63) <= aux < 2**64):
         return ["=", aux]
     if kind is tuple or kind is list:
@@ -342,6 +345,7 @@ def _require_array(leaf: Any, path: Any) -> None:
             f"the step returns a random key at {_place(path)}: return "
             "jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data"
         )
+    # Of Python; it becomes an array, as msgpack has no complex numbers.
     if isinstance(leaf, complex):
         return
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array):

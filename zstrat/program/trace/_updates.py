@@ -169,6 +169,7 @@ def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     """Applies updates in order; shape and dtype stay the same."""
     for update, number in writes:
         operands = update.operands
+        # With one component the indices are those of the table.
         if update.table is not None and len(update.variables) > 1:
             operands = (
                 rows_of_component(update.table, number, operands[0]),

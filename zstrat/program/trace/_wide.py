@@ -160,6 +160,7 @@ class Widened:
             return [_Value(value, mask | 1 << len(self._closed.jaxpr.invars))]
         if name == "shard_map" or not (is_wide or name in ("jit", "pjit")):
             inner = None
+        # Also for int32 of the step's own: what is computed here may meet ids later.
         if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
             program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             consts = program.consts if isinstance(program, ClosedJaxpr) else ()
@@ -175,6 +176,8 @@ class Widened:
         if mask:
             made = _bound(eqn, [each.value for each in given])
             return [
+                # A result of the traced dtype (a comparison, say) is a value like
+                # others.
                 _Value(value, mask if value.dtype != var.aval.dtype else 0)
                 for value, var in zip(made, eqn.outvars, strict=True)
             ]
@@ -188,6 +191,7 @@ class Widened:
     def _fitted(self, eqn: Any, given: list[_Value]) -> list[_Value]:
         """Gives the operands that belong to a wide one its dtype, and 32 bits to wide
         ones of an operation that is not known."""
+        # Operands of a sort may have any dtypes, each its own.
         if eqn.primitive.name == "sort":
             return given
         together = _together(eqn)
@@ -388,6 +392,7 @@ def wide_leaves_of(
             _kind(kind, number in chosen)
             for kind, number in zip(kinds, needed, strict=True)
         ]
+        # For what the parts note while they are traced; nothing is computed.
         with jax.enable_x64(True):
             jax.eval_shape(part, *given)
         for program, numbers in made:

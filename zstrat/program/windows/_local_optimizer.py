@@ -120,6 +120,7 @@ class LocalOptimizer:
             )
         self.name = "LocalOptimizer" if name is None else name
         """In errors and metrics."""
+        # Its state is on the workers, so no server ever gets this optimizer.
         self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
         if self.fragments > 1 and isinstance(rounds, Rounds):
@@ -130,6 +131,7 @@ class LocalOptimizer:
         """The largest speeds of workers, in steps per second; None without
         ``adapt``."""
         if adapt:
+            # On a server, where all workers see who is the fastest.
             zeros = np.zeros(_EPOCHS, np.float32)
             self.pace = Variable(zeros, trainable=False, name=f"{self.name}/pace")
         self._exchanges = Exchanges(
