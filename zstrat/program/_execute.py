@@ -34,7 +34,8 @@ from ._programs import HereProgram
 from .lookup._lookups import Wanted
 from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
-from .trace._eager import Immediate, watch_keras_models
+from .trace._captured import watch_keras_models
+from .trace._eager import Immediate
 from .trace._int32_checks import require_fitting, warn_of_arguments
 from .trace._iterator import StepIterator
 from .trace._refusals import not_shared, translated_variable_errors

@@ -23,8 +23,8 @@ from ._programs import CompiledPrograms
 from .ship import _code
 from .ship._carried import ScopedBody, jax_settings
 from .trace import _refusals
-from .trace._refusals import hide_frames
 from .trace._signature import building, cut
+from .trace._tracebacks import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable

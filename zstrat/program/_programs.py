@@ -32,8 +32,8 @@ from .trace._alike import (
     is_plain,
     with_others,
 )
+from .trace._captured import watch_keras_models
 from .trace._discover import Staged, Traced, discover
-from .trace._eager import watch_keras_models
 from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
 from .trace._signature import (

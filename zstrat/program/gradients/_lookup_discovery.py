@@ -25,8 +25,8 @@ import numpy as np
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._eager import Immediate
 from zstrat.program.trace._flow import Flow
-from zstrat.program.trace._refusals import claimed, here
 from zstrat.program.trace._signature import apart, current_trace, fresh
+from zstrat.program.trace._tracebacks import claimed, here
 from zstrat.variables import TraceRecorder, recorder
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 
-from zstrat.program.trace._refusals import is_installed
+from zstrat.program.trace._tracebacks import is_installed
 from zstrat.variables import is_machinery
 
 if TYPE_CHECKING:

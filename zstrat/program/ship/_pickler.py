@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import ProtocolError
-from zstrat.program.trace._refusals import is_installed
+from zstrat.program.trace._tracebacks import is_installed
 from zstrat.variables import is_machinery, is_weak
 
 from ._classes import (

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from zstrat.program.trace._refusals import here
+from zstrat.program.trace._tracebacks import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

@@ -49,8 +49,8 @@ from zstrat.wire import UpdateOp
 
 from . import _refusals, joined
 from ._flow import marked
-from ._refusals import claimed, here
 from ._signature import asked, current_trace, fresh
+from ._tracebacks import claimed, here
 from ._updates import (
     Moves,
     Write,

@@ -21,8 +21,9 @@ from zstrat.variables import DeviceStorage
 
 from . import _refusals
 from ._capture import Capture
+from ._captured import warn_of_numbers
 from ._flow import Discovery, Flow, body_program
-from ._int32_checks import checked_plan, downcast_leaves, warn_of_numbers, wide_leaves
+from ._int32_checks import checked_plan, downcast_leaves, wide_leaves
 from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
 

@@ -32,7 +32,6 @@ from zstrat.variables import (
 )
 
 from . import joined
-from ._alike import captured_values
 from ._flow import _MARK, Flow
 from ._signature import places as places_of
 from ._wide import wide_leaves_of
@@ -149,7 +148,7 @@ def require_fitting(
         if fits(leaf):
             continue
         raise ValueError(
-            f"{place} of the step function {step!r} contains {_wrong(leaf)}, and the "
+            f"{place} of the step function {step!r} contains {misfit(leaf)}, and the "
             f"step computes ids of rows from it. jax would downcast {leaf.dtype} to "
             "32 bits and use another row: make it fit before (hash it, or take its "
             "remainder, in the dataset), pass ids of lookups on parameter servers "
@@ -178,13 +177,14 @@ def uncut(leaf: Any) -> jax.Array:
     if fits(leaf):
         return jnp.asarray(leaf)
     raise ValueError(
-        f"an argument of strategy.run contains {_wrong(np.asarray(leaf))}. jax would "
+        f"an argument of strategy.run contains {misfit(np.asarray(leaf))}. jax would "
         f"downcast {leaf.dtype} to 32 bits and compute with another number: make it "
         "fit before (hash it in the dataset), or switch on jax_enable_x64"
     )
 
 
-def _wrong(leaf: np.ndarray) -> int:
+def misfit(leaf: np.ndarray) -> int:
+    """Returns the first integer of an array that a downcast by jax changes."""
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
 
@@ -284,28 +284,6 @@ def warn_of_arguments(
             continue
         warned.add(key)
         warn_of_downcast(f"{place} of the step function {step!r}", leaf, lost)
-
-
-def warn_of_numbers(step: str, fn: Any) -> None:
-    """Warns of integers of 64 bits that a step, which looks up rows of a hashed table,
-    takes from outside and not as arguments: jax keeps the lower half of them, also
-    where they meet ids.
-
-    Warns:
-        DowncastWarning: A global or a cell has such a number; names it.
-    """
-    # Methods of a class may never be called: what they read is no reason to warn.
-    for name, value in captured_values(fn, classes=False):
-        if fits(value):
-            continue
-        warnings.warn(
-            f"{name!r}, which the step function {step!r} takes from outside, contains "
-            f"{_wrong(np.asarray(value))}. jax computes with the lower 32 bits of it, "
-            "also where it meets ids of a zs.HashTable: pass it as an argument of the "
-            "step, or switch on jax_enable_x64 (JAX_ENABLE_X64=1, on the workers, too)",
-            DowncastWarning,
-            stacklevel=user_stacklevel(),
-        )
 
 
 def _key(place: str, leaf: Any) -> str:

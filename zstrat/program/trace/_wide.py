@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 
 from ._flow import Flow, inside
-from ._refusals import written_at
+from ._tracebacks import written_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

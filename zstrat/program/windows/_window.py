@@ -31,8 +31,8 @@ from zstrat.program.ship._carried import ScopedBody
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._capture import MAX_DRAWS, Capture
 from zstrat.program.trace._iterator import Element
-from zstrat.program.trace._refusals import claimed
 from zstrat.program.trace._signature import printed_before, worker_context
+from zstrat.program.trace._tracebacks import claimed
 from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
 
 from ._fragments import COPY, SEGMENT, STEPS, ResidentArrays, Segment, fragments_of

@@ -29,9 +29,9 @@ import numpy as np
 
 from zstrat.program.trace import _refusals, joined
 from zstrat.program.trace._flow import Flow, marked
-from zstrat.program.trace._refusals import claimed, here
 from zstrat.program.trace._signature import current_trace, fresh, printed_before
 from zstrat.program.trace._structure import split
+from zstrat.program.trace._tracebacks import claimed, here
 from zstrat.program.trace._updates import Moves, rows_here
 from zstrat.variables import (
     TraceRecorder,
