@@ -16,6 +16,7 @@ from ._reports import Hear as Hear
 from ._reports import Listen as Listen
 from ._reports import StepOutput as StepOutput
 from ._resident import Residents as Residents
+from ._resources import Resources as Resources
 from ._server_links import PushEncoding as PushEncoding
 from ._server_links import ServerLinks as ServerLinks
 from ._server_links import ServerPresence as ServerPresence

@@ -394,9 +394,9 @@ class StepRunner:
         elif step.error is not None:
             ending = self._not_run(step, step.error)
         elif not self._has_copies(step):
-            # Retryable, as another worker may have the copy, and here the next window
+            self._draw_again(step)
+            # Retryable: another worker may have the copy, and the next window here
             # takes all values again.
-            step.work.unread()
             ending = _closure.cancelled(step.number, BusyError(_NO_COPY))
         else:
             task: _Task = step.task
@@ -592,15 +592,19 @@ class StepRunner:
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """Ends a step whose values could not be pulled, or whose tree a server has
-        refused. The coordinator may retry the closure, so its elements go back, after
-        those that later steps have drawn."""
+        refused. The coordinator may retry the closure."""
+        self._draw_again(step)
+        return _closure.failed(step.number, error)
+
+    def _draw_again(self, step: ClosureStep) -> None:
+        """Gives back what the head of the line has drawn, and its place, after those of
+        later steps, which are prepared once more."""
         if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
                 self._give_back(other)
                 other.work = None
         self._give_back(step)
         step.work = None
-        return _closure.failed(step.number, error)
 
 
 _NO_COPY: Final = (
