@@ -2,19 +2,18 @@
 
 `Pipeline` decides what comes next, and this file does it: finds functions and
 arguments, prepares and runs the program, and converts its outcome to endings and
-pushes. A batch whose steps draw nothing is prepared once for all steps.
+pushes (`_pushes`). A batch whose steps draw nothing is prepared once for all steps.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakKeyDictionary, WeakSet
 
-from zstrat.errors import BusyError, InvalidArgumentError, ZstratError
+from zstrat.errors import BusyError, ZstratError
 from zstrat.program import (
     SEGMENT,
     Function,
@@ -27,24 +26,23 @@ from zstrat.program import (
     window_of,
     worker_context,
 )
-from zstrat.ps import EagerRun, PsUpdate
+from zstrat.ps import EagerRun
 from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import RESIDENT, Storage, creator
-from zstrat.wire import LEASE, MergeRule, RoundNumber, StepContribution, UpdateOp
+from zstrat.wire import LEASE, RoundNumber
 
 from . import _closure
-from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
+from ._closure import Catalog, Costs, Ending, ResultLayouts
 from ._pipeline import Pipeline
+from ._pushes import StepPushes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
-    import numpy as np
-
     from zstrat.config import Limits
-    from zstrat.optimizers import Binding
     from zstrat.program import Prepared, StepIterator, StepResult, StepUpdate
+    from zstrat.ps import PsUpdate
     from zstrat.variables import (
         GradientCall,
         OptimizerHandle,
@@ -55,11 +53,10 @@ if TYPE_CHECKING:
         Batch,
         BuildResource,
         LayoutMessage,
-        MergeOperands,
         PlainTree,
     )
 
-    from ._closure import ClosureStep, Needs, Post
+    from ._closure import ClosureStep, Needs, Post, RoundPush
     from ._direct import Direct
     from ._leased_iterator import LeasedIterator
     from ._resources import Arguments, Leases, Resources
@@ -144,11 +141,10 @@ class StepRunner:
             WeakKeyDictionary()
         )
         """The trees of plans, which servers trace while a first step is compiled."""
-        self._bindings: Final[dict[tuple[bytes, bytes], Binding]] = {}
-        """Of which operands were computed, by digest of the optimizer and tree."""
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
+        self.pushes: Final = StepPushes(resources, self._catalog, encoding)
         self._compiled: Final = WeakSet[Plan]()
         """Plans of windows that have run."""
         self._begun_with = -1
@@ -410,7 +406,7 @@ class StepRunner:
                     # meanwhile.
                     result, kept = self._computed(step)
                     self._require_bound(step.work)
-                    push, lent = self._push(step, result)
+                    push, lent = self.pushes.push_of(step, result)
                 # What can still fail comes before anything has an effect: the result
                 # must fit a message before the resident arrays change and the push
                 # leaves.
@@ -488,87 +484,6 @@ class StepRunner:
         shared = [update for update in result.updates if update.spec.ps != RESIDENT]
         return result._replace(updates=shared), kept
 
-    def _push(
-        self, step: ClosureStep, result: StepResult
-    ) -> tuple[list[PsUpdate] | RoundPush | None, Sequence[Lent]]:
-        updates = [
-            PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
-            for spec, op, optimizer, arrays, _ in result.updates
-        ]
-        plan: Plan = step.work.plan
-        needs = self._catalog.of(plan)
-        rounds = needs.rounds
-        read = {} if step.notes is None else step.notes.rounds or {}
-        place = step.place
-        # A window that read another round than it was made for contributes with weight
-        # 0, as its fragment is not the one that is exchanged now.
-        is_due = place is None or self.resources.residents.has_run(
-            place, read.get(place.optimizer, place.round)
-        )
-        found = {rule.id: rule for _, rule in plan.targets if rule is not None}
-        attempt = step.task.context.attempt
-        contributions = [
-            StepContribution(
-                step.number,
-                attempt,
-                optimizer,
-                read.get(optimizer, -1),  # -1: it has read nothing
-                _weight(found[optimizer], step, result) if is_due else 0.0,
-                any(
-                    update.optimizer == optimizer and update.op == UpdateOp.OPERANDS
-                    for update in updates
-                ),
-            )
-            for optimizer in rounds
-        ]
-        lent: Sequence[Lent] = ()
-        if needs.wires and is_due:  # last: what fails must not take residuals away
-            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
-        if not rounds:
-            return updates or None, lent
-        # Gradients of rounds wait on the servers for the round to close; all other
-        # updates are applied when they arrive.
-        apart = [update for update in updates if update.optimizer not in rounds]
-        gradients = [
-            update
-            for update in updates
-            if update.optimizer in rounds and update.op != UpdateOp.OPERANDS
-        ]
-        if not is_due:
-            gradients = []
-        return RoundPush(apart, gradients, contributions), lent
-
-    def operands(
-        self,
-        asked: MergeOperands,
-        trees: Iterable[bytes],
-        merged: Mapping[int, tuple[np.ndarray, ...]],
-    ) -> list[np.ndarray]:
-        """Computes what an optimizer needs of all merged gradients of a round; see
-        `PsClient.pull_merged`. No step of it has to have run here.
-
-        Raises:
-            InvalidArgumentError: The gradients are those of several trees.
-            Exception: Whatever loading or tracing the transformation raises.
-        """
-        from zstrat.optimizers import Binding, checked  # which import optax
-
-        name = str(asked.order.optimizer)
-        for tree in trees:
-            binding = self._bindings.get((asked.code, tree))
-            if binding is None:
-                transformation = checked(self.resources.code(asked.code))
-                binding = Binding.decoded(name, transformation, tree)
-                # Decoded and traced once for all rounds; only the merged values differ.
-                self._bindings[asked.code, tree] = binding
-            if merged.keys() <= {key for keys in binding.keys for key in keys}:
-                return binding.operands(merged)
-        raise InvalidArgumentError(
-            f"the gradients of a round are of several trees of optimizer {name}, which "
-            "looks at all gradients of one: give it all its variables at once, "
-            "zs.Optimizer(transformation, params=params)"
-        )
-
     def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
         function = self.resources.code(task.function)
         args, kwargs = self._arguments(task)
@@ -635,28 +550,6 @@ class _Refusing:
 
     def forget_optimizer(self, optimizer: int) -> None:
         raise ValueError(f"optimizer {optimizer} was not created on this worker")
-
-
-def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> float:
-    """Returns the weight of a step's gradients in a round, by the user's function.
-
-    Raises:
-        ValueError: It is not a finite number, or negative.
-    """
-    assert rule.rounds is not None
-    plan: Plan = step.work.plan
-    if rule.rounds.weights is None:
-        if step.place is None or rule.rounds.rule is MergeRule.SUM:
-            return 1.0
-        own: float = step.place.weight(step.work.examples)
-        return own
-    weight = float(rule.rounds.weights(plan.out_structure.unflatten(result.leaves)))
-    if not 0 <= weight < math.inf:
-        raise ValueError(
-            f"optimizer {rule.name!r}: Rounds(weights=) returned {weight} for the "
-            "result of a step; expected a finite number, 0 or more"
-        )
-    return weight
 
 
 def _require_drawn(leased: Sequence[LeasedIterator], prepared: Prepared) -> None:

@@ -270,7 +270,7 @@ class WorkerSession:
         Cancellation: changes nothing.
         """
         trees, merged = await self.client.pull_merged(message.order)
-        operands = partial(self.runner.operands, message, trees, merged)
+        operands = partial(self.runner.pushes.operands, message, trees, merged)
         return MergedOperands(tuple(await self._executor.submit(operands)))
 
     def dispatch(self, message: Dispatch) -> None:
