@@ -244,9 +244,9 @@ class CompiledPrograms:
         known = self._calls.setdefault(call.key, ProgramsOfCall())
         known.add(draws.elements, program)
         if given and stand_ins and stand_ins.is_general and is_plain(program.plan):
-            known_so = self._shared.setdefault(given.likeness, [])
-            known_so.insert(0, SharedTrace(call.key, given, known))
-            del known_so[MAX_SHARED:]
+            traces = self._shared.setdefault(given.likeness, [])
+            traces.insert(0, SharedTrace(call.key, given, known))
+            del traces[MAX_SHARED:]
         self._forget_oldest()
         if SEGMENT in kwargs:  # each segment of a window is meant to be a program
             self.trace_count += 1

@@ -59,7 +59,7 @@ _MAX_NAME_CHARACTERS: Final = 1800
 
 @final
 class WaitingUpdates:
-    """Those of one run since its last push."""
+    """The updates of one run since its last push."""
 
     def __init__(self) -> None:
         self.specs: list[VariableSpec] = []
@@ -247,7 +247,8 @@ class Direct:
                 self._push()
 
     def bind(self, call: GradientCall) -> None:
-        """See `bind`; each run asks, and servers that know it answer at once."""
+        """Sends the tree of an optimizer, and waits. Each run does so; servers that
+        have the tree answer at once."""
         bind(self._ask, call).result()
 
     async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
@@ -298,8 +299,8 @@ class Direct:
         self._acknowledged(clocks)
 
     def _acknowledged(self, clocks: Clocks) -> None:
-        """Notes how many pushes of others there were since the first read; none if a
-        copy of the server has taken its place: that counts otherwise."""
+        """Notes how many pushes of others there were since the first read. Skips a
+        server whose backup has taken over, as the backup counts differently."""
         for server, clock in clocks.items():
             # The clock counts all pushes of the server: less this one, and less those
             # of this step.
@@ -317,7 +318,8 @@ class Direct:
             self._notes.spent(phase, began, self._clock())
 
     def _done_before(self) -> dict[int, tuple[str, ...]]:
-        """Returns what earlier runs have pushed, which push nothing from then on."""
+        """Returns the names of the updates that earlier runs have pushed, by part. The
+        servers take no push of these runs from then on."""
         # The first attempt has no earlier run, so it saves the round trip.
         if self._run.attempt == 1:
             return {}
@@ -356,7 +358,7 @@ def _shared(variable: VariableHandle) -> VariableSpec:
 
 @contextmanager
 def _named(*specs: VariableSpec) -> Iterator[None]:
-    """A ps knows what it does not hold by its number alone."""
+    """Names the variables in errors of a ps, which knows them by number alone."""
     try:
         yield
     except NotFoundError as error:

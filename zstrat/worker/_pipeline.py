@@ -78,7 +78,7 @@ class Pipeline:
     """The closures of one session on their way through one worker."""
 
     __slots__ = (
-        "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
+        "_answered", "_budget", "_bytes", "_depth", "_following", "_held", "_interval",
         "_line", "_oldest", "_outbox", "_queue", "_quick", "_refilling", "_stuck",
         "_waits", "_window", "_writer", "is_captured", "preparing",
     )  # fmt: skip
@@ -99,7 +99,7 @@ class Pipeline:
         self._line: Final[deque[ClosureStep]] = deque()
         self._writer: ClosureStep | None = None
         """First of the line that writes."""
-        self._behind = 0
+        self._following = 0
         """Steps of the line after the writer, fetched before its push,"""
         self._held: ClosureStep | None = None
         """but for the last one if this is it: its pull waits for all their pushes."""
@@ -121,7 +121,7 @@ class Pipeline:
         """The step that draws now, or has its program made, and since when."""
 
     def __len__(self) -> int:
-        """Closures that have not run."""
+        """Returns the number of closures that have not run."""
         return len(self._queue) + len(self._line)
 
     # What happened
@@ -181,7 +181,7 @@ class Pipeline:
             return
         # A step after the writer is not pulled yet (``_held``), unless both only feed
         # optimizers and the user allows older values.
-        self._behind += 1
+        self._following += 1
         if self._depth and writer.optimizes and optimizes:
             self._fetch(step, now)
         else:
@@ -321,7 +321,7 @@ class Pipeline:
         self._answered.clear()
         self._outbox.pulls.clear()
         self._writer = self._held = None
-        self._bytes = self._behind = 0
+        self._bytes = self._following = 0
         self._refilling = self._stuck = False
         # Pushes and endings of steps that have run stay, and are still due.
         if not self._outbox:
@@ -329,9 +329,9 @@ class Pipeline:
         return prepared, queued
 
     def put_back(self) -> list[ClosureStep]:
-        """What the head has drawn goes back to its dataset, as its values did not come:
-        so must go first what those after it have drawn. These are queued again, but
-        for those next to it whose values did not come either.
+        """Queues the steps after the head once more, as the head gives its element
+        back, and later elements have to go back first. Steps next to the head whose
+        values did not come either stay in the line, and only give theirs back.
 
         Returns:
             The steps after the head whose elements go back, last one first.
@@ -355,18 +355,18 @@ class Pipeline:
         return again + [*line][:0:-1]
 
     def leave(self, ending: Any, now: float) -> None:
-        """Queues an ending to be posted; the other methods but `cancelled` call
-        this."""
+        """Queues an ending to be posted. After `cancelled` the caller does so; all
+        other events do it themselves."""
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
 
-    def under_way(self, heard: float) -> StepUnderWay | None:
+    def under_way(self, last_post: float) -> StepUnderWay | None:
         """Returns what the thread runs; None: nothing, or unknown. The loop calls
         this while the executor changes the line. That is safe, as a deque is copied in
         one operation of the interpreter, but a step may have ended in that moment.
 
         Args:
-            heard: When the thread has posted last: it has begun nothing before.
+            last_post: When the thread has posted last: it has begun nothing before.
         """
         # Copied once; what follows looks at this moment only.
         preparing, waits, line = self.preparing, self._waits, tuple(self._line)
@@ -382,7 +382,7 @@ class Pipeline:
         arrived = 0.0 if head.notes is None else head.notes.arrived
         # The latest of these bounds when the thread has begun, which it does not note
         # itself.
-        began = max(heard, head.prepared, arrived)
+        began = max(last_post, head.prepared, arrived)
         return StepUnderWay(Phase.COMPUTE, head.number, began)
 
     # What to do
@@ -397,7 +397,7 @@ class Pipeline:
         return do, step
 
     def rests(self, now: float) -> None:
-        """`next` said to wait: from now on until something happens."""
+        """Notes that the thread waits from now on, as `next` found nothing to do."""
         if self._waits is None:
             self._waits = now
 
@@ -415,11 +415,11 @@ class Pipeline:
         line = list(self._line)
         writers = [step for step in line if step.writes]
         place = line.index(writers[0]) + 1 if writers else len(line)
-        behind = line[place:]
+        following = line[place:]
         assert self._writer is (writers[0] if writers else None)
-        assert len(behind) == self._behind <= max(1, self._depth)
-        early = behind if self._held is None else behind[:-1]
-        assert self._held is None or behind[-1] is self._held
+        assert len(following) == self._following <= max(1, self._depth)
+        early = following if self._held is None else following[:-1]
+        assert self._held is None or following[-1] is self._held
         assert not early or all(step.optimizes for step in (*writers[:1], *early))
         assert place <= self._window + 1
         assert self._bytes == sum(step.nbytes for step in line) >= 0
@@ -465,11 +465,11 @@ class Pipeline:
             return False
         if self._writer is None:
             return len(self._line) < self._window and self._bytes <= self._budget
-        if not self._behind:
+        if not self._following:
             return True  # one step after the writer is allowed whatever it holds
         # Beyond the writer only as far as the prefetch reaches, and not behind a step
         # that has to wait for a push anyway.
-        more = self._held is None and self._behind < self._depth
+        more = self._held is None and self._following < self._depth
         return more and self._bytes <= self._budget
 
     def _refills(self, head: ClosureStep) -> bool:
@@ -525,7 +525,8 @@ class Pipeline:
         return now + cost > self._oldest + self._interval
 
     def _open(self, step: ClosureStep, now: float) -> None:
-        """Everything that wrote before the step is posted, or will be with its pull."""
+        """Fetches the values of a step. All writers before it have run, and their pushes
+        leave at the latest with its pull."""
         if step.writes:
             self._writer = step
         self._fetch(step, now)
@@ -540,11 +541,12 @@ class Pipeline:
             self._bytes -= step.nbytes
 
     def _pass_on(self, now: float) -> None:
-        """The writer has run: the next in line, if any, is one or was held by it."""
+        """Makes the next step of the line the writer, as the writer has run, or lets it
+        fetch its values if it was held."""
         self._writer = None
-        if not self._behind:
+        if not self._following:
             return
-        self._behind -= 1
+        self._following -= 1
         head = self._line[0]
         if head is self._held:
             self._held = None
@@ -562,7 +564,7 @@ class Pipeline:
             times.stalls[last] = times.stalls.get(last, 0.0) + seconds
 
     def _release(self, now: float) -> None:
-        """The line has run: what could not be prepared after it ends."""
+        """Ends the step that was refused, as all steps before it have run."""
         self._stuck = False
         self.leave(self._queue.popleft().ending, now)
 
@@ -579,16 +581,16 @@ class Pipeline:
         # after it is left.
         if self._writer is not None and self._writer.dropped:
             self._writer = self._held = None
-            self._behind = 0
+            self._following = 0
         elif self._writer is not None:
             self._held = None  # it was the last one
-            self._behind = len(self._line) - 1 - self._line.index(self._writer)
+            self._following = len(self._line) - 1 - self._line.index(self._writer)
         self._refilling = False
         if not self._outbox:
             self._oldest = math.inf
 
     def _fetch(self, step: ClosureStep, now: float) -> None:
-        """Has the values of the step pulled."""
+        """Puts the step's pull into the outbox. A step that reads nothing is ready."""
         if step.reads is None:
             # It reads nothing, but has levels: it can advance to its first pull at
             # once.

@@ -442,13 +442,13 @@ class Compilations:
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._note)
 
     def close(self) -> None:
         """Stops counting."""
-        jax.monitoring.unregister_event_duration_listener(self._heard)
+        jax.monitoring.unregister_event_duration_listener(self._note)
 
-    def _heard(self, event: str, duration_secs: float, **details: str | int) -> None:
+    def _note(self, event: str, duration_secs: float, **details: str | int) -> None:
         del details
         if event == _COMPILED:
             self.count += 1

@@ -142,14 +142,14 @@ class WorkerSession:
         self.client.counts = counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
-        self._given: defaultdict[int, list[int]] = defaultdict(list)
+        self._contributed: defaultdict[int, list[int]] = defaultdict(list)
         """By optimizer: rounds to which this worker has contributed, of each
         contribution that is under way or the last one that was acknowledged."""
         self._program: tuple[float, int, bool] | None = None
         """When the program last sent closures, how many it had left, and whether its
         queue was full."""
         self._program_metrics: PlainTree = None
-        self._heard = 0.0
+        self._last_post = 0.0
         """When the executor thread last posted."""
         self._closed = False
 
@@ -188,7 +188,7 @@ class WorkerSession:
     @property
     def under_way(self) -> StepUnderWay | None:
         """The step that the executor thread runs now."""
-        return self.runner.pipeline.under_way(self._heard)
+        return self.runner.pipeline.under_way(self._last_post)
 
     def program_left(self, now: float) -> dict[str, PlainTree]:
         """Returns how many closures were ``waiting`` in the program when it last sent
@@ -196,9 +196,9 @@ class WorkerSession:
         that it sent to this worker; {} before."""
         if self._program is None:
             return {}
-        heard, waiting, full = self._program
+        sent, waiting, full = self._program
         return {
-            "seconds": now - heard,
+            "seconds": now - sent,
             "waiting": waiting,
             "full": full,
             "metrics": self._program_metrics,
@@ -316,7 +316,7 @@ class WorkerSession:
         pushes, pulls = post.pushes, post.pulls
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
-        self._heard = now = self._clock()
+        self._last_post = now = self._clock()
         # The usual step: one message per server has the push and the pull of the next
         # step.
         if len(pushes) == 1 and len(pulls) == 1 and not _is_of_round(pushes, pulls):
@@ -397,13 +397,15 @@ class WorkerSession:
         ending.contributions = [
             # A step that read nothing (base -1) counts for the first round that this
             # worker has not given to.
-            each._replace(base=self._after(each.optimizer)) if each.base < 0 else each
+            each._replace(base=self._next_round(each.optimizer))
+            if each.base < 0
+            else each
             for each in sent.contributions
         ]
         # Before it is sent: a pull that follows must wait for this round even while the
         # contribution is under way.
         for each in ending.contributions:
-            self._given[each.optimizer].append(each.base)
+            self._contributed[each.optimizer].append(each.base)
         push = _PushUnderWay(ending, read_at, now)
         try:
             parts: list[asyncio.Future[Any]] = [
@@ -422,9 +424,9 @@ class WorkerSession:
             # Both have to be acknowledged; either failure fails the step.
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
-    def _after(self, optimizer: int) -> int:
+    def _next_round(self, optimizer: int) -> int:
         """Returns the first round to which this worker has not contributed."""
-        return max(self._given[optimizer], default=-1) + 1
+        return max(self._contributed[optimizer], default=-1) + 1
 
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
         error, ending = _error_of(future), push.ending
@@ -441,8 +443,8 @@ class WorkerSession:
             for each in ending.contributions:
                 # Later pulls wait for the newest round alone, so older entries are of
                 # no use.
-                given = self._given[each.optimizer]
-                given[:] = [base for base in given if base >= each.base]
+                rounds = self._contributed[each.optimizer]
+                rounds[:] = [base for base in rounds if base >= each.base]
             if ending.contributions:
                 self._settle(ending.completion.step, failed=False)
             self._acknowledged(push)
@@ -452,8 +454,8 @@ class WorkerSession:
         """Has later pulls not wait for the rounds of a step that failed, if no other
         step has contributed to them."""
         for each in ending.contributions:
-            if each.base in (given := self._given[each.optimizer]):
-                given.remove(each.base)
+            if each.base in (rounds := self._contributed[each.optimizer]):
+                rounds.remove(each.base)
         if ending.contributions:
             self._settle(ending.completion.step, failed=True)
 
@@ -492,7 +494,7 @@ class WorkerSession:
             # contributions are closed, so the step reads what they became.
             if rounds:
                 after = [
-                    RoundNumber(each, self._after(each) if waits else 0)
+                    RoundNumber(each, self._next_round(each) if waits else 0)
                     for each in rounds
                 ]
                 future = self.client.pull_round(

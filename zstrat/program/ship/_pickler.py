@@ -78,7 +78,7 @@ _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 @dataclasses.dataclass
 class Ways:
-    """The exceptions: parts that are not pickled by their type."""
+    """The parts of one object that are not pickled as their type says."""
 
     by_name: dict[int, tuple[Any, ModuleAttribute]] = dataclasses.field(
         default_factory=dict

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled stage: its inputs are ``donated`` (donated) and ``kept``; ``dead``
-    are values that no later stage needs."""
+    """A compiled stage. Of its inputs it takes the memory of those that are
+    ``donated``, and leaves those that are ``kept``; ``dead`` are values that no later
+    stage needs."""
 
     stage: Stage
     run: Any
@@ -343,7 +344,7 @@ class StagedProgram:
         kept: list[Any],
         outputs: list[list[Any]],
     ) -> None:
-        """Runs a stage, and appends its outputs to ``made``: in C, so that they are
+        """Runs a stage, and appends its outputs to ``outputs``: in C, so that they are
         there if a Ctrl-C comes during the call."""
         if self._traced:
             outputs.extend(map(part.run, (donated,), (kept,)))

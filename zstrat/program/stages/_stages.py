@@ -133,12 +133,12 @@ def _channels(jaxpr: Any) -> Iterator[Channel]:
             yield from _channels(inner)
 
 
-def _has_crossing(jaxpr: Any) -> bool:
-    return any(crosses(eqn) or _has_crossing_inside(eqn) for eqn in jaxpr.eqns)
-
-
 def _has_crossing_inside(eqn: Any) -> bool:
-    return any(_has_crossing(inner) for inner in _jaxprs(eqn))
+    return any(
+        crosses(other) or _has_crossing_inside(other)
+        for inner in _jaxprs(eqn)
+        for other in inner.eqns
+    )
 
 
 def _jaxprs(eqn: Any) -> list[Any]:
@@ -326,9 +326,9 @@ class _Cut:
                 stage_of.update(dict.fromkeys(eqn.outvars, place))
             places.append(place)
         # One that runs late may be read by one that runs early.
-        return self._pulled(places)
+        return self._before_readers(places)
 
-    def _pulled(self, places: list[int | None]) -> list[int | None]:
+    def _before_readers(self, places: list[int | None]) -> list[int | None]:
         """Moves equations to earlier stages, before those that read their outputs."""
         needed: dict[Any, int] = {}
         for n in reversed(range(len(self._eqns))):

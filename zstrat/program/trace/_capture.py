@@ -98,7 +98,7 @@ class RecordedLookup:
 
 
 class Capture(TraceRecorder):
-    """Records one trace of a body; see the module's docstring.
+    """Records what a body does with variables and iterators in one trace.
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` are in the order of the body; each
     variable is read once. ``draws`` are numbers of ``iterators``; those among the

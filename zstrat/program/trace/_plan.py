@@ -143,7 +143,7 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """See the module's docstring.
+    """What one step function reads, draws, updates and returns, for one signature.
 
     Args:
         draws: For each draw the number of the iterator, in order; iterators among the

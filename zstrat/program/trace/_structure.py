@@ -92,7 +92,7 @@ class Structure:
 
     @property
     def plain(self) -> PlainTree:
-        """The plain form."""
+        """The structure in the form that can be sent; see the module's docstring."""
         return encode(self.treedef, self.slots)
 
     def difference(self, other: Structure) -> tuple[str, str, str]:

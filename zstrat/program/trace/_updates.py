@@ -319,11 +319,12 @@ class Moves:
         self, call: GradientCall, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
         """Computes the next values and slots of all variables of a call."""
-        step = TreeStep(_marked(call))
+        call = _marked(call)
+        step = TreeStep(call)
         rules = [(component.variable, component.rule) for component in step.components]
         values = [current(variable) for variable, _ in rules]
         slots = [self._slots_of(variable, rule) for variable, rule in rules]
-        moved, kept = step(values, slots, _marked(call))
+        moved, kept = step(values, slots, call)
         for (variable, rule), value, leaves in zip(rules, moved, kept, strict=True):
             key = variable.spec.key
             self.values[key] = variable, value

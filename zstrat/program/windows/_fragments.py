@@ -272,7 +272,8 @@ class OverlappedProgram(CompiledProgram):
         # What the tail needs of the head goes from one program to the other as
         # arguments.
         used = [*[x for eqn in rest for x in eqn.invars], *jaxpr.outvars]
-        given = [x for x in dict.fromkeys(_vars(used)) if x in made]
+        variables = dict.fromkeys(x for x in used if not isinstance(x, Literal))
+        given = [x for x in variables if x in made]
         self._early = [n for n in range(len(jaxpr.invars)) if n not in late]
         early = [jaxpr.invars[number] for number in self._early]
         head = jaxpr.replace(invars=early, outvars=given, eqns=first)
@@ -333,7 +334,3 @@ def program_of_window(
     # Two programs cost more than one, so only if the head has steps to run meanwhile.
     program = OverlappedProgram(plan, body, closed, frozenset(late))
     return program if program.has_loop else CompiledProgram(plan, body)
-
-
-def _vars(atoms: Sequence[Any]) -> list[Any]:
-    return [x for x in atoms if not isinstance(x, Literal)]

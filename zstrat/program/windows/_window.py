@@ -197,7 +197,7 @@ class _Window:
         }
 
     def _pull_rows(self, step: _Step, runs: _Steps, drawn: Drawn, count: int) -> Copies:
-        """Pulls rows of the tables of which all steps together need no more."""
+        """Looks rows up for all steps at once, in tables of which rows are enough."""
         stacked = runs.stacked(0, count)
         # The ids of all steps can be computed at once only if their elements have one
         # shape.
@@ -262,8 +262,8 @@ class _Window:
         return fragments
 
     def _adapt(self, pace: Variable) -> None:
-        """Says how many steps the next window makes: as many as this worker can while
-        the fastest one makes all (DyLU). ``pace`` has the largest speed of each of the
+        """Decides how many steps the next window makes: as many as this worker can
+        while the fastest one makes all (DyLU). ``pace`` has the largest speed of each of the
         last epochs; the next one is cleared."""
         resident, every = self._resident, self.exchanges.every
         speed, epoch = resident.speed(), resident.round() // _EPOCH
@@ -549,8 +549,8 @@ def _elements(like: Sequence[Element], leaves: Sequence[Any]) -> list[Any]:
 
 
 def _begun(rule: SlotRule) -> str:
-    """Returns the name of what says that a worker has these slots: another name for
-    others, so that those of another optimizer, in a checkpoint, do not count."""
+    """Returns the name of the flag that a worker has these slots. Other slots have
+    another name, so those of another optimizer, in a checkpoint, do not count."""
     kinds = [(kind.shape, str(kind.dtype)) for kind in rule.kinds]
     words = repr((rule.names, kinds)).encode()
     return f"/begun-{hashlib.blake2b(words, digest_size=6).hexdigest()}"

@@ -269,7 +269,8 @@ def _of_step(number: Any, leaf: Any) -> Any:
 
 @final
 class TableRows:
-    """The look-ups of a step in tables of which rows are enough.
+    """Finds the tables of which a window needs only the rows that its steps look up,
+    and pulls these rows.
 
     Args:
         replay: Traces the step with its number, the leaves of its elements, values of
