@@ -121,6 +121,7 @@ def _update_sets(plan: Plan) -> list[Sent]:
 def read_sets(plan: Plan) -> list[list[int]]:
     """Returns the sets that a step of this plan reads, as places in ``plan.reads``:
     those that it updates, whose values servers keep side by side, and others."""
+    # A request names the variables of a set by their places in it.
     at = {spec.key: place for place, spec in enumerate(plan.reads)}
     # First the sets of gradients, as the server has their values side by side after the
     # update.

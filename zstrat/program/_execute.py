@@ -83,6 +83,7 @@ def prepare(
         raise ValueError(f"{function.name!r} is an eager step function: run_eager it")
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
+    # A worker does not have the devices that hold these variables.
     if isinstance(program, HereProgram):
         draws.unread()
         program.plan.require_shared()
@@ -194,9 +195,11 @@ class Prepared:
             IndexError: The step updates a row outside of the table.
         """
         program = self._program
+        # Nothing is drawn and nothing is read, so the first result is that of all runs.
         if program.constant is not None:
             return program.constant
         computed = self.compute(values)
+        # All transfers at once; the reads below then only wait.
         computed.to_host()
         leaves = [np.asarray(array) for array in computed.results]
         result = StepResult(leaves, self.plan.layout, computed.updates())
@@ -409,6 +412,7 @@ def _called(
     """Calls the body with jax arrays, as in a captured step, in new containers: other
     calls share these arguments."""
     watch_keras_models()
+    # Before the arguments become arrays of jax, which have lost the bits.
     eager.note_downcasts(joined.leaves((args, dict(kwargs))))
     warn_of_arguments(function.name, args, kwargs, function.programs.warned)
     args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))

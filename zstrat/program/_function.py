@@ -197,11 +197,14 @@ class Function:
         return scoped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a trace it is inlined; a dataset function may return datasets, which no
+        # program does.
         if recorder.get() is not None or building.get():
             return self.body(*args, **kwargs)
         if is_staging():
             raise _refusals.step_inside(f"the step function {self.name!r} is called")
         try:
+            # Remembered, as another trace would only find the same loop.
             if not self._is_python:
                 try:
                     return run_here(self, args, kwargs)
@@ -253,6 +256,7 @@ class Function:
         return f"<zs.function {self.name} ({kind}{self.trace_count} traces)>"
 
     def _code_and_digest(self) -> tuple[bytes, bytes]:
+        # Pickled once: the digest is the name of the code on all workers.
         if self._shipped is None:
             code = _code.dump_code(self)
             self._shipped = (code, _code.digest(code))

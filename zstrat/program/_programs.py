@@ -100,6 +100,7 @@ class ProgramsOfCall:
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Adds a program that was just traced."""
+        # The next call draws as this one did, before its program is known.
         self.draws, self.captured = program.plan.draws, program.plan.captured
         self.asks_context = self.asks_context or program.plan.asked_context
         self.programs[self._name(elements)] = program
@@ -196,6 +197,8 @@ class CompiledPrograms:
             program = _for_others(shared, call, given, draws)
             if program is not None:
                 known = self._calls.setdefault(call.key, ProgramsOfCall())
+                # The shared trace may have asked for the worker, though this call was
+                # never traced.
                 known.asks_context = shared.programs.asks_context
                 known.add(draws.elements, program)
                 self._calls.move_to_end(shared.key)  # it was used now
@@ -207,6 +210,7 @@ class CompiledPrograms:
         known = self._calls.get(call.key)
         if known is None:
             return None
+        # Iterators that the body captured are not in the call, but draw with it.
         if known.captured:
             draws.iterators = [*call.iterators, *known.captured]
         return known.find(draws.match(known.draws))
@@ -220,9 +224,12 @@ class CompiledPrograms:
         given: GivenVariables | None,
     ) -> AnyProgram:
         known = self._calls.get(call.key)
+        # A body that holds a variable may compare it with an argument: a stand-in would
+        # differ.
         stand_ins = None
         if given is not None and not has_captured(self._fn, call, given):
             stand_ins = StandIns(given)
+        # Before the trace replaces it: the warning says why it was traced again.
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)

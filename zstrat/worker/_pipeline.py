@@ -525,8 +525,8 @@ class Pipeline:
         return now + cost > self._oldest + self._interval
 
     def _open(self, step: ClosureStep, now: float) -> None:
-        """Fetches the values of a step. All writers before it have run, and their pushes
-        leave at the latest with its pull."""
+        """Fetches the values of a step. All writers before it have run, and their
+        pushes leave at the latest with its pull."""
         if step.writes:
             self._writer = step
         self._fetch(step, now)

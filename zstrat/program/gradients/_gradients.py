@@ -67,6 +67,7 @@ def _floating(leaf: Any, place: str) -> Any:
             f"cannot differentiate with respect to {place}, {what}: gradients need a "
             "floating dtype. Leave it out of argnums and variables"
         )
+    # A table is read only if the function asks for its value: it may be large.
     return None if in_parts else array
 
 
@@ -161,6 +162,7 @@ class Difference:
     def _with_lookups(
         self, given: list[Any], values: dict[int, jax.Array]
     ) -> tuple[Any, list[list[Any]]]:
+        # Outside of steps rows are read at once, from where they are stored.
         outer = Immediate() if self.outer is None else self.outer
         stand_for: list[VariableHandle | None]
         stand_for = [variable for cut in self.cuts for _, variable in cut.given]

@@ -119,6 +119,8 @@ class Substitution(TraceRecorder):
             if self.live and current_trace() != self._outermost:
                 raise _refusals.live_read_inside(variable.spec)
             return self._values[key]
+        # Not differentiated here: the step, or an outer differentiated function, has
+        # it.
         if key not in self._late:
             return self._outer.read(variable)
         if self._value_of is None:
@@ -223,6 +225,7 @@ class LookupDiscovery:
         """
         sought, keys = self._found()
         flow = self._traced(sought, keys)
+        # Ids are the last outputs of the trace.
         first = flow.outputs - len(sought)
         late: dict[int, jax.Array] = {}
         rows: list[jax.Array] = []
@@ -251,6 +254,7 @@ class LookupDiscovery:
             ids += part(*[given(n) for n in needed])
             with claimed(wanted.where):
                 rows.append(self.outer.lookup(wanted.table, ids[-1]))
+        # Of the result alone: ids are integers and carry no gradient.
         used = flow.inputs_of(range(first))
         names = [*sorted(self.values), *keys]
         return DiscoveredLookups(

@@ -140,6 +140,7 @@ class Level:
         self._segments = segments
         self._components = [c for segment in segments for c in segment.table.components]
         heights = [height for segment in segments for height in segment.heights]
+        # The first number of each component, and the end of the last one.
         self._bounds = np.cumsum([0, *heights], dtype=np.int64)
         # An id plus its base is the number of its row among those of all tables.
         self._base = np.repeat(
@@ -165,6 +166,7 @@ class Level:
         Raises:
             IndexError: An id is outside of its table; names it and the user's line.
         """
+        # Most requests have no padding, and need no mask.
         absent_mask = absent(ids) if self._require_inside(ids) else None
         if 0 < len(self._hashed) == len(self._full):
             return self._ask_hashed(ids, absent_mask)
@@ -173,6 +175,7 @@ class Level:
             own = slice(segment.start, segment.stop)
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
+            # Row i of the table is row i // count of component i % count.
             keys[own] = bounds[ids[own] % count] + ids[own] // count
         bounds = self._bounds
         ids_of: dict[int, np.ndarray] = {}
@@ -213,6 +216,7 @@ class Level:
                 places = np.flatnonzero(~absent_here)
                 own = own.take(places)
             found = segment.table.runs(own)
+            # The end of one table is the beginning of the next one.
             before = cuts.pop()
             ends = segment.table.cuts(found.unique)
             for component, (start, stop) in zip(
@@ -238,6 +242,8 @@ class Level:
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Numbers the ids of hashed tables, in ``keys``; returns the first number of
         each component, and by component the ids that its numbers stand for."""
+        # Numbers of hashed ids are those of this request; the layout belongs to all
+        # steps.
         bounds = self._bounds.copy()
         ids_of: dict[int, np.ndarray] = {}
         for segment in self._hashed:
@@ -275,8 +281,9 @@ class Level:
                 assert len(rows) == last - first
                 # Aligned, so XLA reads the rows where they are.
                 own = aligned((len(places), *rows.shape[1:]), rows.dtype)
-                # mode="clip": the indices are valid, and numpy need not check them.
+                # Rows of a block count from its own first one.
                 places = places - first if first else places
+                # mode="clip": the indices are valid, and numpy need not check them.
                 rows = rows.take(places, 0, own, mode="clip")
                 if asked.absent_mask is not None:
                     rows[asked.absent_mask[block.start : block.stop]] = 0
@@ -306,6 +313,7 @@ class Level:
     ) -> list[list[Part]]:
         """Splits the runs of neighbouring segments over the components of each."""
         first, rows = asked.cuts[segments[0].first], asked.rows
+        # The request has only components with rows, so those before are counted.
         place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
         parts: list[list[Part]] = []
         for segment in segments:
@@ -346,6 +354,7 @@ def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
     if asked.absent_mask is None:
         return asked.found.inverse()
     found = asked.found
+    # Row 0 for padding, which is overwritten with zeros later.
     inverse = np.zeros(size, np.intp)
     inverse[found.order] = np.repeat(np.arange(len(found.unique)), found.counts)
     return inverse

@@ -186,6 +186,7 @@ def _key_of_jax_array(value: jax.Array) -> Hashable | None:
     dtype = value.dtype
     if not isinstance(dtype, np.dtype) or dtype.kind not in _NUMBERS or not value.size:
         return None
+    # The pickler keeps 64 bits; of the others the trace says what is wrong.
     if dtype.name in WIDE or value.is_deleted() or not value.is_fully_addressable:
         return None
     return jax.Array, dtype, value.shape

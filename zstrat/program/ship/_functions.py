@@ -97,6 +97,7 @@ def remaining(reduced: Reduced) -> Reduced:
 def fill(fn: types.FunctionType, state: Any) -> None:
     """Sets globals, cells and attributes of an empty function."""
     setstate, given = state
+    # A copy: cloudpickle takes items out of what it is given.
     setstate(fn, (given[0], dict(given[1])))
 
 
@@ -122,6 +123,7 @@ def is_dispatching(fn: types.FunctionType) -> bool:
 def reduced_dispatch(fn: Any) -> Reduced:
     """Reduces a function of `functools.singledispatch`, with its implementations."""
     implementations = dict(fn.registry)
+    # The function itself, to which ``singledispatch`` is applied once more.
     base = implementations.pop(object)
     own = {key: vars(fn)[key] for key in vars(fn) if key not in _OF_DISPATCH}
     return functools.singledispatch, (base,), (implementations, own), None, None, _teach

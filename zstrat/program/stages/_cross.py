@@ -148,6 +148,7 @@ class Channel:
         """
         given = [np.asarray(array) for array in arrays]
         collective = self.collective
+        # Options of single calls: the same processes in a view of their group.
         if self.options is not None:
             collective = collective.under(self.options)
         match kind:
@@ -226,6 +227,7 @@ def _bound(
     if not arrays:
         return []
     given = [jnp.asarray(array) for array in arrays]
+    # XLA reaches the other processes itself, so nothing is cut.
     if within_mesh.get():
         return _mapped(kind, given)
     results: list[jax.Array] = crossing.bind(

@@ -265,6 +265,7 @@ class _Cut:
     def _number(self, var: Any) -> int:
         if _is_var(var) and var in self._numbers:
             return self._numbers[var]
+        # Constants among operands get numbers after those of all values.
         number = len(self._numbers) + len(self.constants)
         if _is_var(var):
             consts = zip(self._jaxpr.constvars, self._closed.consts, strict=True)
@@ -275,6 +276,7 @@ class _Cut:
 
     def _ready(self) -> list[int]:
         """Finds the first stage in which each equation can run."""
+        # Inputs and constants are there from the first stage on.
         known = dict.fromkeys(self._fixed, 0)
         levels: list[int] = []
         before = 0
@@ -298,6 +300,8 @@ class _Cut:
             acts = bool(eqn.effects)
             if not wanted and not acts and not crosses(eqn):
                 continue
+            # The first reader decides; without one it is a collective, or has an
+            # effect.
             stage = min(wanted, default=self._last)
             if crosses(eqn) or acts:
                 # Also a collective whose result is not used: the other processes take

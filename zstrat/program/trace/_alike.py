@@ -74,6 +74,7 @@ def given_variables(call: CutCall) -> GivenVariables | None:
             return None  # a row of another variable; or a value sent with the step
     if not variables:
         return None
+    # The numbers show the pattern of equal variables: f(v, v) is not like f(v, w).
     numbers = {key: number for number, key in enumerate(variables)}
     key: Any = call.key  # as `cut` makes it
     treedef, fingerprints, *rest = key
@@ -167,6 +168,8 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
         if count >= MAX_REACHED:
             return True
         if isinstance(thing, AbstractVariable):
+            # Of others ``components`` may raise: a PerWorkerVariable has them only in a
+            # step.
             parts = (Variable, ShardedVariable)
             components = thing.components if isinstance(thing, parts) else ()
             if any(part.spec.key in keys for part in components):

@@ -120,6 +120,7 @@ def reached(
         kind = type(thing)
         if isinstance(thing, type) and not classes:
             continue
+        # What a variable holds, such as its storage, would lead to all others.
         if kind in _LEAVES or isinstance(thing, AbstractVariable):
             continue
         held = _held(thing)
@@ -215,6 +216,7 @@ def is_known(module: str | None) -> bool:
     if package not in sys.stdlib_module_names or package == "__main__":
         return False
     # A user's file may have the name of one: test.py, code.py, profile.py.
+    # A module without a file is built into Python.
     file = getattr(sys.modules.get(package), "__file__", None)
     return file is None or (file.startswith(_LIBRARY) and "site-packages" not in file)
 
@@ -278,6 +280,8 @@ def watch_keras_models() -> None:
 def _warning(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def warning(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Only in steps, and once for a model: its layers are called inside of its own
+        # call.
         if _inside.get() or recorder.get() is None:
             return method(self, *args, **kwargs)
         token = _inside.set(True)

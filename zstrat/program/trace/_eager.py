@@ -108,6 +108,8 @@ class Immediate(TraceRecorder):
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         storage = self._storage
+        # The ids may come from an integer that jax has cut already, when another row
+        # would be taken.
         if table.is_hashed and self._lost:
             raise ValueError(
                 f"an eager step has integers of 64 bits ({self._lost}) and looks up "

@@ -90,6 +90,8 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
         if update.table is not None and not update.table.is_hashed:
             indices.append(at)
         at += len(update.operands)
+    # Ids that are inputs themselves keep 64 bits, and the host compares them with the
+    # table.
     taken = _taken(plan, flow)
     computed = flow.inputs_of(
         [
@@ -114,6 +116,7 @@ def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
         if update.table is not None and update.table.is_hashed:
             indices.add(at)  # looked up, too: the host has them
         at += len(update.operands)
+    # All that leaves the process otherwise has the dtypes of the trace.
     others = [n for n in range(first) if n not in indices]
     leaves = wide_leaves_of(closed, hashed, others, wide)
     fitting = downcast_leaves(plan, closed, wide)
@@ -261,6 +264,7 @@ def downcast_check(
     """
     leaves = [*call.inputs, *(leaf for element in elements for leaf in element.leaves)]
     cut = {number for number, leaf in enumerate(leaves) if is_downcast(leaf)}
+    # Those are refused, or keep their bits, so there is nothing to warn of.
     cut -= plan.downcast_leaves.keys() | plan.taken
     if not cut:
         return None

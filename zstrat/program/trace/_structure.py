@@ -127,6 +127,7 @@ def split(
     slots: list[int | Static] = []
     arrays: list[Any] = []
     for path, leaf in paths:
+        # A variable in a result means its value.
         if isinstance(leaf, Variable):
             leaf = read(leaf)
         elif isinstance(leaf, AbstractVariable):
@@ -207,6 +208,7 @@ def rebuild(
         case ["@", str(name), *items] if name in _makers:
             return _makers[name](tuple(rebuild(x, leaves, treedef) for x in items))
         case ["*", node, *slots]:
+            # A receiver that has not traced the function builds the nodes itself.
             if treedef is None and node is not None:
                 return rebuild(node, leaves)
             if treedef is None or treedef.num_leaves != len(slots):
@@ -242,6 +244,7 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
     parts: list[Any] = [_encode(child, slots) for child in node.children()]
     foreign = any(isinstance(part, _Foreign) for part in parts)
     if foreign:
+        # One node without a plain form leaves the whole tree without one.
         if None in (part.node for part in parts if isinstance(part, _Foreign)):
             return _Foreign(None)
         parts = [part.node if isinstance(part, _Foreign) else part for part in parts]

@@ -164,6 +164,8 @@ class Widened:
         if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
             program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+            # For the line of an error: inside of a jit the user's line may be that of
+            # the call.
             self._calls.append(eqn)
             outputs = self._run(inner, consts, given)
             self._calls.pop()
@@ -174,6 +176,7 @@ class Widened:
         for each in given:
             mask |= each.mask
         if mask:
+            # By the primitive itself, which computes with the dtype of its operands.
             made = _bound(eqn, [each.value for each in given])
             return [
                 # A result of the traced dtype (a comparison, say) is a value like
@@ -222,8 +225,11 @@ class Widened:
         value, mask, _ = given
         if not mask:
             return given
+        # The innermost line that is known, else that of the call around it.
         where = written_at(eqn, *reversed(self._calls))
         self.narrowed.append((mask, f"through {eqn.primitive.name!r} at {where}"))
+        # The dtype of the trace; `require_fitting` checks the value before the step
+        # runs.
         narrow = np.int32 if value.dtype == np.int64 else np.uint32
         return _Value(value.astype(narrow))
 
@@ -383,6 +389,8 @@ def wide_leaves_of(
         return WideLeaves()
     narrowed: dict[int, str] = {}
     returned: set[int] = set()
+    # Two programs run at a step: that of the ids, and that of all else with its
+    # effects.
     for outputs, effects in ((ids, False), (others, True)):
         made: list[tuple[Widened, list[int]]] = []
         evaluate = evaluator(chosen, made)

@@ -257,6 +257,7 @@ class OverlappedProgram(CompiledProgram):
     ) -> None:
         super().__init__(plan, body)
         jaxpr: Any = closed.jaxpr
+        # All that depends on a pulled value, directly or not.
         after = {jaxpr.invars[number] for number in late}
         first: list[Any] = []
         rest: list[Any] = []

@@ -123,6 +123,7 @@ class LocalOptimizer:
         # Its state is on the workers, so no server ever gets this optimizer.
         self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
+        # What is something else is refused by `Optimizer` below.
         if self.fragments > 1 and isinstance(rounds, Rounds):
             rounds = _FragmentRounds(**vars(rounds))
         self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)

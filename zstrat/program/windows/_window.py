@@ -263,8 +263,8 @@ class _Window:
 
     def _adapt(self, pace: Variable) -> None:
         """Decides how many steps the next window makes: as many as this worker can
-        while the fastest one makes all (DyLU). ``pace`` has the largest speed of each of the
-        last epochs; the next one is cleared."""
+        while the fastest one makes all (DyLU). ``pace`` has the largest speed of each
+        of the last epochs; the next one is cleared."""
         resident, every = self._resident, self.exchanges.every
         speed, epoch = resident.speed(), resident.round() // _EPOCH
         speeds, size = jnp.asarray(pace.value()), pace.shape[0]
