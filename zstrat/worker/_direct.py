@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         VariableSpec,
     )
 
-    from ._server_links import PushEncoding
+    from ._pushes import PushEncoding
 
 MAX_UPDATES: Final = 4096
 """Updates of one push: they fit into a header by far."""

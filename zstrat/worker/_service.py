@@ -42,9 +42,10 @@ from zstrat.wire import (
 
 from ._direct import Asking, Direct, bind
 from ._executor import Executor, WorkerThread
+from ._pushes import PushEncoding, Residuals
 from ._reports import Listen, StepOutput, unbegun, unheard
 from ._resources import Load, Resources
-from ._server_links import PushEncoding, Residuals, ServerLinks
+from ._server_links import ServerLinks
 from ._step_runner import StepRunner
 from ._worker_session import Owned, WorkerSession
 

@@ -32,7 +32,8 @@ from zstrat.variables import RESIDENT, Storage, creator
 from zstrat.wire import LEASE, RoundNumber
 
 from . import _closure
-from ._closure import Catalog, Costs, Ending, ResultLayouts
+from ._closure import Costs, Ending, ResultLayouts
+from ._needs import Catalog
 from ._pipeline import Pipeline
 from ._pushes import StepPushes
 
@@ -56,11 +57,12 @@ if TYPE_CHECKING:
         PlainTree,
     )
 
-    from ._closure import ClosureStep, Needs, Post, RoundPush
+    from ._closure import ClosureStep, Lent, Post, RoundPush
     from ._direct import Direct
     from ._leased_iterator import LeasedIterator
+    from ._needs import Needs
+    from ._pushes import PushEncoding
     from ._resources import Arguments, Leases, Resources
-    from ._server_links import Lent, PushEncoding
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
     """`zstrat.program.prepare`."""

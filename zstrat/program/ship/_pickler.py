@@ -279,6 +279,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
 
 
 class Unpickler(pickle.Unpickler):
+    """Loads what a `Pickler` has written; finds references and resources here."""
+
     def __init__(
         self,
         stream: BytesIO,
