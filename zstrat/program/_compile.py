@@ -335,6 +335,8 @@ class CompiledProgram:
             TypeError, RuntimeError: The body cannot be captured; only in the first run.
         """
         outputs: tuple[list[jax.Array], list[list[jax.Array]]]
+        # jax compiles at the first call, and only then can the body raise errors to
+        # translate.
         if self._traced:
             outputs = self._jitted(inputs, elements, values)
         else:

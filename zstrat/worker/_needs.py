@@ -112,29 +112,25 @@ class Catalog:
         rounds = tuple([n for n, rule in optimizers.items() if rule.rounds is not None])
         wires = {n: each.wire for n, each in optimizers.items() if each.wire}
         bfloat16 = _read_as_bfloat16(plan)
+        blocks = [0] * plan.levels
+        for lookup in plan.lookups:
+            row_nbytes = self._row_nbytes(lookup.table.components[0].spec)
+            blocks[lookup.level] += lookup.size * row_nbytes
         return Needs(
-            shared,
-            self._whole(shared, rounds, bfloat16, _sets(plan, rounds, bfloat16)),
-            _nbytes(shared),
-            writes,
+            specs=shared,
+            reads=self._whole(shared, rounds, bfloat16, _sets(plan, rounds, bfloat16)),
+            nbytes=_nbytes(shared),
+            writes=writes,
             # Only updates that are nothing but gradients allow a prefetch: they leave
             # no value that the next step must see.
-            writes and all(update.op in _FEEDS for update in plan.updates),
-            rounds,
-            wires,
-            bfloat16,
-            len(shared) < len(plan.reads) or any(map(_is_kept, plan.updates)),
-            plan.levels - 1,
-            tuple(
-                [
-                    sum(
-                        lookup.size * self._row_nbytes(lookup.table.components[0].spec)
-                        for lookup in plan.lookups
-                        if lookup.level == level
-                    )
-                    for level in range(plan.levels)
-                ]
-            ),
+            optimizes=writes and all(x.op in _FEEDS for x in plan.updates),
+            rounds=rounds,
+            wires=wires,
+            bfloat16=bfloat16,
+            has_residents=len(shared) < len(plan.reads)
+            or any(map(_is_kept, plan.updates)),
+            advances=plan.levels - 1,
+            blocks=tuple(blocks),
         )
 
     def _whole(

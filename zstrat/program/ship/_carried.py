@@ -257,6 +257,7 @@ def try_out(obj: object, ways: Ways) -> None:
     Raises:
         NotShippable: It cannot be loaded, or changes.
     """
+    # Arrays and handles are not copied for a trial.
     kept: list[Any] = []
     with Pickler.session(None, ways, kept) as (pickler, stream):
         # In this order: pickling the object finds the instances.
@@ -348,6 +349,7 @@ def unpicklable(
     chain, seen = [obj], {id(obj)}
     while len(path) < MAX_DEPTH:
         for label, part in _parts(obj):
+            # The first part that fails by itself is followed inwards.
             if id(part) not in seen and not picklable(part):
                 seen.add(id(part))
                 path.append(label)

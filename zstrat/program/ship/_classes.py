@@ -76,6 +76,7 @@ class KnownClasses:
     def made(self, number: str, make: functools.partial[type]) -> type:
         """Returns the class of a number; makes it if it is not here."""
         with self._lock:
+            # Made under the lock, so threads that load one class at once get the same.
             if (cls := self._classes.get(number)) is None:
                 cls = make()
                 self._remember(number, cls)
@@ -152,6 +153,7 @@ def referenced_class(reference: Sequence[Any]) -> type:
 @contextmanager
 def arriving_at(classes: KnownClasses) -> Iterator[None]:
     """Registers the classes that this thread unpickles inside in another registry."""
+    # On this thread alone: others may load real classes meanwhile.
     _of_thread.classes = classes
     try:
         yield

@@ -72,6 +72,7 @@ def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     Raises:
         TypeError: A part cannot be pickled, or would not arrive whole; names its path.
     """
+    # A function is one piece, as its bytes are known by one digest.
     if callable(obj):
         return dump_code(obj), ()
     beside: list[np.ndarray] = []
@@ -196,6 +197,7 @@ def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
         plain.add(cls)
         tried.add(cls)
         return
+    # A copy, as imports in other threads change the dict.
     modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
     # The innermost part first: as little as possible is imported by name.
     for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):

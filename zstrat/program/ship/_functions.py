@@ -216,6 +216,7 @@ def _is_importable(fn: types.FunctionType) -> bool:
 
 
 def _blank(module: str, code: types.CodeType) -> types.FunctionType:
+    # Filled later, as they may refer to what is being made.
     cells = tuple(types.CellType() for _ in code.co_freevars)
     return types.FunctionType(
         code, vars(importlib.import_module(module)), closure=cells
@@ -305,6 +306,8 @@ def body_of(cls: type) -> Body:
     """Reads a class that is neither an enum nor a TypedDict."""
     said, later = _cut(cls)
     generated = {k: later.pop(k) for k in tuple(later) if is_generated(k, later[k])}
+    # Only code that runs with the statement looks at its keywords and fields; all else
+    # is set afterwards.
     runs = runs_code(cls)
     fields = _fields(cls) if runs else {}
     bases = cls.__bases__
@@ -403,6 +406,7 @@ def _keywords(cls: type) -> dict[str, Any]:
     filename = getattr(module, "__file__", None)
     if module is None or filename is None:
         return {}
+    # A class does not keep the keywords of its statement.
     written = _statements(filename, len(linecache.getlines(filename)))
     keywords = {}
     for keyword in written.get(cls.__qualname__, ()):

@@ -143,6 +143,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         """
         stream = BytesIO()
         pickler = Pickler(stream, keep, ways, kept)
+        # Leaves cloudpickle's registry, which is global, as it was.
         with pickler.modules:
             try:
                 yield pickler, stream
@@ -238,14 +239,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 self._by_value(sys.modules.get(fn.__module__ or ""))
                 reduction = super().reducer_override(fn)
                 if reduction is not NotImplemented:
+                    # Held, so its id is not given to another function meanwhile.
                     self._empty[id(fn)] = fn
                     functions.append((fn, reduction))
         return functions
 
     def _instance(self, obj: Any) -> Any:
         cls = type(obj)
-        tells = self._kept is not None and cls.__module__ != "builtins"
-        if tells and not goes_by_name(cls):
+        is_trial = self._kept is not None and cls.__module__ != "builtins"
+        # What a trial loads is compared with these, as only their classes may change.
+        if is_trial and not goes_by_name(cls):
             self.instances.append(obj)
         if is_cached(obj) and goes_by_name(obj):
             return NotImplemented
@@ -272,6 +275,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if module is None or module.__name__ in self._known:
             return
         self._known.add(module.__name__)
+        # What the user has registered stays so.
         registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
         if not registered and module.__name__ in sys.modules and is_users(module):
             cloudpickle.register_pickle_by_value(module)
@@ -320,6 +324,8 @@ class TrialUnpickler(Unpickler):
         return super().persistent_load(pid)
 
     def find_class(self, module: str, name: str) -> Any:
+        # Found here in any case, as this is the program; a worker would have to import
+        # it.
         cls = super().find_class(module, name)
         if module == "__main__" or is_users(sys.modules[module]):
             raise pickle.UnpicklingError(

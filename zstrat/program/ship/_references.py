@@ -129,6 +129,7 @@ def attribute(
 
 
 def _name_in(module: types.ModuleType, value: object) -> str | None:
+    # A function or class is found by its own name first, which needs no search.
     qualname = getattr(value, "__qualname__", None)
     if isinstance(qualname, str) and "<" not in qualname:
         attribute: Any = module
@@ -210,6 +211,7 @@ class Registration(NamedTuple):
             return [Registration(cls, RegisteredPytree.STATIC)]
         data = _data_fields(cls)
         if data is not None:
+            # jax builds a dataclass by its constructor, which takes only these.
             names = [f.name for f in dataclasses.fields(cls) if f.init]
             meta = tuple(name for name in names if name not in data)
             return [Registration(cls, RegisteredPytree.DATACLASS, data, meta)]
@@ -269,6 +271,7 @@ def _is_registered(cls: type) -> bool:
         leaves = jax.tree.leaves(blank)
     except Exception:  # its own flatten ran without attributes: so it has one
         return True
+    # What jax does not know is a leaf itself.
     return not (len(leaves) == 1 and leaves[0] is blank)
 
 
@@ -279,6 +282,7 @@ def _is_static(cls: type) -> bool:
         data = structure.node_data()
     except Exception:  # as above: a flatten of its own
         return False
+    # A static node has itself as its auxiliary data.
     return data is not None and data[1] is blank
 
 

@@ -335,6 +335,7 @@ class Capture(TraceRecorder):
                 "loop that draws until the data end has no end while it is traced. "
                 "Call next(iterator) as often as the step needs"
             )
+        # By identity: the same iterator may be among the arguments twice.
         ordinal = next(
             (n for n, known in enumerate(self.iterators) if known is iterator), None
         )
@@ -400,6 +401,7 @@ class Capture(TraceRecorder):
         operands = update.operands
         if len(operands) > 1:
             operands = (marked(reaching(operands[0])), *operands[1:])
+        # At once, in the trace: the program is then one over copies.
         apart_from_now(copy.container)
         copies = self.copies(copy.container)
         value = moved(update.op, operands, copies[copy.number])

@@ -233,6 +233,7 @@ def discover(
         elements.append(supply(ordinal, iterator))
         return elements[-1]
 
+    # Where the inputs of the program stand among the leaves of the arguments.
     gaps = _gaps(call)
     traces: list[tuple[Capture, Structure, list[Placeholder]]] = []
     # The elements are not known before the trace has drawn them.
@@ -268,6 +269,7 @@ def discover(
         body_program(closed, placeholders, tree),
     )
     wide = wide_leaves(call, gaps, elements)
+    # A step that updates variables here, or talks to other processes, runs in stages.
     channels = channels_of(closed)
     if plan.moves or channels or any(map(is_here, plan.variables)):
         mesh = next((channel.mesh for channel in channels if channel.mesh), None)
@@ -304,9 +306,9 @@ def _plan(
     has_inputs: bool,
 ) -> Plan:
     return Plan(
-        step,
-        tuple(variable.spec for variable in capture.reads.values()),
-        tuple(
+        function=step,
+        reads=tuple(variable.spec for variable in capture.reads.values()),
+        updates=tuple(
             PlannedUpdate(
                 tuple([variable.spec for variable in update.variables]),
                 update.op,
@@ -318,19 +320,21 @@ def _plan(
             )
             for update, shapes in zip(capture.updates, operands, strict=True)
         ),
-        tuple(capture.draws),
-        structure,
-        tuple(results),
-        has_inputs,
-        bool(closed.effects),
-        capture.asked_context,
-        tuple(capture.reads.values()),
-        tuple((update.variables, update.optimizer) for update in capture.updates),
-        tuple(
+        draws=tuple(capture.draws),
+        out_structure=structure,
+        out_specs=tuple(results),
+        has_inputs=has_inputs,
+        has_effects=bool(closed.effects),
+        asked_context=capture.asked_context,
+        variables=tuple(capture.reads.values()),
+        targets=tuple(
+            (update.variables, update.optimizer) for update in capture.updates
+        ),
+        lookups=tuple(
             PlannedLookup(lookup.table, lookup.ids.shape, 0, lookup.where)
             for lookup in capture.lookups
         ),
-        tuple(capture.moves.notes),
+        moves=tuple(capture.moves.notes),
         calls=tuple([_emptied(call) for call in capture.calls]),
     )
 

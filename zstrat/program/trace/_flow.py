@@ -144,7 +144,7 @@ class Flow:
                 kept.append(eqn)
                 needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
         invars = [var for var in self._jaxpr.invars if var in needed]
-        # A jaxpr has to declare the effects of its equations, no more and no less.
+        # The part declares the effects of its own equations alone.
         effects = set(no_effects).union(*[eqn.effects for eqn in kept])
         pruned = self._jaxpr.replace(
             invars=invars, outvars=wanted, eqns=kept[::-1], effects=effects

@@ -283,6 +283,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     # Nothing to flatten and to compare, and the same object each time.
     if not args and not kwargs and fingerprint is None:
         return _bare(settings)
+    # A value per replica is one leaf, as it is one array of the program.
     leaves, treedef = joined.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []

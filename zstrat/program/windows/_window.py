@@ -149,6 +149,8 @@ class _Window:
                 f"{count * len(drawn)} elements, and a program takes {MAX_DRAWS} at "
                 "most: exchange more often (every=), or draw larger elements"
             )
+        # All are drawn before anything is read: at the end of the data a window has no
+        # effect.
         more = range(1, count)
         # The trial has drawn the elements of the first step.
         batches = [drawn, *[[(x, self.outer.draw(x)) for x, _ in drawn] for _ in more]]
