@@ -159,7 +159,8 @@ class JaxProfile:
 
     def stop(self) -> None:
         """Stops the profile, writes it, and reads its events."""
-        if not self.folder or self.problem:
+        # The time of a profile may be up while an order to end it is on its way.
+        if not self.folder or self.problem or self.events is not None:
             return
         try:
             jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
