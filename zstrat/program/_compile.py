@@ -210,8 +210,8 @@ def outgoing(
     if update.op is UpdateOp.OPERANDS:
         return shared(update, arrays)
     if update.call is not None:
-        made = update.spec, update.op, update.optimizer, arrays, update.call
-        return [StepUpdate(*made)]
+        fields = update.spec, update.op, update.optimizer, arrays, update.call
+        return [StepUpdate(*fields)]
     if update.table is None:
         return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
     indices, rows = arrays

@@ -397,15 +397,15 @@ class WorkerSession:
         ending.contributions = [
             # A step that read nothing (base -1) counts for the first round that this
             # worker has not given to.
-            each._replace(base=self._next_round(each.optimizer))
-            if each.base < 0
-            else each
-            for each in sent.contributions
+            contribution._replace(base=self._next_round(contribution.optimizer))
+            if contribution.base < 0
+            else contribution
+            for contribution in sent.contributions
         ]
         # Before it is sent: a pull that follows must wait for this round even while the
         # contribution is under way.
-        for each in ending.contributions:
-            self._contributed[each.optimizer].append(each.base)
+        for contribution in ending.contributions:
+            self._contributed[contribution.optimizer].append(contribution.base)
         push = _PushUnderWay(ending, read_at, now)
         try:
             parts: list[asyncio.Future[Any]] = [
@@ -440,11 +440,11 @@ class WorkerSession:
             # doubt.
             ending = _closure.failed(ending.completion.step, error, pushed=True)
         else:
-            for each in ending.contributions:
+            for contribution in ending.contributions:
                 # Later pulls wait for the newest round alone, so older entries are of
                 # no use.
-                rounds = self._contributed[each.optimizer]
-                rounds[:] = [base for base in rounds if base >= each.base]
+                rounds = self._contributed[contribution.optimizer]
+                rounds[:] = [base for base in rounds if base >= contribution.base]
             if ending.contributions:
                 self._settle(ending.completion.step, failed=False)
             self._acknowledged(push)
@@ -453,9 +453,11 @@ class WorkerSession:
     def _not_contributed(self, ending: Ending) -> None:
         """Has later pulls not wait for the rounds of a step that failed, if no other
         step has contributed to them."""
-        for each in ending.contributions:
-            if each.base in (rounds := self._contributed[each.optimizer]):
-                rounds.remove(each.base)
+        for contribution in ending.contributions:
+            if contribution.base in (
+                rounds := self._contributed[contribution.optimizer]
+            ):
+                rounds.remove(contribution.base)
         if ending.contributions:
             self._settle(ending.completion.step, failed=True)
 
@@ -494,8 +496,8 @@ class WorkerSession:
             # contributions are closed, so the step reads what they became.
             if rounds:
                 after = [
-                    RoundNumber(each, self._next_round(each) if waits else 0)
-                    for each in rounds
+                    RoundNumber(optimizer, self._next_round(optimizer) if waits else 0)
+                    for optimizer in rounds
                 ]
                 future = self.client.pull_round(
                     after, refs, rows, clocks=clocks, numbers=pull.rounds

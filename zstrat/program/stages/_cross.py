@@ -282,7 +282,7 @@ def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
 
-    def mine(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    def own_part(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         whole = _bound(channel, CrossKind.SUM, where, gradients)
         size, rank = channel.size, channel.rank
         return tuple(jnp.split(x, size)[rank] for x in whole)
@@ -290,7 +290,7 @@ def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     both = jax.custom_vjp(gathered)
     both.defvjp(
         lambda arrays: (gathered(arrays), None),
-        lambda _, gradients: (_summed_once(mine, gradients, axis),),
+        lambda _, gradients: (_summed_once(own_part, gradients, axis),),
     )
     return both
 

@@ -98,10 +98,10 @@ def _jitted(
 ) -> Any:
     def program(first: list[Any], second: list[Any]) -> list[Any]:
         known = dict(zip((*donated, *kept), (*first, *second), strict=True))
-        made = stage.run(*[known[n] for n in stage.takes])
+        outputs = stage.run(*[known[n] for n in stage.takes])
         # An output that is an input would share its memory.
         given = {id(value) for value in known.values()}
-        return [own(array, given) for array in made]
+        return [own(array, given) for array in outputs]
 
     program.__name__ = program.__qualname__ = name
     if out_shardings is None:

@@ -145,15 +145,15 @@ class WholeProgram:
         numbers += [False] * (leaves + away)
 
         def mapped(moved: Any, slots: Any, read: Any, given: Any) -> Any:
-            mine = [
+            own_inputs = [
                 x if plain else x[0] for x, plain in zip(given, numbers, strict=True)
             ]
-            values = self._joined(moved, read, mine[inputs + leaves :])
+            values = self._joined(moved, read, own_inputs[inputs + leaves :])
             results, *made = body(
-                mine[:inputs], mine[inputs : inputs + leaves], values, slots
+                own_inputs[:inputs], own_inputs[inputs : inputs + leaves], values, slots
             )
             values, slots, operands = made
-            known = {id(x) for x in jax.tree.leaves((moved, slots, read, mine))}
+            known = {id(x) for x in jax.tree.leaves((moved, slots, read, own_inputs))}
             return (
                 [_apart(own(x, known)) for x in results],
                 [own(x, known) for x in values],

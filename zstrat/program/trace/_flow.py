@@ -434,18 +434,18 @@ def body_program(
     """
     jaxpr: Any = closed.jaxpr
     count = len(jaxpr.outvars) - len(placeholders)
-    wanted, made = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    wanted, holders = jaxpr.outvars[:count], jaxpr.outvars[count:]
     makers = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    if not all(not isinstance(var, Literal) and var in makers for var in made):
+    if any(isinstance(var, Literal) or var not in makers for var in holders):
         return None
-    given = set(made)
+    given = set(holders)
     left = [eqn for eqn in jaxpr.eqns if given.isdisjoint(eqn.outvars)]
     eqns = _without(jaxpr.invars[0], left, wanted)
-    if eqns is None or len(given) < len(made):
+    if eqns is None or len(given) < len(holders):
         return None
     effects = set(no_effects).union(*[eqn.effects for eqn in eqns])
     cut = jaxpr.replace(
-        invars=[*jaxpr.invars[1:], *made], outvars=wanted, eqns=eqns, effects=effects
+        invars=[*jaxpr.invars[1:], *holders], outvars=wanted, eqns=eqns, effects=effects
     )
     names = tuple([placeholder.name for placeholder in placeholders])
     return BodyProgram(ClosedJaxpr(cut, closed.consts), names, tree)

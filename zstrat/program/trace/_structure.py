@@ -101,9 +101,9 @@ class Structure:
             numbered = self.treedef.unflatten(range(len(self.slots)))
             paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
             slots = zip(paths, self.slots, other.slots, strict=True)
-            for (path, _), mine, its in slots:
-                if mine != its:
-                    return _place(path), _slot_words(mine), _slot_words(its)
+            for (path, _), slot, other_slot in slots:
+                if slot != other_slot:
+                    return _place(path), _slot_words(slot), _slot_words(other_slot)
         return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:

@@ -236,8 +236,8 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
     def one(turn: jax.Array, value: jax.Array) -> jax.Array:
         quotients = jax.lax.div(value.at[indices].get(mode="clip"), rows)
-        mine = jnp.where(turns == turn, indices, value.shape[0])
-        return value.at[mine].set(quotients, mode="drop")
+        targets = jnp.where(turns == turn, indices, value.shape[0])
+        return value.at[targets].set(quotients, mode="drop")
 
     def each(row: jax.Array, value: jax.Array) -> jax.Array:
         at = indices[row]

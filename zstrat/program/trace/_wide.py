@@ -132,9 +132,9 @@ class Widened:
             for number, value in enumerate(inputs)
         ]
         outputs = self._run(self._closed.jaxpr, self._closed.consts, given)
-        for each in outputs:
-            self.returned |= each.mask
-        return [each.value for each in outputs]
+        for output in outputs:
+            self.returned |= output.mask
+        return [output.value for output in outputs]
 
     def _run(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value]
@@ -148,12 +148,12 @@ class Widened:
             return _number(var.val) if isinstance(var, Literal) else known[var]
 
         for eqn in jaxpr.eqns:
-            made = self._made(jaxpr, eqn, [of(var) for var in eqn.invars])
-            known.update(zip(eqn.outvars, made, strict=True))
+            results = self._results_of(jaxpr, eqn, [of(var) for var in eqn.invars])
+            known.update(zip(eqn.outvars, results, strict=True))
         return [of(var) for var in jaxpr.outvars]
 
-    def _made(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
-        is_wide = any(each.mask for each in given)
+    def _results_of(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
+        is_wide = any(operand.mask for operand in given)
         name, inner = eqn.primitive.name, inside(eqn)
         if name == "name" and eqn.params["name"] == _WHOLE:
             value, mask, _ = self._widened(given[0])
@@ -173,22 +173,22 @@ class Widened:
         if is_wide:
             given = self._fitted(eqn, given)
         mask = 0
-        for each in given:
-            mask |= each.mask
+        for operand in given:
+            mask |= operand.mask
         if mask:
             # By the primitive itself, which computes with the dtype of its operands.
-            made = _bound(eqn, [each.value for each in given])
+            results = _bound(eqn, [operand.value for operand in given])
             return [
                 # A result of the traced dtype (a comparison, say) is a value like
                 # others.
                 _Value(value, mask if value.dtype != var.aval.dtype else 0)
-                for value, var in zip(made, eqn.outvars, strict=True)
+                for value, var in zip(results, eqn.outvars, strict=True)
             ]
-        made = _alone(jaxpr, eqn, given)
-        own = made if is_wide else _own(eqn, given) or made
+        results = _alone(jaxpr, eqn, given)
+        own = results if is_wide else _own(eqn, given) or results
         return [
             _Value(value, 0, with_64 if with_64.dtype != value.dtype else None)
-            for value, with_64 in zip(made, own, strict=True)
+            for value, with_64 in zip(results, own, strict=True)
         ]
 
     def _fitted(self, eqn: Any, given: list[_Value]) -> list[_Value]:
@@ -279,8 +279,8 @@ def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
         for name in ("update_jaxpr", "update_consts"):  # for 32 bits
             params.pop(name, None)
         return [_SCATTERS[eqn.primitive.name](*values, **params)]
-    made = eqn.primitive.bind(*values, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
+    results = eqn.primitive.bind(*values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
@@ -288,7 +288,7 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
     one that is known."""
     if not any(map(_is_int32, eqn.outvars)):
         return None
-    name, values = eqn.primitive.name, [each.value for each in given]
+    name, values = eqn.primitive.name, [operand.value for operand in given]
     if name == "iota":
         return [eqn.primitive.bind(*values, **{**eqn.params, "dtype": np.dtype("i8")})]
     together = _together(eqn)
@@ -304,10 +304,10 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
 def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
     """Evaluates one equation with the dtypes of the trace."""
     invars, values = [], []
-    for var, each in zip(eqn.invars, given, strict=True):
+    for var, operand in zip(eqn.invars, given, strict=True):
         if not isinstance(var, Literal) and var not in invars:
             invars.append(var)
-            values.append(each.value)
+            values.append(operand.value)
     effects = set(no_effects).union(eqn.effects)
     program = jaxpr.replace(
         constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn], effects=effects

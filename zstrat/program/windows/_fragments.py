@@ -269,12 +269,12 @@ class OverlappedProgram(CompiledProgram):
                 after.update(eqn.outvars)
         self.has_loop: Final = any(eqn.primitive.name in _LOOPS for eqn in first)
         """Whether there are steps before those that need pulled values."""
-        made = {var for eqn in first for var in eqn.outvars}
+        early_results = {var for eqn in first for var in eqn.outvars}
         # What the tail needs of the head goes from one program to the other as
         # arguments.
         used = [*[x for eqn in rest for x in eqn.invars], *jaxpr.outvars]
         variables = dict.fromkeys(x for x in used if not isinstance(x, Literal))
-        given = [x for x in variables if x in made]
+        given = [x for x in variables if x in early_results]
         self._early = [n for n in range(len(jaxpr.invars)) if n not in late]
         early = [jaxpr.invars[number] for number in self._early]
         head = jaxpr.replace(invars=early, outvars=given, eqns=first)

@@ -456,8 +456,8 @@ class _Steps:
         carry = copies, slots
         stacked = self.stacked(first, self.done)
         if stacked is not None:
-            carry, made = jax.lax.scan(self._one, carry, stacked)
-            self._took(made)
+            carry, outputs = jax.lax.scan(self._one, carry, stacked)
+            self._took(outputs)
             return carry
         warnings.warn(
             f"the elements that {self._window.name!r} draws differ in shape, so its "
@@ -468,8 +468,8 @@ class _Steps:
         for number, drawn in enumerate(self._batches[first : self.done], first):
             leaves = [leaf for x in drawn for leaf in x.leaves]
             given = jnp.asarray(number), leaves
-            carry, made = self._one(carry, given, drawn)
-            self._took(jax.tree.map(lambda x: x[None], made))
+            carry, outputs = self._one(carry, given, drawn)
+            self._took(jax.tree.map(lambda x: x[None], outputs))
         return carry
 
     def stacked(
@@ -503,9 +503,9 @@ class _Steps:
         place = sparse.index(leaf)
         return jnp.concatenate([rows[place].reshape(-1) for rows in self._rows])
 
-    def _took(self, made: tuple[list[jax.Array], list[jax.Array]]) -> None:
-        self._results.append(made[0])
-        self._rows.append(made[1])
+    def _took(self, outputs: tuple[list[jax.Array], list[jax.Array]]) -> None:
+        self._results.append(outputs[0])
+        self._rows.append(outputs[1])
 
     def _one(
         self, carry: tuple[Copies, Slots], given: Any, drawn: Any = None
