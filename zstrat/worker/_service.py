@@ -67,8 +67,9 @@ class MakeExecutor(Protocol):
 
 
 OPENING: Final = 10.0
-"""Most seconds to open a session. After them the coordinator gets an error that says
-why, and asks again; so its user need not read the logs of the workers."""
+"""Most seconds to wait for the parameter servers when a session opens. After them the
+coordinator gets an error that says why, and asks again; so its user need not read the
+logs of the workers."""
 
 
 @final
@@ -212,7 +213,8 @@ class WorkerService:
         deadline = asyncio.get_running_loop().time() + timeout
         try:
             # On the thread: starting jax's backend may take seconds, for which the loop
-            # must not stop.
+            # must not stop. Without a limit, as a closure of the session before may
+            # still run there: giving up would drop what this session inherits.
             self._platform, self._devices = await self._executor.submit(
                 self._find_devices
             )
