@@ -177,10 +177,10 @@ class StepRunner:
             # Kept per function and not per batch, so the first step of the next batch
             # is already measured.
             costs = self._costs.setdefault(batch.function, Costs())
+            # Only steps with the same arguments can share a preparation; those with
+            # inputs of their own are prepared one by one.
             if not inputs:
                 self.pipeline.dispatched(task, costs, batch.steps, now)
-                # Steps with inputs of their own are prepared one by one; only steps
-                # with the same arguments can share a preparation.
                 continue
             for step, data in zip(batch.steps, inputs, strict=True):
                 own = _Task(batch.function, batch.arguments, context, low_water, data)

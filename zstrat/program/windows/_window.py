@@ -62,7 +62,7 @@ gradients in its moments."""
 
 _BASE: Final = "/base"
 """What resident arrays are that differences count from."""
-_EPOCH: Final = 8
+_ROUNDS_OF_EPOCH: Final = 8
 """Rounds after which the speed of a worker that is gone counts no more, or twice."""
 _PROGRAMS: Final = 8
 """Numbers of steps that workers make, about, when these adapt to their speed."""
@@ -268,7 +268,7 @@ class _Window:
         while the fastest one makes all (DyLU). ``pace`` has the largest speed of each
         of the last epochs; the next one is cleared."""
         resident, every = self._resident, self.exchanges.every
-        speed, epoch = resident.speed(), resident.round() // _EPOCH
+        speed, epoch = resident.speed(), resident.round() // _ROUNDS_OF_EPOCH
         speeds, size = jnp.asarray(pace.value()), pace.shape[0]
         others = jnp.maximum(speeds[epoch % size], speeds[(epoch - 1) % size])
         fastest = jnp.maximum(others, speed)
