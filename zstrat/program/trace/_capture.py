@@ -257,7 +257,7 @@ class Capture(TraceRecorder):
         return rows
 
     def optimize(self, call: GradientCall) -> None:
-        """Records gradients of a tree.
+        """Records a call of ``apply_gradients``.
 
         Variables on devices of this process are updated at once, together. Parameter
         servers update theirs after the step, each variable by itself.

@@ -102,7 +102,7 @@ def reached(
     roots: Iterable[Any], *, only_code: bool = False, classes: bool = True
 ) -> Iterator[Any]:
     """Yields the roots and the objects that they hold, each once, the nearest first.
-    Not looked into are variables.
+    Does not look into variables.
 
     Args:
         only_code: Of an object only its class counts, and what it wraps; large
@@ -132,8 +132,9 @@ def reached(
 
 
 def captured_values(fn: Any, *, classes: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of the cells and globals that the functions of users
-    read, which a function reaches; without ``classes`` not those of methods."""
+    """Yields the names and values of the cells and globals that a function reads, and
+    those of all functions of users that it reaches; without ``classes`` not those of
+    methods."""
     for thing in reached([fn], only_code=True, classes=classes):
         if not isinstance(thing, FunctionType) or is_known(thing.__module__):
             continue
@@ -156,7 +157,7 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def _held(thing: Any) -> list[Any]:
-    """Returns what an object refers to, as far as variables are there."""
+    """Returns the objects that an object refers to, and that may hold variables."""
     # Not all of its globals, which are the whole module: those that it names follow.
     if isinstance(thing, FunctionType):
         apart = thing.__globals__, getattr(thing, "__builtins__", None)
@@ -297,7 +298,7 @@ def _warning(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_values(layer: Any) -> bool:
-    """Returns whether it computes with arrays from before the step. (In
+    """Returns whether a layer computes with arrays from before the step. (In
     ``stateless_call`` it computes with values from the step.)"""
     if isinstance(recorder.get(), Immediate) and worker_context.get() is None:
         return False  # an eager step of this process: it has the model itself

@@ -300,7 +300,7 @@ class Placeholder:
 
 
 class Discovery:
-    """Makes placeholders.
+    """Feeds a trace with placeholders, as the values that it needs are not known yet.
 
     ``seed`` is a traced scalar. Values computed from it are traced at every depth of
     transformation, as constants would not be. ``supply`` draws elements; a region draws
@@ -355,7 +355,7 @@ class Discovery:
 
 
 class Replay:
-    """Returns the inputs of a program."""
+    """Feeds the second trace of a body with the inputs of the program."""
 
     def __init__(
         self,
