@@ -66,6 +66,16 @@ async def test_a_profile_that_nobody_ends_ends_by_itself(profiled):
     assert not profiled
 
 
+async def test_a_profile_whose_time_is_up_when_it_is_ended_is_not_lost(profiled):
+    _, capture = make()
+    await capture.serve(begin())
+    ending = capture.serve(EndCapture(SESSION))
+    capture.close()
+    told = await ending
+    assert told.profile
+    assert not told.problem
+
+
 async def test_another_capture_ends_the_profile_of_the_one_before(profiled):
     _, capture = make()
     await capture.serve(begin())

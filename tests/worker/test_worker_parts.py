@@ -103,7 +103,7 @@ def test_tracebacks_of_our_own_defects_stay_whole():
         error.__traceback__ = error.__traceback__.tb_next
         trim(error)
         (frame,) = traceback.extract_tb(error.__traceback__)
-        assert frame.filename.endswith("_refusals.py")
+        assert frame.filename.endswith("_tracebacks.py")
 
 
 def test_chains_of_errors_are_trimmed_and_may_be_loops():

@@ -3,7 +3,6 @@
 from ._compile import StepResult as StepResult
 from ._compile import StepUpdate as StepUpdate
 from ._compile import read_sets as read_sets
-from ._device_state import PerWorkerVariable as PerWorkerVariable
 from ._execute import Prepared as Prepared
 from ._execute import examples_in as examples_in
 from ._execute import prepare as prepare
@@ -11,6 +10,7 @@ from ._execute import run_eager as run_eager
 from ._function import Function as Function
 from ._function import function as function
 from ._function import in_python_step as in_python_step
+from ._per_worker_variable import PerWorkerVariable as PerWorkerVariable
 from ._programs import WARN_AT as WARN_AT
 from ._programs import RetraceWarning as RetraceWarning
 from .gradients._gradients import grad as grad
@@ -38,7 +38,7 @@ from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
 from .trace._capture import Capture as Capture
-from .trace._eager import KerasWarning as KerasWarning
+from .trace._captured import KerasWarning as KerasWarning
 from .trace._flow import Discovery as Discovery
 from .trace._iterator import StepDataset as StepDataset
 from .trace._iterator import StepIterator as StepIterator
@@ -47,10 +47,7 @@ from .trace._iterator import kept as kept
 from .trace._iterator import require_untraced as require_untraced
 from .trace._plan import Plan as Plan
 from .trace._plan import PlannedUpdate as PlannedUpdate
-from .trace._refusals import here as here
-from .trace._refusals import hide_frames as hide_frames
 from .trace._refusals import not_shared as not_shared
-from .trace._refusals import trim as trim
 from .trace._signature import WorkerContext as WorkerContext
 from .trace._signature import building as building
 from .trace._signature import get_current_worker_index as get_current_worker_index
@@ -62,6 +59,9 @@ from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure
 from .trace._structure import name_node as name_node
 from .trace._structure import rebuild as rebuild
+from .trace._tracebacks import here as here
+from .trace._tracebacks import hide_frames as hide_frames
+from .trace._tracebacks import trim as trim
 from .windows._fragments import COPY as COPY
 from .windows._fragments import ROUND as ROUND
 from .windows._fragments import SEGMENT as SEGMENT

@@ -101,6 +101,7 @@ def _update_sets(plan: Plan) -> list[Sent]:
                 and update.call is None
                 and spec.ps >= 0
                 and rule is not None
+                # Rounds and formats take gradients one by one.
                 and rule.rounds is None
                 and rule.wire is None
             ):
@@ -120,7 +121,10 @@ def _update_sets(plan: Plan) -> list[Sent]:
 def read_sets(plan: Plan) -> list[list[int]]:
     """Returns the sets that a step of this plan reads, as places in ``plan.reads``:
     those that it updates, whose values servers keep side by side, and others."""
+    # A request names the variables of a set by their places in it.
     at = {spec.key: place for place, spec in enumerate(plan.reads)}
+    # First the sets of gradients, as the server has their values side by side after the
+    # update.
     sets = [
         [at.get(key, -1) for key in update.keys.tolist()]
         for update, _ in plan.sent
@@ -208,8 +212,8 @@ def outgoing(
     if update.op is UpdateOp.OPERANDS:
         return shared(update, arrays)
     if update.call is not None:
-        made = update.spec, update.op, update.optimizer, arrays, update.call
-        return [StepUpdate(*made)]
+        fields = update.spec, update.op, update.optimizer, arrays, update.call
+        return [StepUpdate(*fields)]
     if update.table is None:
         return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
     indices, rows = arrays
@@ -219,6 +223,7 @@ def outgoing(
 def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUpdate]:
     """Makes the update with operands that the updates of an optimizer share, once for
     each parameter server."""
+    # Reversed, so the first variable on each server stands for it.
     firsts = {spec.ps: spec for spec in reversed(update.specs)}
     return [
         StepUpdate(spec, update.op, update.optimizer, arrays)
@@ -251,11 +256,13 @@ def split(
         table.require_inside(indices)
     except IndexError as error:
         raise IndexError(f"{update.where}: {error}") from None
+    # Padding is neither summed nor sent.
     indices, rows = present(indices, rows)
     index_runs = table.runs(indices)
     if update.op in SUMMED:
         ordered, rows = index_runs.unique, sums(index_runs, rows)
     elif update.op is UpdateOp.SCATTER_UPDATE:
+        # The last of equal indices, in the order of the body.
         last = index_runs.order[index_runs.starts + index_runs.counts - 1]
         ordered, rows = index_runs.unique, rows[last]
     else:
@@ -315,6 +322,7 @@ class CompiledProgram:
     def with_others(self, plan: Plan, variables: object) -> CompiledProgram:
         """Returns this program for the variables of another plan."""
         del variables
+        # The compiled function knows variables by their places alone.
         copied = copy.copy(self)
         copied.plan, copied.constant = plan, None
         assert len(plan.sent) == len(plan.updates), "no plan with sets is shared"
@@ -329,6 +337,8 @@ class CompiledProgram:
             TypeError, RuntimeError: The body cannot be captured; only in the first run.
         """
         outputs: tuple[list[jax.Array], list[list[jax.Array]]]
+        # jax compiles at the first call, and only then can the body raise errors to
+        # translate.
         if self._traced:
             outputs = self._jitted(inputs, elements, values)
         else:
@@ -361,6 +371,7 @@ def _replayed(plan: Plan, body: TracedBody, context: WorkerContext | None) -> An
             ],
         )
 
+    # The name in jax's profiles and logs.
     program.__name__ = program.__qualname__ = plan.function.rpartition(".")[2]
     return program
 

@@ -1,56 +1,30 @@
-"""Variables of steps on the devices of one process, and variables per worker.
+"""`PlannedVariables`: variables of a step on the devices of this process.
 
-`PlannedVariables` takes variables of a step from devices, and puts them back. Law: a
-step holds the turn (`DevicePool`) from its first read of a variable to the new value;
-and during its turn the variables are stored as it was traced for (`Outdated`).
-
-`PerWorkerVariable` has one value for each worker (``per_worker_variable=True``). Each
-value is a variable on a parameter server, so that a worker that is restarted finds its
-value again. In a step it is the value of the worker that runs the step.
-
-Law: a step knows its worker only from `worker_context`, and its trace records that it
-asked, so that no other worker uses that program.
+A step takes them from the devices, and puts them back. Law: a step holds the turn
+(`DevicePool`) from its first read of a variable to the new value; and during its turn
+the variables are stored as it was traced for (`Outdated`).
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from zstrat.variables import (
-    AbstractVariable,
-    DeviceStorage,
-    JointPlace,
-    JointState,
-    UnboundStorage,
-    Variable,
-    handle,
-    read_all,
-    recorder,
-    refuse_read,
-)
+from zstrat.variables import DeviceStorage, JointPlace, JointState, read_all
 
-from .trace._signature import get_current_worker_index, worker_context
 from .trace._updates import device_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from threading import RLock
 
-    import numpy as np
     from jax.sharding import Mesh, Sharding
 
     from zstrat.variables import (
         DevicePool,
-        OptimizerHandle,
         SlotRule,
-        StorageUpdate,
-        Table,
-        TraceRecorder,
         VariableHandle,
     )
-    from zstrat.wire import UpdateOp
 
     from .trace._iterator import Draws
     from .trace._plan import Plan
@@ -92,6 +66,8 @@ class PlannedVariables:
             for variable in plan.variables
             if not isinstance(variable.storage, DeviceStorage)
         ]
+        # In one order in all steps: two that need the same pools cannot wait for each
+        # other.
         self._pools: list[DevicePool] = [pools[key] for key in sorted(pools)]
         self.travels = any(pool.travels for pool in self._pools)
         """Whether values are kept on another device than steps run on, so that a failed
@@ -100,6 +76,8 @@ class PlannedVariables:
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
         self._places = self._joint_places()
         self._joint: JointState | None = None
+        # The value of a read that is also updated is found in the joint state of the
+        # step before.
         at = {id(storage): n for n, storage in enumerate(self._moved_storages)}
         self._reads = [
             (at.get(id(storage)), storage) for storage in self._read_storages
@@ -203,6 +181,7 @@ class PlannedVariables:
                 pool.settle()
             return act()
         except BaseException:  # to the caller
+            # From now on steps look whether a value was lost (`require_kept`).
             for pool in self._pools:
                 pool.has_failed = True
             raise
@@ -213,6 +192,7 @@ class PlannedVariables:
         Raises:
             DataLossError: A value is lost; names the variable and the remedies.
         """
+        # Almost always: then nothing has to be looked at.
         if True not in [pool.has_failed for pool in self._pools]:
             return
         joint = None if self._joint is None else self._joint.taken()
@@ -285,6 +265,7 @@ class PlannedVariables:
         The list then belongs to this object. The caller holds the lock, unless the
         values travel.
         """
+        # Before the first attempt, so that a second one stores the same numbers.
         steps = [pool.steps + self._moves for pool in self._pools]
         try:
             self._put(arrays, steps)
@@ -312,6 +293,7 @@ class PlannedVariables:
 
     def _keep(self, arrays: list[Any]) -> None:
         joint = self._joint
+        # One assignment for the whole step: a Ctrl-C comes before or after it.
         if joint is not None and joint.is_whole:
             joint.arrays = arrays
             return
@@ -321,6 +303,7 @@ class PlannedVariables:
         self._joint = joint
 
 
+# A `with` for each lock, without a context manager of ours; see `in_turn`.
 def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
     if not locks:
         return act()
@@ -332,122 +315,3 @@ def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     """Cuts a list of leaves into lists of these lengths."""
     left = iter(leaves)
     return [list(itertools.islice(left, count)) for count in counts]
-
-
-class PerWorkerVariable(AbstractVariable):
-    """A variable with an independent value for each worker of a coordinator.
-
-    In a scheduled step it behaves like other variables: the step reads and updates the
-    value of its worker. The body must capture it; it cannot be an argument, and
-    optimizers do not update it. Elsewhere `read_all` returns all values.
-
-    Args:
-        variables: One for each worker, in order.
-    """
-
-    __slots__ = ("_variables",)
-
-    def __init__(self, name: str, variables: Sequence[Variable]) -> None:
-        self._variables = tuple(variables)
-        self._spec = replace(variables[0].spec, name=name, trainable=False)
-
-    def read_all(self) -> list[np.ndarray]:
-        """Reads the values of all workers, in order: read-only arrays. The value of a
-        worker that runs a step meanwhile is from before or after an update.
-
-        Raises:
-            RuntimeError: Called in a step.
-            PSUnavailableError: A ps is gone.
-        """
-        if recorder.get() is not None:
-            raise RuntimeError(
-                f"read_all of {self._spec} in a step, which can read only the value of "
-                "its own worker: write value(), or call read_all outside of steps"
-            )
-        refuse_read(self._spec)
-        return read_all(self._variables)
-
-    @property
-    def distribute_strategy(self) -> Any:
-        """The strategy of the values; see `zstrat.Variable.distribute_strategy`."""
-        return self._variables[0].distribute_strategy
-
-    @property
-    def components(self) -> tuple[Variable, ...]:
-        return (self._own(),)
-
-    @property
-    def table(self) -> Table:
-        return self._own().table
-
-    def require_optimizable(self) -> None:
-        raise ValueError(
-            f"variable {self.name!r} has a value for each worker "
-            "(per_worker_variable=True), which optimizers cannot update: leave "
-            "per_worker_variable out, or assign to it"
-        )
-
-    def _own(self) -> Variable:
-        """Returns the variable of the worker that runs the step.
-
-        Raises:
-            RuntimeError: No step is traced or run.
-        """
-        if recorder.get() is None:
-            self._refuse()
-        number = get_current_worker_index()
-        if worker_context.get() is None:  # a coordinator asks for the shapes of results
-            return handle(self._variables[0].spec, _NOWHERE)
-        return self._variables[number]
-
-    def _refuse(self) -> NoReturn:
-        raise RuntimeError(
-            f"variable {self.name!r} has a value for each worker "
-            "(per_worker_variable=True): read and update the worker's own in the body "
-            "of a zs.function that a coordinator schedules (it cannot be an argument); "
-            "elsewhere read_all() returns all values"
-        )
-
-    def _read_now(self) -> np.ndarray:
-        self._refuse()
-
-    async def _read_now_async(self) -> np.ndarray:
-        self._refuse()
-
-    def _traced_value(self, recording: TraceRecorder) -> Any:
-        return recording.read(self._own())
-
-    def _updates(
-        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> list[StorageUpdate]:
-        return self._own()._updates(op, value, optimizer)
-
-    def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
-        return self._own()._target_of_rows(op)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse()
-
-    def __reduce__(self) -> Any:
-        return PerWorkerVariable, (self.name, self._variables)
-
-    def __repr__(self) -> str:
-        spec = self._spec
-        return (
-            f"<zstrat.PerWorkerVariable {spec.name!r} shape={spec.shape} "
-            f"dtype={spec.dtype} workers={len(self._variables)}>"
-        )
-
-
-class _OnWorkers(UnboundStorage):
-    """The storage in a step that is called here instead of scheduled."""
-
-    def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"{variable.spec} has a value for each worker (per_worker_variable=True), "
-            "but this step was called outside of a worker: schedule it with a "
-            "ClusterCoordinator"
-        )
-
-
-_NOWHERE: Final = _OnWorkers()

@@ -34,7 +34,8 @@ from ._programs import HereProgram
 from .lookup._lookups import Wanted
 from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
-from .trace._eager import Immediate, watch_keras_models
+from .trace._captured import watch_keras_models
+from .trace._eager import Immediate
 from .trace._int32_checks import require_fitting, warn_of_arguments
 from .trace._iterator import StepIterator
 from .trace._refusals import not_shared, translated_variable_errors
@@ -82,6 +83,7 @@ def prepare(
         raise ValueError(f"{function.name!r} is an eager step function: run_eager it")
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
+    # A worker does not have the devices that hold these variables.
     if isinstance(program, HereProgram):
         draws.unread()
         program.plan.require_shared()
@@ -111,6 +113,7 @@ class Prepared:
         self.wanted = Wanted(self.plan.reads)
         """The next request; the first one needs no answer."""
         self._lookups: Lookups | None = None
+        # Before ids are computed from them.
         if self.plan.downcast_leaves:
             given = [*inputs, *_leaves(draws)]
             require_fitting(self.plan.function, given, self.plan.downcast_leaves)
@@ -192,9 +195,11 @@ class Prepared:
             IndexError: The step updates a row outside of the table.
         """
         program = self._program
+        # Nothing is drawn and nothing is read, so the first result is that of all runs.
         if program.constant is not None:
             return program.constant
         computed = self.compute(values)
+        # All transfers at once; the reads below then only wait.
         computed.to_host()
         leaves = [np.asarray(array) for array in computed.results]
         result = StepResult(leaves, self.plan.layout, computed.updates())
@@ -291,6 +296,7 @@ def run_here(
     except BaseException:  # to the caller: the step may be run again
         prepared.unread()
         raise
+    # From here on the elements are used up, as in each step that runs.
     computed = prepared.compute(values)
     _apply(plan, computed.updates())
     return plan.out_structure.unflatten(computed.results)
@@ -363,6 +369,8 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
             require_divisors(update.spec, update.op, update.arrays[-1])
     for update in updates:
         key = update.spec.key
+        # What was made before these gradients is made first, so the order of the body
+        # stays.
         if update.call is not None:
             update_all(list(waiting.values()))
             waiting.clear()
@@ -404,6 +412,7 @@ def _called(
     """Calls the body with jax arrays, as in a captured step, in new containers: other
     calls share these arguments."""
     watch_keras_models()
+    # Before the arguments become arrays of jax, which have lost the bits.
     eager.note_downcasts(joined.leaves((args, dict(kwargs))))
     warn_of_arguments(function.name, args, kwargs, function.programs.warned)
     args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))

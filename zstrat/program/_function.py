@@ -23,8 +23,8 @@ from ._programs import CompiledPrograms
 from .ship import _code
 from .ship._carried import ScopedBody, jax_settings
 from .trace import _refusals
-from .trace._refusals import hide_frames
 from .trace._signature import building, cut
+from .trace._tracebacks import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +56,7 @@ class BoundFunctions:
         if bound is None:
             body = unbound.body.__get__(instance)
             new = type(unbound)(body, eager=unbound.eager)
+            # Two threads that bind it at once get the same function.
             bound = self._bound.setdefault(unbound, new)
         return bound
 
@@ -196,11 +197,14 @@ class Function:
         return scoped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a trace it is inlined; a dataset function may return datasets, which no
+        # program does.
         if recorder.get() is not None or building.get():
             return self.body(*args, **kwargs)
         if is_staging():
             raise _refusals.step_inside(f"the step function {self.name!r} is called")
         try:
+            # Remembered, as another trace would only find the same loop.
             if not self._is_python:
                 try:
                     return run_here(self, args, kwargs)
@@ -252,6 +256,7 @@ class Function:
         return f"<zs.function {self.name} ({kind}{self.trace_count} traces)>"
 
     def _code_and_digest(self) -> tuple[bytes, bytes]:
+        # Pickled once: the digest is the name of the code on all workers.
         if self._shipped is None:
             code = _code.dump_code(self)
             self._shipped = (code, _code.digest(code))

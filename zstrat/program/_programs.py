@@ -32,8 +32,8 @@ from .trace._alike import (
     is_plain,
     with_others,
 )
+from .trace._captured import watch_keras_models
 from .trace._discover import Staged, Traced, discover
-from .trace._eager import watch_keras_models
 from .trace._int32_checks import downcast_check
 from .trace._iterator import Draws, Element
 from .trace._signature import (
@@ -100,6 +100,7 @@ class ProgramsOfCall:
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Adds a program that was just traced."""
+        # The next call draws as this one did, before its program is known.
         self.draws, self.captured = program.plan.draws, program.plan.captured
         self.asks_context = self.asks_context or program.plan.asked_context
         self.programs[self._name(elements)] = program
@@ -187,6 +188,8 @@ class CompiledPrograms:
         self, call: CutCall, given: GivenVariables | None, draws: Draws
     ) -> AnyProgram | None:
         """Makes the program from a shared trace of other variables, if there is one."""
+        # Searched last whether the body holds one of the variables, as that looks at
+        # many objects.
         traces = None if given is None else self._shared.get(given.likeness)
         if given is None or traces is None or has_captured(self._fn, call, given):
             return None
@@ -194,6 +197,8 @@ class CompiledPrograms:
             program = _for_others(shared, call, given, draws)
             if program is not None:
                 known = self._calls.setdefault(call.key, ProgramsOfCall())
+                # The shared trace may have asked for the worker, though this call was
+                # never traced.
                 known.asks_context = shared.programs.asks_context
                 known.add(draws.elements, program)
                 self._calls.move_to_end(shared.key)  # it was used now
@@ -205,6 +210,7 @@ class CompiledPrograms:
         known = self._calls.get(call.key)
         if known is None:
             return None
+        # Iterators that the body captured are not in the call, but draw with it.
         if known.captured:
             draws.iterators = [*call.iterators, *known.captured]
         return known.find(draws.match(known.draws))
@@ -218,9 +224,12 @@ class CompiledPrograms:
         given: GivenVariables | None,
     ) -> AnyProgram:
         known = self._calls.get(call.key)
+        # A body that holds a variable may compare it with an argument: a stand-in would
+        # differ.
         stand_ins = None
         if given is not None and not has_captured(self._fn, call, given):
             stand_ins = StandIns(given)
+        # Before the trace replaces it: the warning says why it was traced again.
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)
@@ -228,6 +237,7 @@ class CompiledPrograms:
             arguments = len(call.iterators)
             call = call._replace(iterators=list(draws.iterators))
             plan, body = self._discovered(call, draws, stand_ins)
+            # A program of before may have drawn more elements than this body.
             draws.keep_used()
             call = call._replace(iterators=list(draws.iterators))
             check = downcast_check(plan, call, draws.elements, self.warned)
@@ -241,14 +251,15 @@ class CompiledPrograms:
         known = self._calls.setdefault(call.key, ProgramsOfCall())
         known.add(draws.elements, program)
         if given and stand_ins and stand_ins.is_general and is_plain(program.plan):
-            known_so = self._shared.setdefault(given.likeness, [])
-            known_so.insert(0, SharedTrace(call.key, given, known))
-            del known_so[MAX_SHARED:]
+            traces = self._shared.setdefault(given.likeness, [])
+            traces.insert(0, SharedTrace(call.key, given, known))
+            del traces[MAX_SHARED:]
         self._forget_oldest()
         if SEGMENT in kwargs:  # each segment of a window is meant to be a program
             self.trace_count += 1
             return program
         words = describe(args, kwargs, draws.elements)
+        # The answer is a part of the key; see `ProgramsOfCall`.
         if known.asks_context:
             words["the worker"] = str(worker_context.get())
         otherwise = _GIVEN if given else _UNEQUAL
@@ -294,6 +305,7 @@ class CompiledPrograms:
             self.kept -= 1
             if not oldest.programs:
                 self._calls.popitem(last=False)
+                # Or the trace would keep the forgotten programs alive.
                 for likeness, traces in [*self._shared.items()]:
                     traces[:] = [x for x in traces if x.programs is not oldest]
                     if not traces:

@@ -70,6 +70,8 @@ class SessionCapture:
                 now = self._clock()
                 capture = SpanCapture(spans, now + seconds, moved_bytes)
                 self._recorder.begin_capture(capture, now)
+                # A profile of a program that was lost has to end first: jax has one at
+                # a time.
                 self.close()
                 self._profile = JaxProfile(self._clock, spans)
                 return self._begin_profile(seconds) if message.profile else Done()
@@ -157,7 +159,8 @@ class JaxProfile:
 
     def stop(self) -> None:
         """Stops the profile, writes it, and reads its events."""
-        if not self.folder or self.problem:
+        # The time of a profile may be up while an order to end it is on its way.
+        if not self.folder or self.problem or self.events is not None:
             return
         try:
             jax.profiler.stop_trace()  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         VariableSpec,
     )
 
-    from ._server_links import PushEncoding
+    from ._pushes import PushEncoding
 
 MAX_UPDATES: Final = 4096
 """Updates of one push: they fit into a header by far."""
@@ -59,7 +59,7 @@ _MAX_NAME_CHARACTERS: Final = 1800
 
 @final
 class WaitingUpdates:
-    """Those of one run since its last push."""
+    """The updates of one run since its last push."""
 
     def __init__(self) -> None:
         self.specs: list[VariableSpec] = []
@@ -87,6 +87,8 @@ class WaitingUpdates:
             self.updates.append(PsUpdate(spec.ps, spec.key, op, rule, operands))
             self.specs.append(spec)
             self._nbytes += sum(operand.nbytes for operand in operands)
+        # One name for each call of the user's: it may be of the rows of many variables,
+        # and names travel.
         self._names.append(self._name(updates))
 
     def take(self) -> tuple[list[PsUpdate], list[str]]:
@@ -112,6 +114,8 @@ def _bounded(names: list[str]) -> list[str]:
     length = 0
     for at, name in enumerate(names):
         length += len(name)
+        # Beyond the limit a digest stands for the rest: it still tells a run that
+        # differs, though not where.
         if length > _MAX_NAME_CHARACTERS:
             rest = digest("\n".join(names[at:]).encode()).hex()
             return [*names[:at], f"{len(names) - at} more updates ({rest})"]
@@ -188,6 +192,7 @@ class Direct:
         Raises:
             RetryDiffersError: An earlier run has done more.
         """
+        # First, as this may add a part.
         self._push()
         for part, names in sorted(self._done_before().items()):
             if part >= self._part:
@@ -198,6 +203,7 @@ class Direct:
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         """Sends one request per server, after those that wait."""
+        # A read has to see what this step has written before.
         self._push()
         specs = [_shared(variable) for variable in variables]
         refs = [Ref(spec.ps, spec.key) for spec in specs]
@@ -232,13 +238,17 @@ class Direct:
             return
         for variable, *_ in updates:
             _shared(variable)
+        # One lock for both: parts are numbered in the order in which they leave.
         with self._lock:
             self._waiting.add(updates)
+            # Bounded, so a loop of a million updates without reads does not fill the
+            # memory.
             if self._waiting.is_full:
                 self._push()
 
     def bind(self, call: GradientCall) -> None:
-        """See `bind`; each run asks, and servers that know it answer at once."""
+        """Sends the tree of an optimizer, and waits. Each run does so; servers that
+        have the tree answer at once."""
         bind(self._ask, call).result()
 
     async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
@@ -250,6 +260,7 @@ class Direct:
         clocks: Clocks = {}
         with self._noting(Phase.PULL):
             values = self._ask(lambda client: client.pull(refs, rows, clocks=clocks))
+        # The first read of each server counts: staleness is that of the oldest value.
         for server, clock in clocks.items():
             self._read_at.setdefault(server, clock)
         return values
@@ -260,9 +271,12 @@ class Direct:
                 self._push_part()
 
     def _push_part(self) -> None:
+        # Counted before anything can fail, as a part that may have arrived must not
+        # share its number with another.
         part, self._part = self._part, self._part + 1
         specs = self._waiting.specs
         updates, names = self._waiting.take()
+        # Compared before it is sent: what differs must not be applied.
         before = self._done_before().get(part)
         if before is not None:
             require_same(self._run.step, before, names)
@@ -280,13 +294,16 @@ class Direct:
                 )
             is_sent = True
         finally:
+            # Whatever ends the wait: a residual that is not settled is lost.
             self._encoding.residuals.settle(lent, is_sent=is_sent)
         self._acknowledged(clocks)
 
     def _acknowledged(self, clocks: Clocks) -> None:
-        """Notes how many pushes of others there were since the first read; none if a
-        copy of the server has taken its place: that counts otherwise."""
+        """Notes how many pushes of others there were since the first read. Skips a
+        server whose backup has taken over, as the backup counts differently."""
         for server, clock in clocks.items():
+            # The clock counts all pushes of the server: less this one, and less those
+            # of this step.
             others = clock - 1 - self._own[server] - self._read_at.get(server, clock)
             if others >= 0:
                 self._notes.aged(server, others)
@@ -301,7 +318,9 @@ class Direct:
             self._notes.spent(phase, began, self._clock())
 
     def _done_before(self) -> dict[int, tuple[str, ...]]:
-        """Returns what earlier runs have pushed, which push nothing from then on."""
+        """Returns the names of the updates that earlier runs have pushed, by part. The
+        servers take no push of these runs from then on."""
+        # The first attempt has no earlier run, so it saves the round trip.
         if self._run.attempt == 1:
             return {}
         if self._before is None:
@@ -339,7 +358,7 @@ def _shared(variable: VariableHandle) -> VariableSpec:
 
 @contextmanager
 def _named(*specs: VariableSpec) -> Iterator[None]:
-    """A ps knows what it does not hold by its number alone."""
+    """Names the variables in errors of a ps, which knows them by number alone."""
     try:
         yield
     except NotFoundError as error:

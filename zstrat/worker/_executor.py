@@ -122,6 +122,7 @@ class Executor:
     def _turn(self) -> None:
         """Handles events, then works until there is no work or an event comes."""
         inbox = self._inbox
+        # All events first: one may be the answer that the pipeline would wait for.
         while not inbox.empty():
             inbox.get_nowait()()
         source = self._source
@@ -130,6 +131,8 @@ class Executor:
                 inbox.get()()
             return
         now = source.clock()
+        # After each piece of work, as a closure may be long and an event, such as a
+        # cancellation, changes what is next.
         while inbox.empty():
             then = work(source, now, self._call)
             if then is None:
@@ -141,6 +144,7 @@ class Executor:
     def _do(self, job: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:
             result = job()
+        # Also SystemExit of user code: it must not end the thread.
         except BaseException as error:  # to the caller that awaits the job
             self._call(_fail, future, error)
         else:
@@ -176,6 +180,7 @@ def work(source: StepRunner, now: float, call: Callable[..., object]) -> float |
         assert step is not None
         return source.advance(step, now)
     if do is Do.POST:
+        # Text is sent before the ends of the steps that printed it.
         source.end_lines()
         call(source.carry_out, source.pipeline.post())
         return source.clock()

@@ -78,7 +78,7 @@ class Pipeline:
     """The closures of one session on their way through one worker."""
 
     __slots__ = (
-        "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
+        "_answered", "_budget", "_bytes", "_depth", "_following", "_held", "_interval",
         "_line", "_oldest", "_outbox", "_queue", "_quick", "_refilling", "_stuck",
         "_waits", "_window", "_writer", "is_captured", "preparing",
     )  # fmt: skip
@@ -99,7 +99,7 @@ class Pipeline:
         self._line: Final[deque[ClosureStep]] = deque()
         self._writer: ClosureStep | None = None
         """First of the line that writes."""
-        self._behind = 0
+        self._following = 0
         """Steps of the line after the writer, fetched before its push,"""
         self._held: ClosureStep | None = None
         """but for the last one if this is it: its pull waits for all their pushes."""
@@ -121,7 +121,7 @@ class Pipeline:
         """The step that draws now, or has its program made, and since when."""
 
     def __len__(self) -> int:
-        """Closures that have not run."""
+        """Returns the number of closures that have not run."""
         return len(self._queue) + len(self._line)
 
     # What happened
@@ -130,6 +130,7 @@ class Pipeline:
         self, task: Any, costs: Costs, numbers: Iterable[int], now: float
     ) -> None:
         """Adds closures, to run after all that came before."""
+        # Idle is only time in which nothing waited for values either; see `_stalled`.
         if self._waits is not None and not self._line:
             idle, self._waits = now - self._waits, None
             self._outbox.times.idle += idle if idle < PAUSE else 0.0
@@ -169,6 +170,7 @@ class Pipeline:
         step.reads, step.writes, step.alone = reads, writes, alone
         step.begins = begins
         step.optimizes, step.levels = optimizes, levels
+        # The values of a shared pull are in memory once, so only one step counts them.
         writer, line = self._writer, self._line
         shared = writer is None and line and line[-1].reads is reads
         step.nbytes = 0 if shared else nbytes
@@ -177,7 +179,9 @@ class Pipeline:
         if writer is None:
             self._open(step, now)
             return
-        self._behind += 1
+        # A step after the writer is not pulled yet (``_held``), unless both only feed
+        # optimizers and the user allows older values.
+        self._following += 1
         if self._depth and writer.optimizes and optimizes:
             self._fetch(step, now)
         else:
@@ -186,6 +190,8 @@ class Pipeline:
     def refused(self, step: ClosureStep, ending: Any, now: float) -> None:
         """Notes that the step that `next` named could not be prepared."""
         assert self._queue[0] is step
+        # Not an ending yet: its error would have the coordinator cancel the steps
+        # before it, which are prepared and can still run.
         step.ending, self._stuck = ending, True
         if not self._line:
             self._release(now)
@@ -201,6 +207,7 @@ class Pipeline:
         if self._waits is not None and self._line:
             self._stalled(pull, max(0.0, now - self._waits))
             self._waits = None
+        # All steps of the pull waited as long, whenever they joined it.
         took = max(0.0, now - pull.asked)
         for step in pull.steps:
             if step.dropped:
@@ -209,10 +216,13 @@ class Pipeline:
             assert notes is not None
             notes.arrived = now
             notes.pulled += took
+            # The clocks of the first pull stay: staleness counts from the oldest value
+            # that a step uses. So it is with rounds.
             notes.clocks = {**pull.clocks, **(notes.clocks or {})}
             if pull.rounds:
                 notes.rounds = notes.rounds or pull.rounds
             step.values, step.error = values, error
+            # With an error it does not advance but gets its turn, in which it ends.
             if step.levels and error is None:
                 self._answered.append(step)
             else:
@@ -290,6 +300,7 @@ class Pipeline:
             self._oldest = min(self._oldest, now)
         if step is self._writer:
             self._pass_on(now)
+        # The last step of the line is gone, so the refused one after it may end.
         if self._stuck and not self._line:
             self._release(now)
 
@@ -301,6 +312,8 @@ class Pipeline:
             and the queued ones.
         """
         prepared, queued = list(reversed(self._line)), list(self._queue)
+        # Pulls that are under way cannot be called back; `arrived` ignores steps that
+        # are dropped.
         for step in prepared:
             step.dropped = True
         self._line.clear()
@@ -308,20 +321,23 @@ class Pipeline:
         self._answered.clear()
         self._outbox.pulls.clear()
         self._writer = self._held = None
-        self._bytes = self._behind = 0
+        self._bytes = self._following = 0
         self._refilling = self._stuck = False
+        # Pushes and endings of steps that have run stay, and are still due.
         if not self._outbox:
             self._oldest = math.inf
         return prepared, queued
 
     def put_back(self) -> list[ClosureStep]:
-        """What the head has drawn goes back to its dataset, as its values did not come:
-        so must go first what those after it have drawn. These are queued again, but
-        for those next to it whose values did not come either.
+        """Queues the steps after the head once more, as the head gives its element
+        back, and later elements have to go back first. Steps next to the head whose
+        values did not come either stay in the line, and only give theirs back.
 
         Returns:
             The steps after the head whose elements go back, last one first.
         """
+        # The values of one pull fail together, so what failed with the head stands next
+        # to it. It keeps its place and ends the same way.
         line, failed = self._line, 1
         while failed < len(line) and line[failed].error is not None:
             failed += 1
@@ -331,6 +347,7 @@ class Pipeline:
         for step in again:
             step.dropped = True
             self._bytes -= step.nbytes
+            # A new object: the pull of the old one may still be answered.
             fresh = ClosureStep(step.number, step.task, step.costs, step.received)
             self._queue.appendleft(fresh)
         if again:
@@ -338,19 +355,20 @@ class Pipeline:
         return again + [*line][:0:-1]
 
     def leave(self, ending: Any, now: float) -> None:
-        """Queues an ending to be posted; the other methods but `cancelled` call
-        this."""
+        """Queues an ending to be posted. After `cancelled` the caller does so; all
+        other events do it themselves."""
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
 
-    def under_way(self, heard: float) -> StepUnderWay | None:
+    def under_way(self, last_post: float) -> StepUnderWay | None:
         """Returns what the thread runs; None: nothing, or unknown. The loop calls
         this while the executor changes the line. That is safe, as a deque is copied in
         one operation of the interpreter, but a step may have ended in that moment.
 
         Args:
-            heard: When the thread has posted last: it has begun nothing before.
+            last_post: When the thread has posted last: it has begun nothing before.
         """
+        # Copied once; what follows looks at this moment only.
         preparing, waits, line = self.preparing, self._waits, tuple(self._line)
         if preparing is not None:
             return StepUnderWay(Phase.DRAW, preparing[0].number, preparing[1])
@@ -362,7 +380,9 @@ class Pipeline:
         if not head.ready:
             return None
         arrived = 0.0 if head.notes is None else head.notes.arrived
-        began = max(heard, head.prepared, arrived)
+        # The latest of these bounds when the thread has begun, which it does not note
+        # itself.
+        began = max(last_post, head.prepared, arrived)
         return StepUnderWay(Phase.COMPUTE, head.number, began)
 
     # What to do
@@ -371,18 +391,21 @@ class Pipeline:
         """Returns the next thing to do; with its step unless that is to post or to
         wait."""
         do, step = self._choose()
+        # Without entries there is nothing to be late, and `_must_post` is skipped.
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
         return do, step
 
     def rests(self, now: float) -> None:
-        """`next` said to wait: from now on until something happens."""
+        """Notes that the thread waits from now on, as `next` found nothing to do."""
         if self._waits is None:
             self._waits = now
 
     def post(self) -> Post:
         """Returns the outbox, which is empty afterwards."""
         outbox, self._outbox = self._outbox, Post()
+        # An alias that saves `ran` attribute look-ups per closure, so it has to follow
+        # the outbox.
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
         return outbox
@@ -392,11 +415,11 @@ class Pipeline:
         line = list(self._line)
         writers = [step for step in line if step.writes]
         place = line.index(writers[0]) + 1 if writers else len(line)
-        behind = line[place:]
+        following = line[place:]
         assert self._writer is (writers[0] if writers else None)
-        assert len(behind) == self._behind <= max(1, self._depth)
-        early = behind if self._held is None else behind[:-1]
-        assert self._held is None or behind[-1] is self._held
+        assert len(following) == self._following <= max(1, self._depth)
+        early = following if self._held is None else following[:-1]
+        assert self._held is None or following[-1] is self._held
         assert not early or all(step.optimizes for step in (*writers[:1], *early))
         assert place <= self._window + 1
         assert self._bytes == sum(step.nbytes for step in line) >= 0
@@ -409,6 +432,8 @@ class Pipeline:
 
     def _choose(self) -> tuple[Do, ClosureStep | None]:
         head = self._line[0] if self._line else None
+        # First: while a step that has its answer waits to advance, its next pull is not
+        # under way.
         step = self._advances(head) if self._answered else None
         if step is not None:
             return Do.ADVANCE, step
@@ -418,6 +443,7 @@ class Pipeline:
             if self._queue and self._may_prepare():
                 return Do.PREPARE, self._queue[0]
             return Do.WAIT, None
+        # Before running: a pull that leaves now is answered while the head computes.
         if self._refills(head) or self._looks_ahead(head):
             return Do.PREPARE, self._queue[0]
         return Do.RUN, head
@@ -439,14 +465,18 @@ class Pipeline:
             return False
         if self._writer is None:
             return len(self._line) < self._window and self._bytes <= self._budget
-        if not self._behind:
+        if not self._following:
             return True  # one step after the writer is allowed whatever it holds
-        more = self._held is None and self._behind < self._depth
+        # Beyond the writer only as far as the prefetch reaches, and not behind a step
+        # that has to wait for a push anyway.
+        more = self._held is None and self._following < self._depth
         return more and self._bytes <= self._budget
 
     def _refills(self, head: ClosureStep) -> bool:
         """Returns whether to prepare the next half window before running on, so that
         its pull is under way while the rest of this one runs."""
+        # Refill at half, up to the full window, then run down: without this memory each
+        # run would be followed by one preparation, and pulls could not be shared.
         self._refilling = (
             (self._refilling or len(self._line) <= self._window // 2)
             and head.reads is not None
@@ -482,21 +512,28 @@ class Pipeline:
                 cost = costs.prepare if do is Do.PREPARE else costs.advance
             case Do.RUN:
                 assert step is not None
+                # The head may run only when its pull was answered, so a pull in the
+                # outbox is of a step after it: send it before the thread is busy. An
+                # eager step asks the servers itself, and must find all earlier pushes
+                # there.
                 if pulls or step.alone:
                     return True
                 cost = step.costs.run
             case _:
+                # Nothing else can be done until the loop acts on the outbox.
                 return True
         return now + cost > self._oldest + self._interval
 
     def _open(self, step: ClosureStep, now: float) -> None:
-        """Everything that wrote before the step is posted, or will be with its pull."""
+        """Fetches the values of a step. All writers before it have run, and their
+        pushes leave at the latest with its pull."""
         if step.writes:
             self._writer = step
         self._fetch(step, now)
 
     def _let_go(self, step: ClosureStep) -> None:
         """Drops the values of a step that has run, unless the next one shares them."""
+        # A step without reads shares nothing, though ``None is None``.
         after = self._line[0] if self._line and step.reads is not None else None
         if after is not None and after.reads is step.reads and not after.nbytes:
             after.nbytes = step.nbytes
@@ -504,11 +541,12 @@ class Pipeline:
             self._bytes -= step.nbytes
 
     def _pass_on(self, now: float) -> None:
-        """The writer has run: the next in line, if any, is one or was held by it."""
+        """Makes the next step of the line the writer, as the writer has run, or lets it
+        fetch its values if it was held."""
         self._writer = None
-        if not self._behind:
+        if not self._following:
             return
-        self._behind -= 1
+        self._following -= 1
         head = self._line[0]
         if head is self._held:
             self._held = None
@@ -520,12 +558,13 @@ class Pipeline:
         """Notes that the whole line has waited for values, which are there now."""
         times = self._outbox.times
         times.stalled += seconds
+        # All servers answered; the last one is the one that the line has waited for.
         if pull.clocks:
             last = next(reversed(pull.clocks))
             times.stalls[last] = times.stalls.get(last, 0.0) + seconds
 
     def _release(self, now: float) -> None:
-        """The line has run: what could not be prepared after it ends."""
+        """Ends the step that was refused, as all steps before it have run."""
         self._stuck = False
         self.leave(self._queue.popleft().ending, now)
 
@@ -538,19 +577,23 @@ class Pipeline:
         for pull in pulls:
             pull.steps[:] = [step for step in pull.steps if not step.dropped]
         pulls[:] = [pull for pull in pulls if pull.steps]
+        # They stood at the end of the line, so if the writer is one of them, nothing
+        # after it is left.
         if self._writer is not None and self._writer.dropped:
             self._writer = self._held = None
-            self._behind = 0
+            self._following = 0
         elif self._writer is not None:
             self._held = None  # it was the last one
-            self._behind = len(self._line) - 1 - self._line.index(self._writer)
+            self._following = len(self._line) - 1 - self._line.index(self._writer)
         self._refilling = False
         if not self._outbox:
             self._oldest = math.inf
 
     def _fetch(self, step: ClosureStep, now: float) -> None:
-        """Has the values of the step pulled."""
+        """Puts the step's pull into the outbox. A step that reads nothing is ready."""
         if step.reads is None:
+            # It reads nothing, but has levels: it can advance to its first pull at
+            # once.
             if step.levels:
                 self._answered.append(step)
             else:
@@ -561,6 +604,8 @@ class Pipeline:
         if not step.notes.asked:
             step.notes.asked = now
         pulls = self._outbox.pulls
+        # Same object, same variables (`Catalog` gives one `Reads` for each set), so one
+        # answer serves both.
         if pulls and pulls[-1].reads is step.reads:
             pulls[-1].steps.append(step)
         else:

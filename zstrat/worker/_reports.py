@@ -127,6 +127,7 @@ class Reports:
 
     def close(self) -> None:
         """Drops everything, and stops reporting."""
+        # A flush that is due would count closures that are no longer open.
         self._closed = True
         if self._flushing is not None:
             self._flushing.cancel()
@@ -137,6 +138,8 @@ class Reports:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
+        # Taken off the list in `_report` only after they were sent, so nothing is lost
+        # if sending fails.
         while self._ended and not self._closed:
             batch = self._ended[:BATCH]
             try:
@@ -154,13 +157,18 @@ class Reports:
             self._remote.notify(message)
         except (TypeError, ValueError) as error:  # it does not fit into a message
             if len(batch) > 1:
+                # Halves find the one that does not fit; the others are reported as they
+                # are.
                 self._report(batch[: len(batch) // 2])
                 return
             step = batch[0].completion.step
+            # Its updates are applied by now, so the outcome is in doubt: it must not
+            # run again by itself.
             broken = _closure.failed(step, error, pushed=True)
             self._remote.notify(self._completions([broken]))
             batch = [broken]
         else:
+            # Only now: a description that was not sent has to go with the next message.
             self._known_layouts.update([layout.layout for layout in message.layouts])
         del self._ended[: len(batch)]
         for ending in batch:
@@ -309,6 +317,7 @@ class StepOutput:
 
     def hear(self, stream: int, text: str) -> None:
         """Receives text written to a stream; finished lines are sent soon."""
+        # A body that jax traces again for the same program has printed already.
         if self._closed or tracing_again.get():
             return
         with self._lock:
@@ -339,6 +348,8 @@ class StepOutput:
     def end_lines(self) -> None:
         """Ends the unfinished lines of the calling thread, and reports dropped lines if
         that was not done in this window."""
+        # Without the lock: this is called before each post, and a step that prints
+        # nothing must not wait.
         if not self._begun and not self._dropped:
             return
         with self._lock:
@@ -353,6 +364,7 @@ class StepOutput:
 
     def close(self) -> None:
         """Stops sending."""
+        # Threads of the session may still print; `hear` looks at this first.
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -361,6 +373,7 @@ class StepOutput:
         with self._lock:
             lines, self._lines, self._nbytes = self._lines, [], 0
             self._is_due = False
+        # Outside of the lock: threads that print must not wait for the link.
         if self._closed or not lines:
             return
         try:
@@ -400,10 +413,13 @@ class StepOutput:
     def _put(self, stream: int, text: str, dropped: int) -> None:
         # Halves of surrogate pairs cannot be sent.
         if not text.isascii():
+            # Up to four bytes a character in UTF-8; the exact number would cost an
+            # encoding more.
             text = text.encode("utf-8", "backslashreplace").decode()
             self._nbytes += 3 * len(text)
         self._nbytes += len(text)
         self._lines.append(PrintedText(stream, text, dropped))
+        # One call of the loop for all lines until it comes.
         if not self._is_due:
             self._is_due = True
             self._soon(self._send)
@@ -421,6 +437,7 @@ class StepOutput:
             self._put(self._dropped_from, "", dropped)
 
     def _bound(self) -> None:
+        # Threads that ended in the middle of a line would be kept forever.
         if len(self._begun) > BEGUN:
             begun, self._begun = self._begun, {}
             for (_, stream), line in begun.items():

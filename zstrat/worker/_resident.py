@@ -52,7 +52,7 @@ class WindowPlace(NamedTuple):
     """The place of a window among those of its optimizer on this worker."""
 
     optimizer: int
-    turn: int
+    ordinal: int
     """How many came before it."""
     round: int
     """The round that it is for, as far as the worker knew."""
@@ -72,8 +72,8 @@ class WindowPlace(NamedTuple):
 
 @final
 @dataclass(slots=True)
-class _Turn:
-    """What a worker knows of the rounds of one optimizer with fragments."""
+class _Progress:
+    """How far a worker is in the windows, and rounds, of one optimizer."""
 
     taken: int = 0
     """Number of windows that have a place."""
@@ -89,7 +89,8 @@ class _Turn:
 
 @final
 class Residents:
-    """See the module's docstring. Only the executor thread uses it."""
+    """The arrays of one session's windows, and which window is next. Only the executor
+    thread uses it."""
 
     def __init__(self) -> None:
         self._arrays: dict[ResidentName, np.ndarray] = {}
@@ -100,7 +101,7 @@ class Residents:
         self._place: WindowPlace | None = None
         """and its place."""
         self._pins: dict[int, list[tuple[ResidentName, np.ndarray]]] = {}
-        self._turns: dict[int, _Turn] = {}
+        self._progress: dict[int, _Progress] = {}
         self._expected: RoundNumber | None = None
         """The round with which a window has begun."""
         self.version = 0
@@ -109,7 +110,7 @@ class Residents:
 
     def inherit(self, other: Residents) -> None:
         """Takes over what the same coordinator had before its connection broke."""
-        self._arrays, self._turns = other._arrays, other._turns
+        self._arrays, self._progress = other._arrays, other._progress
         self.version += 1
         self._before, self._step = other._before, other._step
         self._place, self._pins = other._place, other._pins
@@ -154,6 +155,7 @@ class Residents:
 
     def release(self, snapshot: int) -> None:
         """Releases what was pinned, if it is there. From any thread."""
+        # One operation of a dict, as the loop calls this beside the thread.
         self._pins.pop(snapshot, None)
 
     def _pinned(self, snapshot: int) -> list[tuple[ResidentName, np.ndarray]]:
@@ -164,8 +166,9 @@ class Residents:
 
     def restart(self, optimizer: int, number: int) -> None:
         """Drops all arrays of an optimizer, whose open round is ``number``."""
+        # What is not settled belongs to values that the restore has replaced.
         self._before, self._step, self._place = {}, None, None
-        self._turns[optimizer] = _Turn(offset=number)
+        self._progress[optimizer] = _Progress(offset=number)
         for name in [name for name in self._arrays if name.optimizer == optimizer]:
             del self._arrays[name]
         self.version += 1
@@ -175,8 +178,9 @@ class Residents:
         for entry, array in zip(message.entries, message.arrays, strict=True):
             name = ResidentName(entry.leaf, entry.key, entry.optimizer)
             self._arrays[name] = np.array(array)  # not the memory of the message
+            # With its copies the next window continues, as the one after a window does.
             if name.what == COPY:
-                self._turns[entry.optimizer].restarts = False
+                self._progress[entry.optimizer].restarts = False
         self.version += 1
 
     # Windows
@@ -221,8 +225,12 @@ class Residents:
         for update in updates:
             name = resident_name(update.spec.name)
             if place is not None and name.what == STEPS:
-                self._turns[place.optimizer].every = int(update.arrays[0])
+                # The number of steps is part of the next window's program, so it is
+                # needed before that is chosen.
+                self._progress[place.optimizer].every = int(update.arrays[0])
             arrays[name] = update.arrays[0]
+        # The old arrays stay until the contribution is acknowledged, which doubles the
+        # memory of these arrays for a while.
         self._before = {name: self._arrays.get(name) for name in arrays}
         self._step, self._place = step, place
         self.version += 1
@@ -250,7 +258,7 @@ class Residents:
         is from before the worker's contribution, which would be counted twice."""
         if place.is_whole:
             return
-        self._turns[place.optimizer].restarts = True
+        self._progress[place.optimizer].restarts = True
         self.version += 1
         for name in list(self._arrays):
             if name.optimizer == place.optimizer and name.what == COPY:
@@ -259,13 +267,15 @@ class Residents:
     def take_place(self, exchanges: Exchanges) -> WindowPlace:
         """Returns the place of the next window with these exchanges."""
         optimizer = exchanges.outer.id
-        turn = self._turns.setdefault(optimizer, _Turn())
-        index, turn.taken = turn.taken, turn.taken + 1
-        restarts, turn.restarts = turn.restarts, False
-        number, is_whole = index + turn.offset, exchanges.fragments == 1
+        progress = self._progress.setdefault(optimizer, _Progress())
+        # Taken when a window is prepared, maybe several ahead, so the numbers are in
+        # the order of dispatch.
+        index, progress.taken = progress.taken, progress.taken + 1
+        restarts, progress.restarts = progress.restarts, False
+        number, is_whole = index + progress.offset, exchanges.fragments == 1
         # A window that keeps no copy is the same program each time.
         restarts = restarts or not exchanges.keep_copies
-        every = turn.every if turn.every < exchanges.every else 0
+        every = progress.every if progress.every < exchanges.every else 0
         segment = Segment(number % exchanges.fragments, restarts, every)
         steps = exchanges.steps_in(segment)
         adapts = exchanges.pace is not None
@@ -274,9 +284,10 @@ class Residents:
     def give_back(self, place: WindowPlace) -> None:
         """Gives the place to the next window, as this one will not run; of several the
         last one first."""
-        turn = self._turns[place.optimizer]
-        turn.taken -= 1
-        turn.restarts = turn.restarts or place.segment.restart
+        progress = self._progress[place.optimizer]
+        progress.taken -= 1
+        # The order to take all fragments goes back with the place.
+        progress.restarts = progress.restarts or place.segment.restart
 
     def may_run(
         self, step: int, place: WindowPlace, reads: Sequence[VariableSpec]
@@ -288,26 +299,33 @@ class Residents:
         names = [resident_name(x.name) for x in reads if x.ps == RESIDENT]
         if all(name in self._arrays for name in names if name.what == COPY):
             return True
-        self._turns[place.optimizer].restarts = True
+        # The next window takes all values; this one is sent back.
+        self._progress[place.optimizer].restarts = True
         return False
 
     def has_run(self, place: WindowPlace, round_read: int) -> bool:
         """Notes the round whose values a window has read; returns whether it is the
         one that the window is for."""
-        turn = self._turns[place.optimizer]
-        before, turn.offset = turn.offset, round_read - place.turn
+        progress = self._progress[place.optimizer]
+        # The worker counts on from what was read, not from what it had expected.
+        before, progress.offset = progress.offset, round_read - place.ordinal
         if place.is_whole or round_read == place.round:
             return True
         # A window that runs again reads before the end of the round.
         is_early = round_read == place.round - 1
-        if before != turn.offset and not (is_early or place.segment.restart):
-            turn.restarts = True
+        # A round in between was missed, so the copies lack what that round made of its
+        # fragment.
+        if before != progress.offset and not (is_early or place.segment.restart):
+            progress.restarts = True
         return False
 
     def took(self, place: WindowPlace, seconds: float) -> None:
         """Notes how long the steps of a window took, without waiting for values."""
-        turn, speed = self._turns[place.optimizer], place.steps / max(seconds, 1e-9)
-        turn.speed = (turn.speed + speed) / 2 if turn.speed else speed
+        progress = self._progress[place.optimizer]
+        speed = place.steps / max(seconds, 1e-9)
+        # The mean of the last and all before, halved each time: it follows a machine
+        # whose speed changes.
+        progress.speed = (progress.speed + speed) / 2 if progress.speed else speed
 
     def _begin_again(self, step: int) -> None:
         """Drops what an earlier run of a step has left, if it is not settled."""
@@ -319,7 +337,7 @@ class Residents:
         if name.what == ROUND:
             return np.int32(at.number)
         if name.what == SPEED:
-            return np.float32(self._turns[at.optimizer].speed)
+            return np.float32(self._progress[at.optimizer].speed)
         array = self._arrays.get(name)
         if array is not None and array.shape == spec.shape:
             return array

@@ -118,7 +118,9 @@ class Resources:
         self._limits: Final = limits
         self._code: dict[bytes, _Shipped] = {}
         self._arguments: dict[int, _Shipped] = {}
-        self._made: dict[int, object] = {}
+        # By number: the objects that steps get, and those of them that have to be
+        # closed.
+        self._built: dict[int, object] = {}
         self._open: dict[int, Elements[Any] | StepIterator] = {}
         self.residents: Final = Residents()
         """What windows keep here."""
@@ -158,6 +160,8 @@ class Resources:
         """Takes over the code that the same coordinator sent before its connection
         broke, so that it is not compiled again, and what windows keep here."""
         for digest, shipped in other._code.items():
+            # Code that refers to resources is left out: they are not here yet, and are
+            # built again with other objects.
             if shipped.loaded is not _NOT_LOADED and not shipped.uses:
                 self._code.setdefault(digest, shipped)
         self.residents.inherit(other.residents)
@@ -190,7 +194,7 @@ class Resources:
 
     def _loaded(self, shipped: _Shipped, find: Callable[[int], object]) -> Any:
         if shipped.loaded is _NOT_LOADED:
-
+            # Loading notes what it refers to, so `drop` knows what to load again.
             def resolve(resource: int) -> object:
                 shipped.uses.add(resource)
                 return find(resource)
@@ -215,12 +219,12 @@ class Resources:
         """
         self.drop([order.resource])
         try:
-            made = self._make(order)
+            built = self._make(order)
             if order.purpose == "value":
-                self._made[order.resource] = made
-                layout, what = _layout_of_value(made), "the value is a pytree"
+                self._built[order.resource] = built
+                layout, what = _layout_of_value(built), "the value is a pytree"
             else:
-                layout = self._iterate(order, made)
+                layout = self._iterate(order, built)
                 what = "the dataset has elements"
             check_layout(layout, self._limits, what)
             return layout
@@ -228,17 +232,21 @@ class Resources:
             if isinstance(error, pickle.PicklingError):
                 error.add_note(_BY_NAME)
             self.drop([order.resource])
-            self._made[order.resource] = Broken(trim(error))
+            # In its place, so that closures which use it fail with the reason and not
+            # with "no resource".
+            self._built[order.resource] = Broken(trim(error))
             raise
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Closes iterators and drops resources; ignores unknown ones."""
         gone = set(numbers)
         for number in numbers:
-            self._made.pop(number, None)
+            self._built.pop(number, None)
             elements = self._open.pop(number, None)
             if elements is not None:
                 _end(elements)
+        # What was loaded holds the object that is gone; it is loaded again, with the
+        # next one, when it is used.
         for shipped in (*self._arguments.values(), *self._code.values()):
             if not shipped.uses.isdisjoint(gone):
                 shipped.loaded = _NOT_LOADED
@@ -248,14 +256,14 @@ class Resources:
         """Closes all iterators and drops everything."""
         self._arguments.clear()
         self._code.clear()
-        self.drop(list(self._made))
+        self.drop(list(self._built))
 
     # Leases
 
     def examples(self, number: int) -> int:
         """Returns the number of examples of a leased dataset; 0: it is not one."""
-        made = self._made.get(number)
-        return made.examples if isinstance(made, LeasedIterator) else 0
+        built = self._built.get(number)
+        return built.examples if isinstance(built, LeasedIterator) else 0
 
     def expect_leases(self, packed: bytes | memoryview) -> Leases:
         """Unpacks the leases of a step that will run, and has them read in advance."""
@@ -263,23 +271,23 @@ class Resources:
         for number, *lease in LEASE.iter_unpack(packed):
             leases.setdefault(number, []).append(Lease(*lease))
         for number, found in leases.items():
-            if isinstance(made := self._made.get(number), LeasedIterator):
-                made.expect(found)
+            if isinstance(built := self._built.get(number), LeasedIterator):
+                built.expect(found)
         return leases
 
     def expect_no_leases(self) -> None:
         """Forgets the expected leases: their steps were cancelled."""
-        for made in self._made.values():
-            if isinstance(made, LeasedIterator):
-                made.expect_none()
+        for built in self._built.values():
+            if isinstance(built, LeasedIterator):
+                built.expect_none()
 
     def to_note(self, leases: Leases) -> bytes:
         """Returns the leases that parameter servers note as done; see `Push`."""
         return b"".join(
-            LEASE.pack(made.noted_as, *lease)
+            LEASE.pack(built.noted_as, *lease)
             for number, found in leases.items()
-            if isinstance(made := self._made.get(number), LeasedIterator)
-            and made.noted_as
+            if isinstance(built := self._built.get(number), LeasedIterator)
+            and built.noted_as
             for lease in found
         )
 
@@ -298,21 +306,22 @@ class Resources:
         return begun
 
     def _resource(self, number: int) -> object:
-        made = self._made.get(number)
-        if isinstance(made, Broken):
-            if isinstance(made.error, OutOfRangeError):
-                raise made.error.with_traceback(None)  # as at the end of any dataset
+        built = self._built.get(number)
+        if isinstance(built, Broken):
+            if isinstance(built.error, OutOfRangeError):
+                # One object is raised each time: without this its traceback would grow.
+                raise built.error.with_traceback(None)  # as at the end of any dataset
             raise ClosureInputError(
                 f"an argument of the closure could not be built on {self._task}",
-                made.error,
+                built.error,
             )
-        if made is None:
+        if built is None:
             raise NotFoundError(
                 f"{self._task} has no resource {number}: its iterator was "
                 "dropped. Iterate the dataset again. A step that captured an iterator "
                 "keeps that of its first call: pass the iterator as an argument instead"
             )
-        return made
+        return built
 
     def _captured(self, number: int) -> object:
         """Returns a resource that code has captured. If it is missing, returns an
@@ -350,7 +359,7 @@ class Resources:
             InvalidArgumentError: The position of the iterator cannot be saved; says
                 why.
         """
-        if isinstance(self._made.get(number), Broken):
+        if isinstance(self._built.get(number), Broken):
             return ""
         self._resource(number)
         return json.dumps(_checkpointable(self._open.get(number)).get_state())
@@ -363,39 +372,43 @@ class Resources:
             NotFoundError: There is no resource of this number.
             InvalidArgumentError: The position is of other data; says why.
         """
-        if not isinstance(self._made.get(number), Broken):
+        if not isinstance(self._built.get(number), Broken):
             self._resource(number)
             require_fit(_checkpointable(self._open.get(number)), json.loads(state))
 
-    def _iterate(self, order: BuildResource, made: object) -> LayoutMessage:
+    def _iterate(self, order: BuildResource, built: object) -> LayoutMessage:
         number, state = order.resource, order.state
         name = f"the dataset of {self._task}"
         parse_no_flags()  # for modules that the dataset function imported
-        if is_huggingface(made):
-            made = as_dataset(made)
-        if isinstance(made, LeasedSource):
-            leased = LeasedIterator(made, name, order.noted_as)
-            self._made[number] = self._open[number] = leased
+        if is_huggingface(built):
+            built = as_dataset(built)
+        if isinstance(built, LeasedSource):
+            leased = LeasedIterator(built, name, order.noted_as)
+            self._built[number] = self._open[number] = leased
             return _layout_of_element(leased.first, name)
-        if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
-            iterator = self._open[number] = made.__iter__()
+        if isinstance(built, StepDataset):  # a strategy's, of this worker's replicas
+            iterator = self._open[number] = built.__iter__()
+            # To the position first: the element that is looked at for its layout then
+            # is the next one, and is given back.
             _go_to(iterator, state)
             first = iterator.draw()
             iterator.unread(first)
             iterator.is_resource = True
-            self._made[number] = iterator
+            self._built[number] = iterator
             return _layout_of_element(first, name)
         elements: Elements[Any]
-        if isinstance(made, Dataset):
-            elements = DatasetIterator(made.recipe, name)
+        if isinstance(built, Dataset):
+            elements = DatasetIterator(built.recipe, name)
         else:
-            elements = Elements(made, name)  # type: ignore[arg-type]
+            elements = Elements(built, name)  # type: ignore[arg-type]
         self._open[number] = elements
         _go_to(elements, state)
         layout = _layout_of_element(elements.peek(), name)
-        steady = is_steady(made)
-        made = self._made[number] = StepIterator(elements, name=name, steady=steady)
-        made.is_resource = True
+        # Asked of what the user returned: `Elements` does not show whether its source
+        # fills one buffer again and again.
+        steady = is_steady(built)
+        built = self._built[number] = StepIterator(elements, name=name, steady=steady)
+        built.is_resource = True
         return layout
 
 
@@ -462,6 +475,7 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
         )
     refuse_random_keys(leaves, name)
     arrays = [np.asarray(leaf) for leaf in leaves]
+    # Kinds of dtypes that jax does not have: objects, bytes, text, times.
     for array in arrays:
         if array.dtype.kind in "OSUmM":
             raise TypeError(
@@ -475,6 +489,7 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
 def _layout_of_value(value: object) -> LayoutMessage:
     """Returns the layout of a pytree of arrays; an empty one for other objects."""
     leaves, treedef = joined.flatten(value)
+    # Other objects never leave this worker, so nobody has to know their form.
     kinds = np.ndarray | np.generic | jax.Array
     if not all(isinstance(leaf, kinds) for leaf in leaves):
         return LayoutMessage(0, [], [], None)

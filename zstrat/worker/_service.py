@@ -42,9 +42,10 @@ from zstrat.wire import (
 
 from ._direct import Asking, Direct, bind
 from ._executor import Executor, WorkerThread
+from ._pushes import PushEncoding, Residuals
 from ._reports import Listen, StepOutput, unbegun, unheard
 from ._resources import Load, Resources
-from ._server_links import PushEncoding, Residuals, ServerLinks
+from ._server_links import ServerLinks
 from ._step_runner import StepRunner
 from ._worker_session import Owned, WorkerSession
 
@@ -66,8 +67,9 @@ class MakeExecutor(Protocol):
 
 
 OPENING: Final = 10.0
-"""Most seconds to open a session. After them the coordinator gets an error that says
-why, and asks again; so its user need not read the logs of the workers."""
+"""Most seconds to wait for the parameter servers when a session opens. After them the
+coordinator gets an error that says why, and asks again; so its user need not read the
+logs of the workers."""
 
 
 @final
@@ -141,6 +143,7 @@ class WorkerService:
             StaleSessionError: The session of the sender is not the open one.
             BusyError: Another coordinator, which is alive, owns this worker.
         """
+        # Before the sender is checked: anybody who is connected may look.
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         if not isinstance(message, Owned | OpenSession | CloseSession):
@@ -160,6 +163,8 @@ class WorkerService:
     def lost(self, remote: Remote, reason: str) -> None:
         """Notes that a connection has ended; drops the session if it was the
         owner's."""
+        # False for a session that another connection of the same program has taken
+        # over.
         if self._ownership.lost(remote):
             session = self._ownership.session
             assert session is not None
@@ -207,11 +212,15 @@ class WorkerService:
         timeout = min(self._settings.timeouts.connect, OPENING)
         deadline = asyncio.get_running_loop().time() + timeout
         try:
+            # On the thread: starting jax's backend may take seconds, for which the loop
+            # must not stop. Without a limit, as a closure of the session before may
+            # still run there: giving up would drop what this session inherits.
             self._platform, self._devices = await self._executor.submit(
                 self._find_devices
             )
             await session.wait_open(deadline)
         except BaseException:  # to the coordinator, as the answer
+            # A newer session may have replaced it while it waited.
             if self._session is session:
                 self._ownership.close(session.session)
                 self._drop("its session could not be opened")
@@ -246,8 +255,12 @@ class WorkerService:
         session.recorder.start(self._sums(), self._clock())
         if self._tells:
             session.notices = TelemetryNotices(self.telemetry, remote.notify)
+        # Residuals at once, as any thread may use them; code moves on the thread,
+        # below.
         residuals = None if before is None else before.runner.encoding.residuals
         runner = self._make_runner(session, message, output, residuals)
+        # Before the session before is dropped: dropping it has the thread empty these
+        # resources.
         if before is not None:
             inherit = runner.resources.inherit
             self._executor.tell(partial(inherit, before.runner.resources))
@@ -290,6 +303,7 @@ class WorkerService:
         if self._ownership.close(message.session, message.sent):
             self._drop("its coordinator closed the session")
         if message.exit and self._on_exit is not None:
+            # Once, although the coordinator may send its message again.
             on_exit, self._on_exit = self._on_exit, None
             on_exit()
         return Done()
@@ -300,8 +314,11 @@ class WorkerService:
             return
         self._left.set()
         session.leave()
+        # After the orders of `leave`, on the thread: jax must not lose its caches in
+        # the middle of a trace.
         if is_over and self._is_alone:
             self._executor.tell(jax.clear_caches)
+        # A task, as `lost` and `_open` cannot wait; links may need a while to close.
         task = asyncio.get_running_loop().create_task(
             session.close_links(reason), name=f"close session {session.session:#x}"
         )
@@ -311,6 +328,8 @@ class WorkerService:
     async def wait_left(self, since: int) -> None:
         """Waits until a session opened after the first ``since`` `sessions` is over,
         and no other session is open."""
+        # Checked again after each wake-up: another program may have opened the next
+        # session by then.
         while self._session is not None or self.sessions == since:
             self._left.clear()
             await self._left.wait()
@@ -341,6 +360,8 @@ class WorkerService:
 
         Cancellation: the thread ends with the process.
         """
+        # Links first, then the thread: a closure that waits for a server ends with its
+        # link.
         self._drop("the worker was shut down")
         await asyncio.gather(*self._leaving)
         await self._executor.close(self._settings.timeouts.drain)
@@ -424,13 +445,13 @@ class Compilations:
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._note)
 
     def close(self) -> None:
         """Stops counting."""
-        jax.monitoring.unregister_event_duration_listener(self._heard)
+        jax.monitoring.unregister_event_duration_listener(self._note)
 
-    def _heard(self, event: str, duration_secs: float, **details: str | int) -> None:
+    def _note(self, event: str, duration_secs: float, **details: str | int) -> None:
         del details
         if event == _COMPILED:
             self.count += 1

@@ -42,6 +42,8 @@ def with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
     parts = []
     for batch in message.batches:
         size, steps = batch.size, len(batch.steps)
+        # Small inputs travel joined; large ones are arrays of their own, which the
+        # codec need not copy into one buffer.
         if size < BESIDE:
             end = start + size * steps
             inputs = [joint[at : at + size] for at in range(start, end, max(size, 1))]
@@ -51,6 +53,7 @@ def with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
             inputs = [_bytes_beside(array, size) for array in arrays]
             count += steps
         parts.append((batch, inputs))
+    # A sender that counts otherwise would shift inputs from one closure to another.
     if (start, count) != (len(joint), len(message.arrays)):
         raise ProtocolError(
             f"Dispatch: expected {start} bytes of inputs and {count} arrays, as its "

@@ -2,19 +2,18 @@
 
 `Pipeline` decides what comes next, and this file does it: finds functions and
 arguments, prepares and runs the program, and converts its outcome to endings and
-pushes. A batch whose steps draw nothing is prepared once for all steps.
+pushes (`_pushes`). A batch whose steps draw nothing is prepared once for all steps.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakKeyDictionary, WeakSet
 
-from zstrat.errors import BusyError, InvalidArgumentError, ZstratError
+from zstrat.errors import BusyError, ZstratError
 from zstrat.program import (
     SEGMENT,
     Function,
@@ -27,24 +26,24 @@ from zstrat.program import (
     window_of,
     worker_context,
 )
-from zstrat.ps import EagerRun, PsUpdate
+from zstrat.ps import EagerRun
 from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import RESIDENT, Storage, creator
-from zstrat.wire import LEASE, MergeRule, RoundNumber, StepContribution, UpdateOp
+from zstrat.wire import LEASE, RoundNumber
 
 from . import _closure
-from ._closure import Catalog, Costs, Ending, ResultLayouts, RoundPush
+from ._closure import Costs, Ending, ResultLayouts
+from ._needs import Catalog
 from ._pipeline import Pipeline
+from ._pushes import StepPushes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
-    import numpy as np
-
     from zstrat.config import Limits
-    from zstrat.optimizers import Binding
     from zstrat.program import Prepared, StepIterator, StepResult, StepUpdate
+    from zstrat.ps import PsUpdate
     from zstrat.variables import (
         GradientCall,
         OptimizerHandle,
@@ -55,15 +54,15 @@ if TYPE_CHECKING:
         Batch,
         BuildResource,
         LayoutMessage,
-        MergeOperands,
         PlainTree,
     )
 
-    from ._closure import ClosureStep, Needs, Post
+    from ._closure import ClosureStep, Lent, Post, RoundPush
     from ._direct import Direct
     from ._leased_iterator import LeasedIterator
+    from ._needs import Needs
+    from ._pushes import PushEncoding
     from ._resources import Arguments, Leases, Resources
-    from ._server_links import Lent, PushEncoding
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
     """`zstrat.program.prepare`."""
@@ -138,15 +137,16 @@ class StepRunner:
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
         self.encoding: Final = encoding
+        # Weak: a function that is traced again and again makes a plan each time, and
+        # what is remembered of a plan goes with it.
         self._bound: Final[WeakKeyDictionary[Plan, list[Future[None]]]] = (
             WeakKeyDictionary()
         )
         """The trees of plans, which servers trace while a first step is compiled."""
-        self._bindings: Final[dict[tuple[bytes, bytes], Binding]] = {}
-        """Of which operands were computed, by digest of the optimizer and tree."""
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
+        self.pushes: Final = StepPushes(resources, encoding)
         self._compiled: Final = WeakSet[Plan]()
         """Plans of windows that have run."""
         self._begun_with = -1
@@ -174,22 +174,29 @@ class StepRunner:
         for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)
             task = _Task(batch.function, batch.arguments, context, low_water)
+            # Kept per function and not per batch, so the first step of the next batch
+            # is already measured.
             costs = self._costs.setdefault(batch.function, Costs())
+            # Only steps with the same arguments can share a preparation; those with
+            # inputs of their own are prepared one by one.
             if not inputs:
                 self.pipeline.dispatched(task, costs, batch.steps, now)
                 continue
-            for step, mine in zip(batch.steps, inputs, strict=True):
-                own = _Task(batch.function, batch.arguments, context, low_water, mine)
+            for step, data in zip(batch.steps, inputs, strict=True):
+                own = _Task(batch.function, batch.arguments, context, low_water, data)
                 if batch.leases:
-                    end = len(mine) - batch.leases * LEASE.size
-                    own.inputs = mine[:end]
-                    own.leases = self.resources.expect_leases(mine[end:])
+                    # The coordinator appends the leases of a step to its inputs.
+                    end = len(data) - batch.leases * LEASE.size
+                    own.inputs = data[:end]
+                    own.leases = self.resources.expect_leases(data[end:])
                 self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Cancels steps that have not begun; their elements go back to the datasets."""
         now = self.clock()
         prepared, queued = self.pipeline.cancelled()
+        # Last one first: each gives its elements back in front of those that were given
+        # back before it, so the dataset yields them in the order of the closures again.
         for step in prepared:
             self._give_back(step)
         self.resources.expect_no_leases()
@@ -200,6 +207,8 @@ class StepRunner:
         """Builds a resource in the worker's context; see `Resources.build`."""
         before = worker_context.set(WorkerContext(self._index, self._count))
         building_before = building.set(True)
+        # Pipelines may be fewer than workers: the dataset function then sees the share
+        # of the pipeline, not of the worker.
         share = (order.pipeline, order.pipelines) if order.pipelines else None
         share_before = input_pipeline.set(share)
         creator_before = creator.set(_Refusing())
@@ -225,6 +234,8 @@ class StepRunner:
 
     def prepare(self, step: ClosureStep, began: float) -> float:
         task: _Task = step.task
+        # Nothing of such a step depends on when it is prepared, so that costs no time
+        # and the clock is not read.
         if task.once is not None:
             step.work, needs = task.once
             step.needs = needs
@@ -241,7 +252,11 @@ class StepRunner:
         self.pipeline.preparing = step, began
         try:
             function = self.resources.code(task.function)
+            # An eager step has no plan: it reads and pushes while it runs. All before
+            # it has to be posted by then, and nothing after it may be pulled early.
             if function.eager:
+                # Loaded now, so an argument that cannot be built refuses the step
+                # before it runs.
                 self.resources.arguments(task.arguments)
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
@@ -249,12 +264,16 @@ class StepRunner:
             leased = self.resources.begin_leases(task.leases) if task.leases else ()
             exchanges = window_of(function)
             if exchanges is not None:
+                # Its place decides which fragment it exchanges, and that is part of the
+                # program, so the place is taken before the program is chosen.
                 step.place = self.resources.residents.take_place(exchanges)
                 kwargs = {**kwargs, SEGMENT: step.place.segment}
             prepared = self._prepare(function, args, kwargs)
             if leased:
                 _require_drawn(leased, prepared)
             needs = self._catalog.of(prepared.plan)
+            # Now and not when it pushes: the servers trace the trees while this thread
+            # compiles the program of the first step.
             if prepared.plan.calls:
                 self._begin_binding(prepared)
         except BaseException as error:  # to the coordinator, as the outcome of the step
@@ -268,6 +287,8 @@ class StepRunner:
         step.work, step.needs = prepared, needs
         reads, nbytes = needs.reads, needs.nbytes
         if prepared.plan.has_lookups:
+            # The rows to pull depend on the ids of this step, so its pull is never
+            # shared.
             reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
         elif not prepared.plan.draws and not needs.rounds:
             task.once = (prepared, needs)
@@ -302,6 +323,8 @@ class StepRunner:
         try:
             self._bound[plan] = [self._bind(call) for call in plan.calls]
         except BaseException:  # to the step, whose outcome it is
+            # `prepare` has not set ``step.work`` yet, so nobody else gives these
+            # elements back.
             prepared.unread()
             raise
 
@@ -316,9 +339,10 @@ class StepRunner:
         if not plan.calls:
             return
         self._begin_binding(prepared)
+        # The servers had the time of the compilation, so this rarely waits.
         left = self._bound[plan]
-        for each in left:
-            if (error := each.exception()) is not None:
+        for binding in left:
+            if (error := binding.exception()) is not None:
                 del self._bound[plan]
                 raise _NotBoundError from error
         left.clear()
@@ -328,6 +352,8 @@ class StepRunner:
         residents = self.resources.residents
         try:
             if self._has_copies(step):
+                # No value is pulled yet. The round is the one that the worker expects;
+                # if another one is open, `run` begins again (`forget_begun`).
                 plan: Plan = step.work.plan
                 early = residents.early(plan.reads, step.number, step.place)
                 step.work.begin(early)
@@ -367,7 +393,9 @@ class StepRunner:
         elif step.error is not None:
             ending = self._not_run(step, step.error)
         elif not self._has_copies(step):
-            step.work.unread()
+            self._draw_again(step)
+            # Retryable: another worker may have the copy, and the next window here
+            # takes all values again.
             ending = _closure.cancelled(step.number, BusyError(_NO_COPY))
         else:
             task: _Task = step.task
@@ -377,9 +405,14 @@ class StepRunner:
                     notes = EagerNotes()
                     result = self._eager(step, task, notes)
                 else:
+                    # Computed before the trees are awaited: the servers trace them
+                    # meanwhile.
                     result, kept = self._computed(step)
                     self._require_bound(step.work)
-                    push, lent = self._push(step, result)
+                    push, lent = self.pushes.push_of(step, result)
+                # What can still fail comes before anything has an effect: the result
+                # must fit a message before the resident arrays change and the push
+                # leaves.
                 ending = self._layouts.ok(step.number, result)
                 ending.lent = lent
                 if task.leases:
@@ -393,6 +426,8 @@ class StepRunner:
                 # becomes of those of one that raises an error of its own.
                 pushed = step.work is None and isinstance(error, ZstratError)
                 ending = _closure.failed(step.number, error, pushed=pushed)
+                # A step that fails has no effect, so what was to be pushed is dropped
+                # and its residuals return.
                 push = None
                 self.encoding.residuals.settle(lent, is_sent=False)
                 if step.place is not None:
@@ -403,6 +438,8 @@ class StepRunner:
         cost = now - began + step.begun
         if step.place is not None and push is not None:
             self._measure(step, cost)
+        # An ending may wait long for its acknowledgement; the values of the step must
+        # not wait with it.
         step.work = step.values = None
         self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
@@ -442,90 +479,13 @@ class StepRunner:
         optimizer = needs.rounds[0]
         at = RoundNumber(optimizer, read.get(optimizer, 0))
         values = residents.filled(plan.reads, step.values or (), step.number, at)
+        # The first part was computed with other arrays or with another round than now.
         if self._begun_with != residents.version:
             step.work.forget_begun()
         result = step.work.run(values)
         kept = [update for update in result.updates if update.spec.ps == RESIDENT]
         shared = [update for update in result.updates if update.spec.ps != RESIDENT]
         return result._replace(updates=shared), kept
-
-    def _push(
-        self, step: ClosureStep, result: StepResult
-    ) -> tuple[list[PsUpdate] | RoundPush | None, Sequence[Lent]]:
-        updates = [
-            PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
-            for spec, op, optimizer, arrays, _ in result.updates
-        ]
-        needs: Needs = step.needs
-        rounds = needs.rounds
-        if not rounds and not needs.wires:  # as of most steps, each of which pays
-            return updates or None, ()
-        plan: Plan = step.work.plan
-        read = {} if step.notes is None else step.notes.rounds or {}
-        place = step.place
-        is_due = place is None or self.resources.residents.has_run(
-            place, read.get(place.optimizer, place.round)
-        )
-        found = {rule.id: rule for _, rule in plan.targets if rule is not None}
-        attempt = step.task.context.attempt
-        contributions = [
-            StepContribution(
-                step.number,
-                attempt,
-                optimizer,
-                read.get(optimizer, -1),  # -1: it has read nothing
-                _weight(found[optimizer], step, result) if is_due else 0.0,
-                any(
-                    update.optimizer == optimizer and update.op == UpdateOp.OPERANDS
-                    for update in updates
-                ),
-            )
-            for optimizer in rounds
-        ]
-        lent: Sequence[Lent] = ()
-        if needs.wires and is_due:  # last: what fails must not take residuals away
-            updates, lent = self.encoding.encoded(step.number, updates, needs.wires)
-        if not rounds:
-            return updates or None, lent
-        apart = [update for update in updates if update.optimizer not in rounds]
-        gradients = [
-            update
-            for update in updates
-            if update.optimizer in rounds and update.op != UpdateOp.OPERANDS
-        ]
-        if not is_due:
-            gradients = []
-        return RoundPush(apart, gradients, contributions), lent
-
-    def operands(
-        self,
-        asked: MergeOperands,
-        trees: Iterable[bytes],
-        merged: Mapping[int, tuple[np.ndarray, ...]],
-    ) -> list[np.ndarray]:
-        """Computes what an optimizer needs of all merged gradients of a round; see
-        `PsClient.pull_merged`. No step of it has to have run here.
-
-        Raises:
-            InvalidArgumentError: The gradients are those of several trees.
-            Exception: Whatever loading or tracing the transformation raises.
-        """
-        from zstrat.optimizers import Binding, checked  # which import optax
-
-        name = str(asked.order.optimizer)
-        for tree in trees:
-            binding = self._bindings.get((asked.code, tree))
-            if binding is None:
-                transformation = checked(self.resources.code(asked.code))
-                binding = Binding.decoded(name, transformation, tree)
-                self._bindings[asked.code, tree] = binding
-            if merged.keys() <= {key for keys in binding.keys for key in keys}:
-                return binding.operands(merged)
-        raise InvalidArgumentError(
-            f"the gradients of a round are of several trees of optimizer {name}, which "
-            "looks at all gradients of one: give it all its variables at once, "
-            "zs.Optimizer(transformation, params=params)"
-        )
 
     def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
         function = self.resources.code(task.function)
@@ -550,15 +510,19 @@ class StepRunner:
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """Ends a step whose values could not be pulled, or whose tree a server has
-        refused. The coordinator may retry the closure, so its elements go back, after
-        those that later steps have drawn."""
+        refused. The coordinator may retry the closure."""
+        self._draw_again(step)
+        return _closure.failed(step.number, error)
+
+    def _draw_again(self, step: ClosureStep) -> None:
+        """Gives back what the head of the line has drawn, and its place, after those of
+        later steps, which are prepared once more."""
         if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
                 self._give_back(other)
                 other.work = None
         self._give_back(step)
         step.work = None
-        return _closure.failed(step.number, error)
 
 
 _NO_COPY: Final = (
@@ -589,28 +553,6 @@ class _Refusing:
 
     def forget_optimizer(self, optimizer: int) -> None:
         raise ValueError(f"optimizer {optimizer} was not created on this worker")
-
-
-def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> float:
-    """Returns the weight of a step's gradients in a round, by the user's function.
-
-    Raises:
-        ValueError: It is not a finite number, or negative.
-    """
-    assert rule.rounds is not None
-    plan: Plan = step.work.plan
-    if rule.rounds.weights is None:
-        if step.place is None or rule.rounds.rule is MergeRule.SUM:
-            return 1.0
-        own: float = step.place.weight(step.work.examples)
-        return own
-    weight = float(rule.rounds.weights(plan.out_structure.unflatten(result.leaves)))
-    if not 0 <= weight < math.inf:
-        raise ValueError(
-            f"optimizer {rule.name!r}: Rounds(weights=) returned {weight} for the "
-            "result of a step; expected a finite number, 0 or more"
-        )
-    return weight
 
 
 def _require_drawn(leased: Sequence[LeasedIterator], prepared: Prepared) -> None:

@@ -142,14 +142,14 @@ class WorkerSession:
         self.client.counts = counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
-        self._given: defaultdict[int, list[int]] = defaultdict(list)
+        self._contributed: defaultdict[int, list[int]] = defaultdict(list)
         """By optimizer: rounds to which this worker has contributed, of each
         contribution that is under way or the last one that was acknowledged."""
         self._program: tuple[float, int, bool] | None = None
         """When the program last sent closures, how many it had left, and whether its
         queue was full."""
         self._program_metrics: PlainTree = None
-        self._heard = 0.0
+        self._last_post = 0.0
         """When the executor thread last posted."""
         self._closed = False
 
@@ -188,7 +188,7 @@ class WorkerSession:
     @property
     def under_way(self) -> StepUnderWay | None:
         """The step that the executor thread runs now."""
-        return self.runner.pipeline.under_way(self._heard)
+        return self.runner.pipeline.under_way(self._last_post)
 
     def program_left(self, now: float) -> dict[str, PlainTree]:
         """Returns how many closures were ``waiting`` in the program when it last sent
@@ -196,9 +196,9 @@ class WorkerSession:
         that it sent to this worker; {} before."""
         if self._program is None:
             return {}
-        heard, waiting, full = self._program
+        sent, waiting, full = self._program
         return {
-            "seconds": now - heard,
+            "seconds": now - sent,
             "waiting": waiting,
             "full": full,
             "metrics": self._program_metrics,
@@ -220,6 +220,8 @@ class WorkerSession:
             case CancelSteps():
                 self.cancel()
             case PutArguments(arguments=number, code=code, arrays=arrays):
+                # By the thread's inbox, like all that a closure uses: it keeps the
+                # order in which messages came.
                 executor.tell(partial(resources.put_arguments, number, code, arrays))
             case DropArguments(arguments=numbers):
                 executor.tell(partial(resources.drop_arguments, numbers))
@@ -243,6 +245,8 @@ class WorkerSession:
             case MergeOperands():
                 return self._merged_operands(message)
             case RestartWindows(optimizer=number, number=first):
+                # A restore: residuals are what was left out of gradients at values that
+                # are gone now.
                 self.runner.encoding.residuals.clear()
                 executor.tell(partial(residents.restart, number, first))
             case StoreTensors():
@@ -250,6 +254,7 @@ class WorkerSession:
             case PinSnapshot():
                 return executor.submit(partial(residents.pin, message))
             case ReadSnapshot():
+                # On the loop, beside the thread: pinned arrays are never written to.
                 return SnapshotPart((residents.read(message),))
             case ReleaseSnapshot(snapshot=number):
                 residents.release(number)
@@ -265,7 +270,7 @@ class WorkerSession:
         Cancellation: changes nothing.
         """
         trees, merged = await self.client.pull_merged(message.order)
-        operands = partial(self.runner.operands, message, trees, merged)
+        operands = partial(self.runner.pushes.operands, message, trees, merged)
         return MergedOperands(tuple(await self._executor.submit(operands)))
 
     def dispatch(self, message: Dispatch) -> None:
@@ -274,6 +279,8 @@ class WorkerSession:
         batches = []
         for batch, inputs in with_inputs(message):
             taken = self._reports.opened(batch)
+            # Inputs are in the order of the batch, so those of closures that are open
+            # already go, too.
             if batch.size and taken.steps is not batch.steps:
                 inputs = [inputs[batch.steps.index(step)] for step in taken.steps]
             batches.append((taken, inputs))
@@ -300,6 +307,8 @@ class WorkerSession:
     def carry_out(self, post: Post) -> None:
         """Carries out what the executor thread has posted: pushes first, so that the
         pulls read what they wrote."""
+        # The links are closed, but residuals outlive the session: the next one of the
+        # same coordinator needs what these pushes have taken.
         if self._closed:
             for _, ending in post.pushes:
                 self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
@@ -307,7 +316,9 @@ class WorkerSession:
         pushes, pulls = post.pushes, post.pulls
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
-        self._heard = now = self._clock()
+        self._last_post = now = self._clock()
+        # The usual step: one message per server has the push and the pull of the next
+        # step.
         if len(pushes) == 1 and len(pulls) == 1 and not _is_of_round(pushes, pulls):
             self._exchange(*pushes[0], post.read_at[0], pulls[0], now)
         else:
@@ -315,6 +326,8 @@ class WorkerSession:
                 self._push(push, ending, read_at, now)
             for pull in pulls:
                 self._pull(pull)
+        # After pushes and pulls: the coordinator may wait a moment, the next step may
+        # not.
         self._reports.now(post.endings)
         # Last: nothing waits for the records.
         self.recorder.ran(post.times, now)
@@ -382,11 +395,17 @@ class WorkerSession:
         """Contributes gradients to rounds, beside other updates of the step."""
         step = ending.completion.step
         ending.contributions = [
-            each._replace(base=self._after(each.optimizer)) if each.base < 0 else each
-            for each in sent.contributions
+            # A step that read nothing (base -1) counts for the first round that this
+            # worker has not given to.
+            contribution._replace(base=self._next_round(contribution.optimizer))
+            if contribution.base < 0
+            else contribution
+            for contribution in sent.contributions
         ]
-        for each in ending.contributions:
-            self._given[each.optimizer].append(each.base)
+        # Before it is sent: a pull that follows must wait for this round even while the
+        # contribution is under way.
+        for contribution in ending.contributions:
+            self._contributed[contribution.optimizer].append(contribution.base)
         push = _PushUnderWay(ending, read_at, now)
         try:
             parts: list[asyncio.Future[Any]] = [
@@ -402,11 +421,12 @@ class WorkerSession:
             self._not_contributed(ending)
             self._not_sent(ending, error)
         else:
+            # Both have to be acknowledged; either failure fails the step.
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
-    def _after(self, optimizer: int) -> int:
+    def _next_round(self, optimizer: int) -> int:
         """Returns the first round to which this worker has not contributed."""
-        return max(self._given[optimizer], default=-1) + 1
+        return max(self._contributed[optimizer], default=-1) + 1
 
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
         error, ending = _error_of(future), push.ending
@@ -416,11 +436,15 @@ class WorkerSession:
             return
         if error is not None:
             self._not_contributed(ending)
+            # The servers may have applied a part before the error, so the outcome is in
+            # doubt.
             ending = _closure.failed(ending.completion.step, error, pushed=True)
         else:
-            for each in ending.contributions:
-                given = self._given[each.optimizer]
-                given[:] = [base for base in given if base >= each.base]
+            for contribution in ending.contributions:
+                # Later pulls wait for the newest round alone, so older entries are of
+                # no use.
+                rounds = self._contributed[contribution.optimizer]
+                rounds[:] = [base for base in rounds if base >= contribution.base]
             if ending.contributions:
                 self._settle(ending.completion.step, failed=False)
             self._acknowledged(push)
@@ -429,9 +453,11 @@ class WorkerSession:
     def _not_contributed(self, ending: Ending) -> None:
         """Has later pulls not wait for the rounds of a step that failed, if no other
         step has contributed to them."""
-        for each in ending.contributions:
-            if each.base in (given := self._given[each.optimizer]):
-                given.remove(each.base)
+        for contribution in ending.contributions:
+            if contribution.base in (
+                rounds := self._contributed[contribution.optimizer]
+            ):
+                rounds.remove(contribution.base)
         if ending.contributions:
             self._settle(ending.completion.step, failed=True)
 
@@ -466,10 +492,12 @@ class WorkerSession:
         refs, rows, rounds, waits, sets = pull.reads
         clocks = pull.clocks
         try:
+            # A pull of a round waits on the server until the rounds with our
+            # contributions are closed, so the step reads what they became.
             if rounds:
                 after = [
-                    RoundNumber(each, self._after(each) if waits else 0)
-                    for each in rounds
+                    RoundNumber(optimizer, self._next_round(optimizer) if waits else 0)
+                    for optimizer in rounds
                 ]
                 future = self.client.pull_round(
                     after, refs, rows, clocks=clocks, numbers=pull.rounds
@@ -493,6 +521,7 @@ class WorkerSession:
         values: list[np.ndarray] | None,
         error: BaseException | None,
     ) -> None:
+        # The pipeline belongs to the thread, so the answer goes there as an event.
         arrived = self.runner.pipeline.arrived
         self._executor.tell(partial(arrived, pull, values, self._clock(), error))
 
@@ -512,6 +541,7 @@ class WorkerSession:
             False if a closure was still running at the deadline (loop time).
         """
         self._refusal = refusal
+        # Closures that run cannot be stopped, so wait for their pushes, which count.
         self.cancel(refusal)
         try:
             async with asyncio.timeout_at(deadline):
@@ -532,6 +562,8 @@ class WorkerSession:
         self._capture.close()
         if self._output is not None:
             self._output.close()
+        # In this order on the thread: stop taking work, then give the output back, then
+        # free what the closures used.
         self._executor.tell(partial(self._executor.work_for, None))
         self._executor.tell(partial(self._listen, None))
         self._executor.tell(self.runner.close)

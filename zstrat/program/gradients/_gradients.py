@@ -67,6 +67,7 @@ def _floating(leaf: Any, place: str) -> Any:
             f"cannot differentiate with respect to {place}, {what}: gradients need a "
             "floating dtype. Leave it out of argnums and variables"
         )
+    # A table is read only if the function asks for its value: it may be large.
     return None if in_parts else array
 
 
@@ -161,12 +162,14 @@ class Difference:
     def _with_lookups(
         self, given: list[Any], values: dict[int, jax.Array]
     ) -> tuple[Any, list[list[Any]]]:
+        # Outside of steps rows are read at once, from where they are stored.
         outer = Immediate() if self.outer is None else self.outer
         stand_for: list[VariableHandle | None]
         stand_for = [variable for cut in self.cuts for _, variable in cut.given]
         discovered = LookupDiscovery(
             self._plain, outer, given, stand_for, values, self._late()
         ).run()
+        # Rows of integers have no gradient.
         floating = [
             n
             for n, rows in enumerate(discovered.rows)
@@ -273,6 +276,7 @@ class _Gathered:
             dense, used = self.of_given[number], number in self.found.used_given
         # Only rows, if only lookups use it: a dense gradient would be as large as the
         # table.
+        # Rows of a list are numbered over all its variables, which fits none of them.
         if lookups and not used and all(len(x.sought.via) == 1 for x in lookups):
             return _slices(lookups, variable.shape, variable.dtype)
         return self._dense(variable, dense, lookups, number)

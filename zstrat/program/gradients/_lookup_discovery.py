@@ -25,8 +25,8 @@ import numpy as np
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._eager import Immediate
 from zstrat.program.trace._flow import Flow
-from zstrat.program.trace._refusals import claimed, here
 from zstrat.program.trace._signature import apart, current_trace, fresh
+from zstrat.program.trace._tracebacks import claimed, here
 from zstrat.variables import TraceRecorder, recorder
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class Substitution(TraceRecorder):
         self._values = values
         self._given = given
         self._late, self._value_of, self._rows_of = late, value_of, rows_of
+        # A function inside of a differentiated one sees the arrays of both, so both
+        # name what jax caches.
         inherited: tuple[int, ...] = ()
         if isinstance(outer, Substitution):
             inherited = outer.substituted
@@ -104,6 +106,7 @@ class Substitution(TraceRecorder):
         """Substitutes in the code inside; entered in the trace of the given arrays."""
         self._outermost = current_trace()
         before = recorder.set(self)
+        # With real values a new number at each call would compile each operation again.
         try:
             with apart(("live", *self.substituted)) if self.live else fresh():
                 yield
@@ -116,6 +119,8 @@ class Substitution(TraceRecorder):
             if self.live and current_trace() != self._outermost:
                 raise _refusals.live_read_inside(variable.spec)
             return self._values[key]
+        # Not differentiated here: the step, or an outer differentiated function, has
+        # it.
         if key not in self._late:
             return self._outer.read(variable)
         if self._value_of is None:
@@ -141,6 +146,7 @@ class Substitution(TraceRecorder):
 
     def behind(self, array: object) -> tuple[VariableHandle, int] | None:
         """Returns the variable that this very array stands for, and its number."""
+        # By identity: the function got this very array in place of the variable.
         for number, (given, variable) in enumerate(self._given):
             if given is array and variable is not None:
                 return variable, number
@@ -219,6 +225,7 @@ class LookupDiscovery:
         """
         sought, keys = self._found()
         flow = self._traced(sought, keys)
+        # Ids are the last outputs of the trace.
         first = flow.outputs - len(sought)
         late: dict[int, jax.Array] = {}
         rows: list[jax.Array] = []
@@ -247,6 +254,7 @@ class LookupDiscovery:
             ids += part(*[given(n) for n in needed])
             with claimed(wanted.where):
                 rows.append(self.outer.lookup(wanted.table, ids[-1]))
+        # Of the result alone: ids are integers and carry no gradient.
         used = flow.inputs_of(range(first))
         names = [*sorted(self.values), *keys]
         return DiscoveredLookups(
@@ -285,6 +293,8 @@ class LookupDiscovery:
             recordings.append(recording)
             self.call(given, recording)
 
+        # Values are computed from a seed, as constants would not be traced at every
+        # depth; see `zstrat.program.trace._flow.Discovery`.
         jax.eval_shape(abstract, np.zeros((), np.float32), self.given, self.values)
         return recordings[-1].sought, keys
 

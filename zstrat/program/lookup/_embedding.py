@@ -163,6 +163,7 @@ def _masked(ids: Any, valid: Any, table: Table | None) -> Any:
     wide = np.dtype(np.int64)
     if any(isinstance(array, jax.core.Tracer) for array in (ids, valid)):
         xp, wide, ids = jnp, jax.dtypes.canonicalize_dtype(wide), _downcast(ids)
+    # `ABSENT` has 32 bits.
     if ids.dtype.itemsize < 4:
         ids = ids.astype(np.int32)
     elif ids.dtype.kind == "u":
@@ -170,6 +171,8 @@ def _masked(ids: Any, valid: Any, table: Table | None) -> Any:
         most = min(np.iinfo(ids.dtype).max, np.iinfo(wide).max)
         ids = xp.minimum(ids, xp.array(most, ids.dtype)).astype(wide)
     fills = xp.full(ids.shape, fill, ids.dtype)
+    # An id with the value of `ABSENT` is outside of the table, and must not pass for
+    # padding.
     if table is not None and not table.is_hashed:
         ids = xp.where(ids == fills, fills - 1, ids)
     return xp.where(valid, ids, fills)
@@ -200,6 +203,8 @@ def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
     if len(arrays) > 1 and layout is TableLayout.DIV:
         whole = jnp.concatenate(arrays)
     elif len(arrays) > 1:
+        # Row i is row i // n of part i % n: parts are interleaved, and the padding of
+        # shorter ones comes last.
         height = arrays[0].shape[0]
         padding = [(0, 0)] * (arrays[0].ndim - 1)
         full = [jnp.pad(a, [(0, height - a.shape[0]), *padding]) for a in arrays]
@@ -522,6 +527,7 @@ class _Bag:
         dtype = rows.dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"rows to combine must be floats, got {dtype}")
+        # Narrower floats would lose the digits of sums.
         wide: Any = dtype if dtype.itemsize > 4 else jnp.float32
         weights = self.valid.astype(wide)
         if self.weights is not None:
@@ -534,6 +540,7 @@ class _Bag:
         if combiner != "sum":
             by = self._summed(weights if combiner == "mean" else weights**2)
             by = by.reshape(*by.shape, *trailing)
+            # Divided by one where there is nothing, or the gradient would be nan.
             nothing, by = by == 0, jnp.where(by == 0, jnp.ones_like(by), by)
             by = by if combiner == "mean" else jnp.sqrt(by)
             total = jnp.where(nothing, jnp.zeros_like(total), total / by)

@@ -140,11 +140,15 @@ class Level:
         self._segments = segments
         self._components = [c for segment in segments for c in segment.table.components]
         heights = [height for segment in segments for height in segment.heights]
+        # The first number of each component, and the end of the last one.
         self._bounds = np.cumsum([0, *heights], dtype=np.int64)
+        # An id plus its base is the number of its row among those of all tables.
         self._base = np.repeat(
             np.array([s.base for s in segments], np.int64),
             [s.stop - s.start for s in segments],
         )
+        # Without empty segments, for which ``reduceat`` returns an element of the next
+        # one.
         self._full = [segment for segment in segments if segment.start < segment.stop]
         self._starts = np.array([segment.start for segment in self._full], np.intp)
         fits = np.iinfo(np.int64)
@@ -162,6 +166,7 @@ class Level:
         Raises:
             IndexError: An id is outside of its table; names it and the user's line.
         """
+        # Most requests have no padding, and need no mask.
         absent_mask = absent(ids) if self._require_inside(ids) else None
         if 0 < len(self._hashed) == len(self._full):
             return self._ask_hashed(ids, absent_mask)
@@ -170,6 +175,7 @@ class Level:
             own = slice(segment.start, segment.stop)
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
+            # Row i of the table is row i // count of component i % count.
             keys[own] = bounds[ids[own] % count] + ids[own] // count
         bounds = self._bounds
         ids_of: dict[int, np.ndarray] = {}
@@ -210,6 +216,7 @@ class Level:
                 places = np.flatnonzero(~absent_here)
                 own = own.take(places)
             found = segment.table.runs(own)
+            # The end of one table is the beginning of the next one.
             before = cuts.pop()
             ends = segment.table.cuts(found.unique)
             for component, (start, stop) in zip(
@@ -235,6 +242,8 @@ class Level:
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Numbers the ids of hashed tables, in ``keys``; returns the first number of
         each component, and by component the ids that its numbers stand for."""
+        # Numbers of hashed ids are those of this request; the layout belongs to all
+        # steps.
         bounds = self._bounds.copy()
         ids_of: dict[int, np.ndarray] = {}
         for segment in self._hashed:
@@ -270,9 +279,11 @@ class Level:
             else:
                 rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 assert len(rows) == last - first
+                # Aligned, so XLA reads the rows where they are.
                 own = aligned((len(places), *rows.shape[1:]), rows.dtype)
-                # mode="clip": the indices are valid, and numpy need not check them.
+                # Rows of a block count from its own first one.
                 places = places - first if first else places
+                # mode="clip": the indices are valid, and numpy need not check them.
                 rows = rows.take(places, 0, own, mode="clip")
                 if asked.absent_mask is not None:
                     rows[asked.absent_mask[block.start : block.stop]] = 0
@@ -286,6 +297,7 @@ class Level:
         low = asked.cuts[first.first]
         high = asked.cuts[last.first + len(last.table.components)]
         found, ids = asked.found, slice(first.start, last.stop)
+        # Padding is not in the runs, so positions are counted by the runs before.
         if asked.absent_mask is not None:
             before = int(found.counts[:low].sum())
             ids = slice(before, before + int(found.counts[low:high].sum()))
@@ -301,6 +313,7 @@ class Level:
     ) -> list[list[Part]]:
         """Splits the runs of neighbouring segments over the components of each."""
         first, rows = asked.cuts[segments[0].first], asked.rows
+        # The request has only components with rows, so those before are counted.
         place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
         parts: list[list[Part]] = []
         for segment in segments:
@@ -319,6 +332,7 @@ class Level:
         """Refuses ids outside of their table; returns whether some may be `ABSENT`."""
         if not len(self._starts):
             return False
+        # All tables in one pass; which id it is, is only asked if one is outside.
         low = np.minimum.reduceat(ids, self._starts)
         high = np.maximum.reduceat(ids, self._starts)
         if not ((low < self._least) | (high > self._most)).any():
@@ -340,6 +354,7 @@ def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
     if asked.absent_mask is None:
         return asked.found.inverse()
     found = asked.found
+    # Row 0 for padding, which is overwritten with zeros later.
     inverse = np.zeros(size, np.intp)
     inverse[found.order] = np.repeat(np.arange(len(found.unique)), found.counts)
     return inverse

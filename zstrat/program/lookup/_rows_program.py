@@ -59,6 +59,8 @@ class TraceInputs:
     def __init__(self, traced: Traced, places: Sequence[RowPlace]) -> None:
         self.data = traced.inputs
         self._first = traced.inputs + traced.reads
+        # Reads that no output needs were dropped from the plan, so the others have
+        # other places there than in the trace.
         self._values = {
             traced.inputs + read: traced.inputs + place
             for place, read in enumerate(traced.kept)
@@ -72,6 +74,7 @@ class TraceInputs:
         blocks: Sequence[Any],
     ) -> Any:
         """Returns the input, inside of a program."""
+        # The order of the trace's inputs: data, values of reads, rows of lookups.
         if number < self.data:
             return given[number]
         if number < self._first:
@@ -109,6 +112,7 @@ class Ids:
         counts: dict[Any, int] = {}
         for output in [first + number for number in level.order]:
             source = flow.input_at_origin(output)
+            # Ids that are an input as they are need no program, and keep their 64 bits.
             self._taken.append(source if source in range(inputs.data) else None)
             if self._taken[-1] is not None:
                 places.append((None, 0, 0))
@@ -136,6 +140,7 @@ class Ids:
                 self._taken, self._places, strict=True
             )
         ]
+        # Unchecked: `Level.ask` finds what is outside of its table.
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
 
@@ -149,6 +154,7 @@ def _compiled(
     """Compiles a program that returns the ids of each dtype as one vector."""
     outputs = [output for same in computed.values() for output in same]
     part, needed = flow.part(outputs)
+    # Only then: a program with 64 bits converts its inputs at each call.
     is_wide = has_whole(flow) or not wide.isdisjoint(needed)
     if is_wide:
         part, needed = flow.part(outputs, evaluate=evaluator(wide))
@@ -161,6 +167,7 @@ def _compiled(
         vectors = {}
         for dtype, same in computed.items():
             parts = [ids[output].reshape(-1) for output in same]
+            # Ids of one dtype in the trace may be wide or not where they are evaluated.
             widest = max([part.dtype for part in parts], key=lambda kind: kind.itemsize)
             vectors[dtype] = jnp.concatenate([part.astype(widest) for part in parts])
         return vectors
@@ -203,6 +210,7 @@ class RowsProgram:
         flow = Flow(traced.closed)
         self._operands = _operands(plan)
         inputs = TraceInputs(traced, _places(self.levels, plan))
+        # The ids of lookups are the last outputs of the trace.
         first = len(traced.closed.jaxpr.outvars) - len(plan.lookups)
         self._ids = [
             None
@@ -210,6 +218,8 @@ class RowsProgram:
             else Ids(level, flow, first, inputs, self._name, plan.wide)
             for level in self.levels
         ]
+        # Before the main program, which returns shared rows as one array and without
+        # their ids.
         self._shared = _shared(plan, self.levels, flow, self._operands, first)
         together = {number for shared in self._shared for number in shared.updates}
         for number, update in enumerate(plan.updates):
@@ -258,6 +268,7 @@ class RowsProgram:
             self._sent, outputs.operands, strict=True
         ):
             found[numbers[0]] = outgoing(update, operands)
+        # In the order of the body, though shared updates were made first.
         return [step for number in sorted(found) for step in found[number]]
 
     def _compiled(self, flow: Flow, inputs: TraceInputs) -> Callable[..., Any]:
@@ -269,6 +280,7 @@ class RowsProgram:
             *(n for each in alone for operands in each for n in operands),
             *(n for numbers in rows for n in numbers),
         ]
+        # With effects: prints and callbacks belong to the step, not to its ids.
         part, needed = flow.part(wanted, with_effects=True)
         wide = self.plan.wide & set(needed)
         if wide:
@@ -279,11 +291,13 @@ class RowsProgram:
 
         def program(given: list[Any], blocks: list[Any]) -> Any:
             values = [inputs.of(number, given, blocks) for number in needed]
+            # Evaluated with 64 bits, outputs return to the dtypes of the trace.
             outputs = [
                 value if value.dtype == kind else value.astype(kind)
                 for value, kind in zip(part(*values), kinds, strict=True)
             ]
             results_by_number = dict(zip(wanted, outputs, strict=True))
+            # An output that is an input has to be copied; see `own`.
             known = {id(value) for value in (*values, *given)}
             return (
                 [own(results_by_number[n], known) for n in results],
@@ -326,6 +340,7 @@ class Lookups:
 
     def advance(self, answer: Sequence[np.ndarray]) -> Wanted | None:
         """Makes the next request, None if there is none. Raises as `first`."""
+        # The last answer goes to the main program.
         if len(self._asked) == self._program.plan.levels:
             return None
         self._take(answer)
@@ -356,6 +371,8 @@ class Lookups:
     def _take(self, answer: Sequence[np.ndarray]) -> None:
         number = len(self._blocks)
         rows = answer
+        # Values come with the first answer alone; from then on they are inputs of all
+        # programs.
         if number == 0:
             reads = len(self._program.plan.reads)
             self._given = [*self._given, *answer[:reads]]
@@ -433,6 +450,8 @@ def _shared(
                 )
                 matched.append(update)
                 if update is not None:
+                    # One update for one segment: two updates by the same ids are two
+                    # steps of an optimizer.
                     open_updates.remove(update)
             groups += _neighbours(number, block, matched)
     return groups

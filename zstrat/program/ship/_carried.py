@@ -160,6 +160,7 @@ class Input(NamedTuple):
         if self.kind is np.generic:
             return array[0]
         array = array.reshape(self.shape)
+        # A view keeps the whole message alive: not for a few bytes.
         if array.nbytes < BESIDE or not array.flags.aligned:
             array = array.copy()
         return jnp.asarray(array) if self.kind is jax.Array else array
@@ -170,6 +171,7 @@ def input_key(value: Any) -> Hashable | None:
     value is not an array of plain numbers."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return _key_of_jax_array(value) if isinstance(value, jax.Array) else None
+    # Without bytes there is nothing to send, so it stays in the call.
     dtype = value.dtype
     if dtype.kind not in _NUMBERS or not dtype.isnative or not value.nbytes:
         return None
@@ -184,6 +186,7 @@ def _key_of_jax_array(value: jax.Array) -> Hashable | None:
     dtype = value.dtype
     if not isinstance(dtype, np.dtype) or dtype.kind not in _NUMBERS or not value.size:
         return None
+    # The pickler keeps 64 bits; of the others the trace says what is wrong.
     if dtype.name in WIDE or value.is_deleted() or not value.is_fully_addressable:
         return None
     return jax.Array, dtype, value.shape
@@ -254,18 +257,22 @@ def try_out(obj: object, ways: Ways) -> None:
     Raises:
         NotShippable: It cannot be loaded, or changes.
     """
+    # Arrays and handles are not copied for a trial.
     kept: list[Any] = []
     with Pickler.session(None, ways, kept) as (pickler, stream):
         # In this order: pickling the object finds the instances.
         pickler.dump((obj, pickler.instances))
     stream.seek(0)
     try:
+        # As on a worker: each class that has not arrived whole before is made once
+        # more.
         with arriving_at(known.trusting(list(tried))):
             _, arrived = TrialUnpickler(stream, kept, ways).load()
     except Exception as error:  # user code runs in it: `find_way` says where
         raise NotLoaded from error
     if change := difference(pickler.instances, arrived):
         raise NotShippable(*change)
+    # Only now: a class that failed is tried again the next time.
     tried.update(pickler.made)
 
 
@@ -286,6 +293,8 @@ def difference(sent: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, str] |
 
 
 def _differs(before: Any, after: Any, seen: set[int]) -> str:
+    # As ``is_leaf`` jax calls it for each node, so objects inside are not compared
+    # again.
     def note(node: Any) -> bool:
         seen.add(id(node))
         return False
@@ -340,6 +349,7 @@ def unpicklable(
     chain, seen = [obj], {id(obj)}
     while len(path) < MAX_DEPTH:
         for label, part in _parts(obj):
+            # The first part that fails by itself is followed inwards.
             if id(part) not in seen and not picklable(part):
                 seen.add(id(part))
                 path.append(label)

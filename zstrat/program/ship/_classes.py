@@ -76,6 +76,7 @@ class KnownClasses:
     def made(self, number: str, make: functools.partial[type]) -> type:
         """Returns the class of a number; makes it if it is not here."""
         with self._lock:
+            # Made under the lock, so threads that load one class at once get the same.
             if (cls := self._classes.get(number)) is None:
                 cls = make()
                 self._remember(number, cls)
@@ -152,6 +153,7 @@ def referenced_class(reference: Sequence[Any]) -> type:
 @contextmanager
 def arriving_at(classes: KnownClasses) -> Iterator[None]:
     """Registers the classes that this thread unpickles inside in another registry."""
+    # On this thread alone: others may load real classes meanwhile.
     _of_thread.classes = classes
     try:
         yield
@@ -300,6 +302,7 @@ def make_enum(
         for key, value in said.items():
             namespace[key] = value
         for key, value in members.items():
+            # Or a function among the values would become a method.
             namespace[key] = enum.member(value)
 
     return _known().made(
@@ -311,17 +314,21 @@ def make_enum(
 def finish(cls: type, state: Any) -> None:
     """Fills the functions, sets attributes that differ, and registers with jax."""
     functions, names, generated, subclasses, registrations = state
+    # A class of this program that comes back to it is not changed.
     if not _known().is_arrived(cls):
         return
     for fn, remaining in functions:
         fill(fn, remaining)
     own = vars(cls)
+    # Fields of the statement, which only the decorator removes: it does not run again.
     for name in [name for name in own if own[name].__class__ is _Field]:
         type.__delattr__(cls, name)
     for name, value in names.items():
         if own.get(name, own) is not value:
+            # Past the metaclass, whose own ``__setattr__`` may refuse.
             type.__setattr__(cls, name, value)
     for name, value in generated.items():
+        # What the class has already was generated for it.
         if name not in own:
             type.__setattr__(cls, name, value)
     registered: Any = cls
@@ -349,6 +356,7 @@ def finish_enum(cls: Any, state: Any) -> None:
         return
     for fn, remaining in functions:
         fill(fn, remaining)
+    # They were needed only to make the members.
     for name in _PLAIN_CODE:
         if name in vars(cls) and name not in names:
             type.__delattr__(cls, name)
@@ -389,6 +397,7 @@ def attributes_of_members(cls: type[enum.Enum]) -> dict[str, Any]:
     return {
         name: {k: v for k, v in vars(member).items() if k not in pythons}
         for name, member in cls.__members__.items()
+        # An alias is the same member.
         if name == member.name
     }
 

@@ -72,6 +72,7 @@ def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     Raises:
         TypeError: A part cannot be pickled, or would not arrive whole; names its path.
     """
+    # A function is one piece, as its bytes are known by one digest.
     if callable(obj):
         return dump_code(obj), ()
     beside: list[np.ndarray] = []
@@ -163,10 +164,12 @@ def _dumped(
     """Pickles an object; returns the bytes and the pickler."""
     ways = Ways()
     with lock:
+        # Each failure adds an exception to `ways` or raises, so this ends.
         while True:
             try:
                 with Pickler.session(keep, ways) as (pickler, stream):
                     pickler.dump(obj)
+                # Data is tried only for classes that were not tried before.
                 if keep is None or any(cls not in tried for cls in pickler.made):
                     try_out(obj, ways)
             except NotShippable as error:
@@ -190,10 +193,13 @@ def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
         return
     path, chain = unpicklable(obj, functools.partial(_arrives, ways=ways))
     if isinstance(error, NotLoaded) and (cls := _made_by_code(chain, ways)):
+        # Its statement cannot run again, so cloudpickle fills a blank class.
         plain.add(cls)
         tried.add(cls)
         return
+    # A copy, as imports in other threads change the dict.
     modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
+    # The innermost part first: as little as possible is imported by name.
     for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):
         if id(part) not in ways.by_name and (reference := attribute(part, modules)):
             ways.by_name[id(part)] = (part, reference)
@@ -217,6 +223,7 @@ def _arrives(part: object, ways: Ways) -> bool:
     try:
         try_out(part, ways)
     except NotShippable as error:
+        # It arrives, but changed: that is another error, which names it.
         return bool(error.args)
     return True
 

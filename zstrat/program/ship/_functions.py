@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 
-from zstrat.program.trace._refusals import is_installed
+from zstrat.program.trace._tracebacks import is_installed
 from zstrat.variables import is_machinery
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str
     }
     if _is_plain(fn.__defaults__):
         attributes["__defaults__"] = fn.__defaults__
+    # Other globals wait until the class is there, as they may refer to it.
     names = fn.__code__.co_names
     given = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     kept = {name: value for name, value in given.items() if keep(value)}
@@ -96,6 +97,7 @@ def remaining(reduced: Reduced) -> Reduced:
 def fill(fn: types.FunctionType, state: Any) -> None:
     """Sets globals, cells and attributes of an empty function."""
     setstate, given = state
+    # A copy: cloudpickle takes items out of what it is given.
     setstate(fn, (given[0], dict(given[1])))
 
 
@@ -121,6 +123,7 @@ def is_dispatching(fn: types.FunctionType) -> bool:
 def reduced_dispatch(fn: Any) -> Reduced:
     """Reduces a function of `functools.singledispatch`, with its implementations."""
     implementations = dict(fn.registry)
+    # The function itself, to which ``singledispatch`` is applied once more.
     base = implementations.pop(object)
     own = {key: vars(fn)[key] for key in vars(fn) if key not in _OF_DISPATCH}
     return functools.singledispatch, (base,), (implementations, own), None, None, _teach
@@ -151,6 +154,7 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN
 
 
+# From here on named functions, as pickle refers to them by name.
 def _made(
     make: Callable[..., types.FunctionType], args: Any, found: Mapping[str, Any]
 ) -> types.FunctionType:
@@ -212,6 +216,7 @@ def _is_importable(fn: types.FunctionType) -> bool:
 
 
 def _blank(module: str, code: types.CodeType) -> types.FunctionType:
+    # Filled later, as they may refer to what is being made.
     cells = tuple(types.CellType() for _ in code.co_freevars)
     return types.FunctionType(
         code, vars(importlib.import_module(module)), closure=cells
@@ -301,10 +306,14 @@ def body_of(cls: type) -> Body:
     """Reads a class that is neither an enum nor a TypedDict."""
     said, later = _cut(cls)
     generated = {k: later.pop(k) for k in tuple(later) if is_generated(k, later[k])}
+    # Only code that runs with the statement looks at its keywords and fields; all else
+    # is set afterwards.
     runs = runs_code(cls)
     fields = _fields(cls) if runs else {}
     bases = cls.__bases__
     written = vars(cls).get("__orig_bases__", ())
+    # ``Generic[T]`` becomes another base when the statement runs; what was written
+    # gives the parameters once more.
     if types.resolve_bases(written) == bases:
         bases = written
         later.pop("__orig_bases__", None)
@@ -348,6 +357,8 @@ def _cut(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
             into[name] = value
     if "__slots__" in later:  # of a dataclass: it makes the class a second time
         said["__slots__"] = later.pop("__slots__")
+    # A class of Python 3.14 has a function in place of annotations until they are asked
+    # for.
     if "__annotations__" in vars(cls) or "__annotate_func__" in vars(cls):
         said["__annotations__"] = later.pop("__annotations__", cls.__annotations__)
     return said, later
@@ -371,6 +382,7 @@ def _says_more(field: dataclasses.Field[Any]) -> bool:
     usual = dataclasses.field()
     differs = any(getattr(field, flag) != getattr(usual, flag) for flag in _FLAGS[:4])
     factory = field.default_factory is not dataclasses.MISSING
+    # In a field that no decorator has seen ``kw_only`` is MISSING.
     return differs or factory or bool(field.metadata) or bool(field.kw_only)
 
 
@@ -394,6 +406,7 @@ def _keywords(cls: type) -> dict[str, Any]:
     filename = getattr(module, "__file__", None)
     if module is None or filename is None:
         return {}
+    # A class does not keep the keywords of its statement.
     written = _statements(filename, len(linecache.getlines(filename)))
     keywords = {}
     for keyword in written.get(cls.__qualname__, ()):

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import ProtocolError
-from zstrat.program.trace._refusals import is_installed
+from zstrat.program.trace._tracebacks import is_installed
 from zstrat.variables import is_machinery, is_weak
 
 from ._classes import (
@@ -78,7 +78,7 @@ _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 @dataclasses.dataclass
 class Ways:
-    """The exceptions: parts that are not pickled by their type."""
+    """The parts of one object that are not pickled as their type says."""
 
     by_name: dict[int, tuple[Any, ModuleAttribute]] = dataclasses.field(
         default_factory=dict
@@ -143,6 +143,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         """
         stream = BytesIO()
         pickler = Pickler(stream, keep, ways, kept)
+        # Leaves cloudpickle's registry, which is global, as it was.
         with pickler.modules:
             try:
                 yield pickler, stream
@@ -175,6 +176,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             case jax.custom_vjp():
                 return _by_other_name(obj) or reduced_vjp(obj)
             case types.ModuleType():
+                # Registered, so cloudpickle sends the module by value.
                 self._by_value(obj)
             case jax.core.Tracer():
                 raise TypeError(f"it is traced by jax ({obj})")
@@ -188,6 +190,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         return super().reducer_override(obj)
 
     def _function(self, fn: types.FunctionType) -> Any:
+        # Before cloudpickle is asked, which decides by its registry of modules.
         self._by_value(sys.modules.get(fn.__module__ or ""))
         if is_dispatching(fn) and not goes_by_name(fn):
             return reduced_dispatch(fn)
@@ -196,12 +199,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         whole_fn = super().reducer_override(fn)
         if whole_fn is NotImplemented:
             return whole_fn
+        # It belongs to a class that is being made, and is filled after that.
         if id(fn) in self._empty:
             return empty(whole_fn, early(fn, goes_by_name))
         return whole(whole_fn, early(fn, goes_by_name))
 
     def _class(self, cls: Any) -> Any:
         self._by_value(sys.modules.get(cls.__module__ or ""))
+        # Somebody has said how classes of this metaclass are pickled.
         if type(cls) in copyreg.dispatch_table:
             return NotImplemented
         if cls.__module__ == "builtins" or goes_by_name(cls):
@@ -221,6 +226,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         filled = [(fn, remaining(reduction)) for fn, reduction in self._emptied(cls)]
         if issubclass(cls, enum.Enum):
             return reduced_enum(cls, filled, registrations)
+        # cloudpickle finds the virtual subclasses of an abstract class.
         virtual = super().reducer_override(cls)[2][0].get("_abc_impl", ())
         is_late = cls in self._ways.late
         return reduced_class(cls, filled, virtual, registrations, late=is_late)
@@ -233,14 +239,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 self._by_value(sys.modules.get(fn.__module__ or ""))
                 reduction = super().reducer_override(fn)
                 if reduction is not NotImplemented:
+                    # Held, so its id is not given to another function meanwhile.
                     self._empty[id(fn)] = fn
                     functions.append((fn, reduction))
         return functions
 
     def _instance(self, obj: Any) -> Any:
         cls = type(obj)
-        tells = self._kept is not None and cls.__module__ != "builtins"
-        if tells and not goes_by_name(cls):
+        is_trial = self._kept is not None and cls.__module__ != "builtins"
+        # What a trial loads is compared with these, as only their classes may change.
+        if is_trial and not goes_by_name(cls):
             self.instances.append(obj)
         if is_cached(obj) and goes_by_name(obj):
             return NotImplemented
@@ -253,6 +261,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
 
     def _array(self, array: jax.Array) -> Any:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            # Its numbers: an array of random keys has no buffer.
             data = np.asarray(jax.random.key_data(array))
             return _key, (data, str(jax.random.key_impl(array)))
         if array.nbytes > WARN_FROM_BYTES:
@@ -266,6 +275,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if module is None or module.__name__ in self._known:
             return
         self._known.add(module.__name__)
+        # What the user has registered stays so.
         registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
         if not registered and module.__name__ in sys.modules and is_users(module):
             cloudpickle.register_pickle_by_value(module)
@@ -273,6 +283,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
 
 
 class Unpickler(pickle.Unpickler):
+    """Loads what a `Pickler` has written; finds references and resources here."""
+
     def __init__(
         self,
         stream: BytesIO,
@@ -312,6 +324,8 @@ class TrialUnpickler(Unpickler):
         return super().persistent_load(pid)
 
     def find_class(self, module: str, name: str) -> Any:
+        # Found here in any case, as this is the program; a worker would have to import
+        # it.
         cls = super().find_class(module, name)
         if module == "__main__" or is_users(sys.modules[module]):
             raise pickle.UnpicklingError(

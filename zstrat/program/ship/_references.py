@@ -63,6 +63,7 @@ class ModuleAttribute(NamedTuple):
         file = _file(self.module)
         if file is None:
             raise ImportError(_words(self, f"has no module {self.module!r}"))
+        # Before the import, as another source must not run here.
         if _digest(file) != self.digest:
             raise ImportError(_words(self, f"has another source, {file}"))
         value: Any = importlib.import_module(self.module)
@@ -85,6 +86,7 @@ class AbsentValue:
             raise AttributeError(name)
         self._refuse()
 
+    # Python looks these up in the class, past ``__getattr__``.
     __call__ = __enter__ = __exit__ = __getitem__ = __setitem__ = _refuse
     __iter__ = __next__ = __len__ = __contains__ = __bool__ = _refuse
 
@@ -127,6 +129,7 @@ def attribute(
 
 
 def _name_in(module: types.ModuleType, value: object) -> str | None:
+    # A function or class is found by its own name first, which needs no search.
     qualname = getattr(value, "__qualname__", None)
     if isinstance(qualname, str) and "<" not in qualname:
         attribute: Any = module
@@ -191,6 +194,7 @@ class Registration(NamedTuple):
         Raises:
             TypeError: It is registered by functions (``register_pytree_node``).
         """
+        # jax knows each NamedTuple without a registration.
         if issubclass(cls, tuple) or not _is_registered(cls):
             return []
         if "tree_unflatten" in dir(cls):
@@ -207,6 +211,7 @@ class Registration(NamedTuple):
             return [Registration(cls, RegisteredPytree.STATIC)]
         data = _data_fields(cls)
         if data is not None:
+            # jax builds a dataclass by its constructor, which takes only these.
             names = [f.name for f in dataclasses.fields(cls) if f.init]
             meta = tuple(name for name in names if name not in data)
             return [Registration(cls, RegisteredPytree.DATACLASS, data, meta)]
@@ -222,6 +227,7 @@ def register(registration: Registration) -> None:
         TypeError: It should have registered itself, and has not.
     """
     cls: Any = registration.cls
+    # By its own statement, or when it arrived before.
     if _is_registered(cls):
         return
     match registration.way:
@@ -244,12 +250,14 @@ def _blank(cls: type) -> Any:
     Raises:
         TypeError: The class cannot be made without arguments.
     """
+    # ``object.__new__`` refuses a class with a base in C.
     builtin: Any = next(base for base in cls.__mro__ if not base.__flags__ & HEAP_TYPE)
     if builtin is cls:
         raise TypeError(f"{cls.__qualname__} is written in C")
     blank = builtin.__new__(cls)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
+            # Past the ``__setattr__`` of a frozen dataclass.
             object.__setattr__(blank, field.name, field.name)
     return blank
 
@@ -263,6 +271,7 @@ def _is_registered(cls: type) -> bool:
         leaves = jax.tree.leaves(blank)
     except Exception:  # its own flatten ran without attributes: so it has one
         return True
+    # What jax does not know is a leaf itself.
     return not (len(leaves) == 1 and leaves[0] is blank)
 
 
@@ -273,6 +282,7 @@ def _is_static(cls: type) -> bool:
         data = structure.node_data()
     except Exception:  # as above: a flatten of its own
         return False
+    # A static node has itself as its auxiliary data.
     return data is not None and data[1] is blank
 
 

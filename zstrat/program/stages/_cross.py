@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from zstrat.program.trace._refusals import here
+from zstrat.program.trace._tracebacks import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -148,6 +148,7 @@ class Channel:
         """
         given = [np.asarray(array) for array in arrays]
         collective = self.collective
+        # Options of single calls: the same processes in a view of their group.
         if self.options is not None:
             collective = collective.under(self.options)
         match kind:
@@ -226,6 +227,7 @@ def _bound(
     if not arrays:
         return []
     given = [jnp.asarray(array) for array in arrays]
+    # XLA reaches the other processes itself, so nothing is cut.
     if within_mesh.get():
         return _mapped(kind, given)
     results: list[jax.Array] = crossing.bind(
@@ -247,6 +249,7 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
             is_mine = jax.lax.axis_index(PROCESS) == 0
             own = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
             sums: list[jax.Array] = _psum(own, PROCESS)
+            # A sum of booleans is not a boolean.
             return [x.astype(y.dtype) for x, y in zip(sums, arrays, strict=True)]
 
 
@@ -265,6 +268,8 @@ def _differentiable(channel: Channel, where: str, axis: str | None) -> Any:
     def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.SUM, where, arrays))
 
+    # The derivative of a sum over processes is the sum of their gradients, one more
+    # collective.
     summed = jax.custom_vjp(reduced)
     summed.defvjp(
         lambda arrays: (reduced(arrays), None),
@@ -277,7 +282,7 @@ def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
 
-    def mine(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    def own_part(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         whole = _bound(channel, CrossKind.SUM, where, gradients)
         size, rank = channel.size, channel.rank
         return tuple(jnp.split(x, size)[rank] for x in whole)
@@ -285,7 +290,7 @@ def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
     both = jax.custom_vjp(gathered)
     both.defvjp(
         lambda arrays: (gathered(arrays), None),
-        lambda _, gradients: (_summed_once(mine, gradients, axis),),
+        lambda _, gradients: (_summed_once(own_part, gradients, axis),),
     )
     return both
 

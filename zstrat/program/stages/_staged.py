@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled stage: its inputs are ``donated`` (donated) and ``kept``; ``dead``
-    are values that no later stage needs."""
+    """A compiled stage. Of its inputs it takes the memory of those that are
+    ``donated``, and leaves those that are ``kept``; ``dead`` are values that no later
+    stage needs."""
 
     stage: Stage
     run: Any
@@ -63,6 +64,8 @@ def compiled(
         is_last = number == len(cut) - 1
         donated = [n for n in moved if is_last and n in stage.takes]
         kept = [n for n in stage.takes if n not in set(donated)]
+        # All that no later stage takes or sends is dropped as soon as the stage has
+        # run.
         later = {n for other in cut[number + 1 :] for n in other.takes}
         later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}
         here = {n for x in stage.crossings for n in (*x.operands, *x.results)}
@@ -95,10 +98,10 @@ def _jitted(
 ) -> Any:
     def program(first: list[Any], second: list[Any]) -> list[Any]:
         known = dict(zip((*donated, *kept), (*first, *second), strict=True))
-        made = stage.run(*[known[n] for n in stage.takes])
+        outputs = stage.run(*[known[n] for n in stage.takes])
         # An output that is an input would share its memory.
         given = {id(value) for value in known.values()}
-        return [own(array, given) for array in made]
+        return [own(array, given) for array in outputs]
 
     program.__name__ = program.__qualname__ = name
     if out_shardings is None:
@@ -219,6 +222,8 @@ class StagedProgram:
         self, given: list[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         held = self._held
+        # Asked again: another thread may have given each replica a copy before the turn
+        # came.
         if not self.is_current:
             raise Outdated
         held.require_kept()
@@ -226,6 +231,7 @@ class StagedProgram:
         store = self._before_last([*given, *held.state()])
         donated = [store[number] for number in last.donated]
         kept = [store[number] for number in last.kept]
+        # Only the two lists hold them now, and give them up to the devices.
         store.clear()
         last_outputs: list[list[Any]] = []
         if held.travels:
@@ -259,6 +265,8 @@ class StagedProgram:
             kept.clear()
             self._put(outputs[0], draws)
         except BaseException:  # to the caller
+            # Interrupted after the program has started: the old values are gone, so the
+            # new ones are stored.
             if outputs and not draws.is_spent:
                 self._put(outputs[0], draws)
             elif not outputs:
@@ -336,7 +344,7 @@ class StagedProgram:
         kept: list[Any],
         outputs: list[list[Any]],
     ) -> None:
-        """Runs a stage, and appends its outputs to ``made``: in C, so that they are
+        """Runs a stage, and appends its outputs to ``outputs``: in C, so that they are
         there if a Ctrl-C comes during the call."""
         if self._traced:
             outputs.extend(map(part.run, (donated,), (kept,)))
@@ -352,6 +360,7 @@ class StagedProgram:
         outputs = made.pop()
         settled(outputs, outputs)
         store.update(zip(part.stage.gives, outputs, strict=True))
+        # The store alone holds them, so they are freed below.
         del outputs
         for channel, kind, crossings in part.calls:
             operands = [store[n] for x in crossings for n in x.operands]

@@ -56,6 +56,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
     """
+    # Inlining traces the whole program once more, so only if it has to be.
     if not any(_has_crossing_inside(eqn) for eqn in closed.jaxpr.eqns):
         return closed
 
@@ -63,6 +64,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
         return _evaluated(closed.jaxpr, closed.consts, given)
 
     made: Any = jax.ShapeDtypeStruct  # untyped
+    # A weak type that became strong would be promoted otherwise.
     kinds = [
         made(aval.shape, aval.dtype, weak_type=aval.weak_type)
         for aval in closed.in_avals
@@ -94,6 +96,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
 
 def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Computes the results of one equation."""
+    # It stays one equation, at which the program is cut.
     if crosses(eqn):
         results: list[Any] = crossing.bind(*operands, **eqn.params)
         return results
@@ -130,12 +133,12 @@ def _channels(jaxpr: Any) -> Iterator[Channel]:
             yield from _channels(inner)
 
 
-def _has_crossing(jaxpr: Any) -> bool:
-    return any(crosses(eqn) or _has_crossing_inside(eqn) for eqn in jaxpr.eqns)
-
-
 def _has_crossing_inside(eqn: Any) -> bool:
-    return any(_has_crossing(inner) for inner in _jaxprs(eqn))
+    return any(
+        crosses(other) or _has_crossing_inside(other)
+        for inner in _jaxprs(eqn)
+        for other in inner.eqns
+    )
 
 
 def _jaxprs(eqn: Any) -> list[Any]:
@@ -262,6 +265,7 @@ class _Cut:
     def _number(self, var: Any) -> int:
         if _is_var(var) and var in self._numbers:
             return self._numbers[var]
+        # Constants among operands get numbers after those of all values.
         number = len(self._numbers) + len(self.constants)
         if _is_var(var):
             consts = zip(self._jaxpr.constvars, self._closed.consts, strict=True)
@@ -272,6 +276,7 @@ class _Cut:
 
     def _ready(self) -> list[int]:
         """Finds the first stage in which each equation can run."""
+        # Inputs and constants are there from the first stage on.
         known = dict.fromkeys(self._fixed, 0)
         levels: list[int] = []
         before = 0
@@ -295,6 +300,8 @@ class _Cut:
             acts = bool(eqn.effects)
             if not wanted and not acts and not crosses(eqn):
                 continue
+            # The first reader decides; without one it is a collective, or has an
+            # effect.
             stage = min(wanted, default=self._last)
             if crosses(eqn) or acts:
                 # Also a collective whose result is not used: the other processes take
@@ -313,6 +320,8 @@ class _Cut:
         for n, eqn in enumerate(self._eqns):
             place = due[n]
             if place is not None:
+                # Its operands are inputs, or are computed as late: nothing more has to
+                # be handed over.
                 is_free = all(
                     var in self._fixed or stage_of[var] >= place for var in _read(eqn)
                 )
@@ -320,9 +329,10 @@ class _Cut:
                     place = self._levels[n]
                 stage_of.update(dict.fromkeys(eqn.outvars, place))
             places.append(place)
-        return self._pulled(places)
+        # One that runs late may be read by one that runs early.
+        return self._before_readers(places)
 
-    def _pulled(self, places: list[int | None]) -> list[int | None]:
+    def _before_readers(self, places: list[int | None]) -> list[int | None]:
         """Moves equations to earlier stages, before those that read their outputs."""
         needed: dict[Any, int] = {}
         for n in reversed(range(len(self._eqns))):

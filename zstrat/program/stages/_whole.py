@@ -127,11 +127,13 @@ class WholeProgram:
         return [known[n] for n in range(len(numbers))]
 
     def _given(self, value: Any) -> Any:
+        # A Python number stays weak, and is the same in all processes.
         if isinstance(value, _NUMBERS):
             return value
         array = np.asarray(value)
         # jax casts it as it does every array of numpy.
         seen: Any = jax.dtypes.canonicalize_dtype(array.dtype)
+        # One row of an array over all processes.
         part = array.astype(seen, copy=False)[None]
         return _of_processes(self._apart, part)
 
@@ -143,15 +145,15 @@ class WholeProgram:
         numbers += [False] * (leaves + away)
 
         def mapped(moved: Any, slots: Any, read: Any, given: Any) -> Any:
-            mine = [
+            own_inputs = [
                 x if plain else x[0] for x, plain in zip(given, numbers, strict=True)
             ]
-            values = self._joined(moved, read, mine[inputs + leaves :])
+            values = self._joined(moved, read, own_inputs[inputs + leaves :])
             results, *made = body(
-                mine[:inputs], mine[inputs : inputs + leaves], values, slots
+                own_inputs[:inputs], own_inputs[inputs : inputs + leaves], values, slots
             )
             values, slots, operands = made
-            known = {id(x) for x in jax.tree.leaves((moved, slots, read, mine))}
+            known = {id(x) for x in jax.tree.leaves((moved, slots, read, own_inputs))}
             return (
                 [_apart(own(x, known)) for x in results],
                 [own(x, known) for x in values],
@@ -173,6 +175,8 @@ class WholeProgram:
                         [_spec() if plain else _spec(PROCESS) for plain in numbers],
                     ),
                     out_specs=(_spec(PROCESS), _spec(), _spec(), _spec(PROCESS)),
+                    # Values and slots are equal in all processes, which jax cannot
+                    # always prove.
                     check_vma=False,
                 )(moved, slots, read, given)
             finally:

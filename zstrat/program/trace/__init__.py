@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ._alike import is_known as is_known
-from ._alike import reached as reached
 from ._capture import Capture as Capture
 from ._capture import RecordedLookup as RecordedLookup
+from ._captured import is_known as is_known
+from ._captured import reached as reached
 from ._eager import Immediate as Immediate
 from ._eager import own_copy_later as own_copy_later
 from ._eager import rows_now as rows_now
@@ -23,7 +23,6 @@ from ._int32_checks import is_integer_downcast as is_integer_downcast
 from ._int32_checks import uncut as uncut
 from ._iterator import StepIterator as StepIterator
 from ._refusals import LOOKS as LOOKS
-from ._refusals import claimed as claimed
 from ._refusals import is_of_shapes as is_of_shapes
 from ._refusals import lookup_inside as lookup_inside
 from ._refusals import refuse_random_keys as refuse_random_keys
@@ -38,6 +37,7 @@ from ._signature import set_default_fingerprint as set_default_fingerprint
 from ._signature import strategy_fingerprint as strategy_fingerprint
 from ._structure import is_described as is_described
 from ._structure import split as split
+from ._tracebacks import claimed as claimed
 from ._updates import apart_from_now as apart_from_now
 from ._updates import device_storage as device_storage
 from ._updates import has_copies as has_copies

@@ -49,8 +49,8 @@ from zstrat.wire import UpdateOp
 
 from . import _refusals, joined
 from ._flow import marked
-from ._refusals import claimed, here
 from ._signature import asked, current_trace, fresh
+from ._tracebacks import claimed, here
 from ._updates import (
     Moves,
     Write,
@@ -98,7 +98,7 @@ class RecordedLookup:
 
 
 class Capture(TraceRecorder):
-    """Records one trace of a body; see the module's docstring.
+    """Records what a body does with variables and iterators in one trace.
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` are in the order of the body; each
     variable is read once. ``draws`` are numbers of ``iterators``; those among the
@@ -146,6 +146,7 @@ class Capture(TraceRecorder):
         with self._scope:
             self._scope.enter_context(fresh())
             here_before = recorder.set(self)
+            # A region is a part of a step, whose plan depends on the answer as well.
             self._tell_outer = asked.get()
             asked_before = asked.set(self._ask_context)
             try:
@@ -244,8 +245,10 @@ class Capture(TraceRecorder):
         note_use(VariableUse.VALUE, *table.components)
         if not self._is_here():
             raise _refusals.lookup_inside(table)
+        # The whole table is an input of the program, so no request is needed.
         if all(map(self._knows, table.components)):
             return rows_here(table, marked(ids), partial(shown_to, self))
+        # The server answers from before the step, so the rows would lack this update.
         for key in table.keys:
             if key in self._touched:
                 raise _refusals.lookup_after_update(table, self._touched[key])
@@ -254,7 +257,7 @@ class Capture(TraceRecorder):
         return rows
 
     def optimize(self, call: GradientCall) -> None:
-        """Records gradients of a tree.
+        """Records a call of ``apply_gradients``.
 
         Variables on devices of this process are updated at once, together. Parameter
         servers update theirs after the step, each variable by itself.
@@ -270,6 +273,7 @@ class Capture(TraceRecorder):
             raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
         arrays, optimizer = call.arrays, call.optimizer
         noted = partial(Recorded, optimizer=optimizer, where=call.where)
+        # The capture of the step decides who applies them.
         if self._is_region:
             op = UpdateOp.OPTIMIZE
             self._note(noted(variables, op, operands=arrays, call=call))
@@ -291,6 +295,7 @@ class Capture(TraceRecorder):
         rule = call.rule(is_here=False)
         require_servers(call, rule)
         self.calls.append(call)
+        # Servers need them to apply the gradients, so they come first.
         operands = tuple(operands_of(call, rule))
         if operands:
             op = UpdateOp.OPERANDS
@@ -330,6 +335,7 @@ class Capture(TraceRecorder):
                 "loop that draws until the data end has no end while it is traced. "
                 "Call next(iterator) as often as the step needs"
             )
+        # By identity: the same iterator may be among the arguments twice.
         ordinal = next(
             (n for n, known in enumerate(self.iterators) if known is iterator), None
         )
@@ -357,11 +363,14 @@ class Capture(TraceRecorder):
             return
         self.updates.append(update)
         for number, variable in enumerate(update.variables):
+            # The next read computes the value from the writes, unless an optimizer has
+            # it.
             key = variable.spec.key
             self._values.pop(key, None)
             self._touched[key] = update.where
             if update.op in _OPTIMIZE:
                 self._optimized[key] = update.where
+            # What was written before has no effect any longer.
             elif update.op is UpdateOp.ASSIGN:
                 self._optimized.pop(key, None)
                 self._writes[key] = [(update, number)]
@@ -392,6 +401,7 @@ class Capture(TraceRecorder):
         operands = update.operands
         if len(operands) > 1:
             operands = (marked(reaching(operands[0])), *operands[1:])
+        # At once, in the trace: the program is then one over copies.
         apart_from_now(copy.container)
         copies = self.copies(copy.container)
         value = moved(update.op, operands, copies[copy.number])
@@ -422,6 +432,7 @@ class Capture(TraceRecorder):
     def _before(self, variable: VariableHandle) -> jax.Array:
         """Returns the value from before the step."""
         key = variable.spec.key
+        # In the order of first reads, which is that of the program's inputs.
         self.reads.setdefault(key, variable)
         if key in self._base:
             return self._base[key]

@@ -21,8 +21,9 @@ from zstrat.variables import DeviceStorage
 
 from . import _refusals
 from ._capture import Capture
+from ._captured import warn_of_numbers
 from ._flow import Discovery, Flow, body_program
-from ._int32_checks import checked_plan, downcast_leaves, warn_of_numbers, wide_leaves
+from ._int32_checks import checked_plan, downcast_leaves, wide_leaves
 from ._plan import Plan, PlannedUpdate, Template, TracedBody, outputs_of
 from ._updates import is_here
 
@@ -232,8 +233,10 @@ def discover(
         elements.append(supply(ordinal, iterator))
         return elements[-1]
 
+    # Where the inputs of the program stand among the leaves of the arguments.
     gaps = _gaps(call)
     traces: list[tuple[Capture, Structure, list[Placeholder]]] = []
+    # The elements are not known before the trace has drawn them.
     template = Template(
         fn, call.treedef, tuple(call.leaves), gaps, tuple(call.iterators), ()
     )
@@ -243,6 +246,8 @@ def discover(
         capture = Capture(feed, call.iterators)
         structure, arrays = template.run(capture, inputs)
         traces.append((capture, structure, feed.placeholders))
+        # Placeholders are outputs, so `body_program` finds which equations have made
+        # them.
         return outputs_of(capture, arrays), [each.value for each in feed.placeholders]
 
     with _refusals.translated_errors(step):
@@ -252,6 +257,7 @@ def discover(
     capture, structure, placeholders = traces[-1]
     results, operands = outputs.results, outputs.operands
     template = replace(template, iterators=tuple(capture.iterators))
+    # First, as a leaked value looks like a constant to all that follows.
     _refuse_leaks(step, closed, len(results), capture.updates, placeholders)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
     tree = jax.tree.structure(outputs)
@@ -263,6 +269,7 @@ def discover(
         body_program(closed, placeholders, tree),
     )
     wide = wide_leaves(call, gaps, elements)
+    # A step that updates variables here, or talks to other processes, runs in stages.
     channels = channels_of(closed)
     if plan.moves or channels or any(map(is_here, plan.variables)):
         mesh = next((channel.mesh for channel in channels if channel.mesh), None)
@@ -272,10 +279,12 @@ def discover(
                 plan, downcast_leaves=downcast_leaves(plan, in_stages.traced(), wide)
             )
         return plan, in_stages
+    # Rows of a hashed table have no numbers until their ids are looked up.
     for update in plan.updates if not plan.lookups else ():
         if update.table is not None and update.table.is_hashed:
             raise _refusals.hashed_update(update.table, update.where)
     indexed = wide and any(update.table is not None for update in plan.updates)
+    # Only these need the data flow of the whole program, which costs another trace.
     if plan.lookups or indexed:
         again = retraced(plan, body, call, elements)
         if wide:
@@ -297,9 +306,9 @@ def _plan(
     has_inputs: bool,
 ) -> Plan:
     return Plan(
-        step,
-        tuple(variable.spec for variable in capture.reads.values()),
-        tuple(
+        function=step,
+        reads=tuple(variable.spec for variable in capture.reads.values()),
+        updates=tuple(
             PlannedUpdate(
                 tuple([variable.spec for variable in update.variables]),
                 update.op,
@@ -311,19 +320,21 @@ def _plan(
             )
             for update, shapes in zip(capture.updates, operands, strict=True)
         ),
-        tuple(capture.draws),
-        structure,
-        tuple(results),
-        has_inputs,
-        bool(closed.effects),
-        capture.asked_context,
-        tuple(capture.reads.values()),
-        tuple((update.variables, update.optimizer) for update in capture.updates),
-        tuple(
+        draws=tuple(capture.draws),
+        out_structure=structure,
+        out_specs=tuple(results),
+        has_inputs=has_inputs,
+        has_effects=bool(closed.effects),
+        asked_context=capture.asked_context,
+        variables=tuple(capture.reads.values()),
+        targets=tuple(
+            (update.variables, update.optimizer) for update in capture.updates
+        ),
+        lookups=tuple(
             PlannedLookup(lookup.table, lookup.ids.shape, 0, lookup.where)
             for lookup in capture.lookups
         ),
-        tuple(capture.moves.notes),
+        moves=tuple(capture.moves.notes),
         calls=tuple([_emptied(call) for call in capture.calls]),
     )
 

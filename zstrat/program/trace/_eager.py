@@ -1,24 +1,12 @@
-"""Eager steps, and Keras models that they call.
+"""`Immediate`: the recorder of eager steps, which reads and updates at once.
 
-`Immediate` is the recorder of eager steps: it reads and updates at once. On a worker
-the storage of the variables may delay an update until the next read.
-
-Steps that call a Keras model keep its values as they were, which a warning says. A
-Keras model reads variables of its own when it is called. In a step these are constants
-of the trace, as any captured array is, and on a worker those of the model that came
-with the step. Nothing of Keras is imported here: the method is wrapped when a step is
-traced in a program that has imported it.
+On a worker the storage of the variables may delay an update until the next read.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-import warnings
-import weakref
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +29,7 @@ from zstrat.variables import (
 from . import _refusals, joined
 from ._int32_checks import is_integer_downcast
 from ._iterator import StepIterator
-from ._signature import current_trace, worker_context
+from ._signature import current_trace
 from ._updates import device_storage
 
 if TYPE_CHECKING:
@@ -120,6 +108,8 @@ class Immediate(TraceRecorder):
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         storage = self._storage
+        # The ids may come from an integer that jax has cut already, when another row
+        # would be taken.
         if table.is_hashed and self._lost:
             raise ValueError(
                 f"an eager step has integers of 64 bits ({self._lost}) and looks up "
@@ -163,6 +153,7 @@ class Immediate(TraceRecorder):
         if self._is_inside():
             raise _refusals.draw_inside()
         element = self._draw(iterator)
+        # Before the copy, which has 32 bits.
         self.note_downcasts(joined.leaves(element))
         element = joined.mapped(_copied, element)
         self._drawn.extend(joined.leaves(element))
@@ -230,57 +221,3 @@ def rows_now(
     if isinstance(ids, jax.core.Tracer) or is_staging():
         raise _refusals.lookup_not_ready(table)
     return jnp.asarray(Gathering.of(table, np.asarray(ids)).read(read))
-
-
-class KerasWarning(UserWarning):
-    """A step computes with the values that a Keras model had first, or a model trains
-    without the strategy that is current."""
-
-
-_WORDS: Final = (
-    "the Keras model {name!r} is called in a step, which keeps the values that the "
-    "model has now: they are constants of the step, whatever is trained later. Call "
-    "model.stateless_call(params, state, x) with variables of zs.create_variables: "
-    "docs/libraries.md of zstrat shows it"
-)
-
-_watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Layer classes that warn already."""
-_inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_keras", default=False)
-"""Whether a layer is being called; layers inside belong to the same model."""
-
-
-def watch_keras_models() -> None:
-    """Makes Keras' layers warn if they are called in a step with their own values."""
-    layer: Any = getattr(sys.modules.get("keras"), "Layer", None)
-    if layer is not None and layer not in _watched:
-        _watched.add(layer)
-        layer.__call__ = _warning(layer.__call__)
-
-
-def _warning(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def warning(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _inside.get() or recorder.get() is None:
-            return method(self, *args, **kwargs)
-        token = _inside.set(True)
-        try:
-            if _keeps_values(self):
-                words = _WORDS.format(name=self.name)
-                warnings.warn(words, KerasWarning, stacklevel=2)
-            return method(self, *args, **kwargs)
-        finally:
-            _inside.reset(token)
-
-    return warning
-
-
-def _keeps_values(layer: Any) -> bool:
-    """Returns whether it computes with arrays from before the step. (In
-    ``stateless_call`` it computes with values from the step.)"""
-    if isinstance(recorder.get(), Immediate) and worker_context.get() is None:
-        return False  # an eager step of this process: it has the model itself
-    values = [variable.value for variable in layer.variables]
-    return any(
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in values
-    )

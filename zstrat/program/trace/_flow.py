@@ -137,12 +137,14 @@ class Flow:
         wanted = [self._jaxpr.outvars[number] for number in outputs]
         needed = {var for var in wanted if not isinstance(var, Literal)}
         kept: list[JaxprEqn] = []
+        # Backwards, so an equation is met after all that use its results.
         for eqn in reversed(self._jaxpr.eqns):
             acts = with_effects and bool(eqn.effects)
             if acts or any(var in needed for var in eqn.outvars):
                 kept.append(eqn)
                 needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
         invars = [var for var in self._jaxpr.invars if var in needed]
+        # The part declares the effects of its own equations alone.
         effects = set(no_effects).union(*[eqn.effects for eqn in kept])
         pruned = self._jaxpr.replace(
             invars=invars, outvars=wanted, eqns=kept[::-1], effects=effects
@@ -176,6 +178,8 @@ class Flow:
         eqn = None if isinstance(var, Literal) else self._maker.get(var)
         if eqn is None:
             yield var
+        # Along another axis, or in more dimensions, elements of the operands would
+        # alternate.
         elif eqn.primitive.name == "concatenate" and len(var.aval.shape) == 1:
             for operand in eqn.invars:
                 yield from self._origins(operand)
@@ -220,6 +224,7 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
                 union |= mask
             masks.update(dict.fromkeys(eqn.outvars, union))
             continue
+        # One inner jaxpr may be called many times.
         if id(inner) not in known:
             within = _masks(inner, known)
             known[id(inner)] = [_mask(within, var) for var in inner.outvars]
@@ -255,6 +260,7 @@ def inside(eqn: JaxprEqn) -> Any:
         return None
     program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    # Some forms take operands that their jaxpr does not: opaque, which is always right.
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
     return inner if len(inner.outvars) == len(eqn.outvars) else None
@@ -294,7 +300,7 @@ class Placeholder:
 
 
 class Discovery:
-    """Makes placeholders.
+    """Feeds a trace with placeholders, as the values that it needs are not known yet.
 
     ``seed`` is a traced scalar. Values computed from it are traced at every depth of
     transformation, as constants would not be. ``supply`` draws elements; a region draws
@@ -349,7 +355,7 @@ class Discovery:
 
 
 class Replay:
-    """Returns the inputs of a program."""
+    """Feeds the second trace of a body with the inputs of the program."""
 
     def __init__(
         self,
@@ -408,6 +414,7 @@ class BodyProgram:
         """Returns shape and dtype of a named value; None if it is not used."""
         if name not in self.names:
             return None
+        # Values come after the inputs.
         return self.closed.in_avals[self.names.index(name) - len(self.names)]
 
     def __call__(self, inputs: Sequence[Any], values: Mapping[Hashable, Any]) -> Any:
@@ -427,18 +434,18 @@ def body_program(
     """
     jaxpr: Any = closed.jaxpr
     count = len(jaxpr.outvars) - len(placeholders)
-    wanted, made = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    wanted, holders = jaxpr.outvars[:count], jaxpr.outvars[count:]
     makers = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    if not all(not isinstance(var, Literal) and var in makers for var in made):
+    if any(isinstance(var, Literal) or var not in makers for var in holders):
         return None
-    given = set(made)
+    given = set(holders)
     left = [eqn for eqn in jaxpr.eqns if given.isdisjoint(eqn.outvars)]
     eqns = _without(jaxpr.invars[0], left, wanted)
-    if eqns is None or len(given) < len(made):
+    if eqns is None or len(given) < len(holders):
         return None
     effects = set(no_effects).union(*[eqn.effects for eqn in eqns])
     cut = jaxpr.replace(
-        invars=[*jaxpr.invars[1:], *made], outvars=wanted, eqns=eqns, effects=effects
+        invars=[*jaxpr.invars[1:], *holders], outvars=wanted, eqns=eqns, effects=effects
     )
     names = tuple([placeholder.name for placeholder in placeholders])
     return BodyProgram(ClosedJaxpr(cut, closed.consts), names, tree)
@@ -453,6 +460,7 @@ def _without(seed: Any, eqns: list[Any], wanted: Sequence[Any]) -> list[Any] | N
             tainted.update(eqn.outvars)
     needed = {x for x in wanted if not isinstance(x, Literal)}
     kept: list[Any] = []
+    # Backwards, as whether an equation is needed is known after those that use it.
     for eqn in reversed(eqns):
         is_tainted = not tainted.isdisjoint(eqn.outvars)
         if is_tainted and (eqn.effects or not needed.isdisjoint(eqn.outvars)):

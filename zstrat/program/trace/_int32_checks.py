@@ -32,7 +32,6 @@ from zstrat.variables import (
 )
 
 from . import joined
-from ._alike import captured_values
 from ._flow import _MARK, Flow
 from ._signature import places as places_of
 from ._wide import wide_leaves_of
@@ -82,13 +81,17 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
         return {}
     flow = Flow(closed)
     first = flow.outputs - len(plan.lookups)
+    # Ids of hashed tables keep 64 bits; see `_wide`.
     ids = [n for n, x in enumerate(plan.lookups, first) if not x.table.is_hashed]
+    # Outputs end with the operands of updates, then the ids.
     at = flow.outputs - len(plan.lookups) - sum(len(x.operands) for x in plan.updates)
     indices = []
     for update in plan.updates:
         if update.table is not None and not update.table.is_hashed:
             indices.append(at)
         at += len(update.operands)
+    # Ids that are inputs themselves keep 64 bits, and the host compares them with the
+    # table.
     taken = _taken(plan, flow)
     computed = flow.inputs_of(
         [
@@ -97,6 +100,7 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
             if (source := flow.input_at_origin(n)) is None or source not in taken
         ]
     )
+    # Rows that the program itself reads or updates are not among its outputs.
     computed |= flow.inputs_of_marked(_MARK)
     return {number: place for number, place in wide.items() if computed >> number & 1}
 
@@ -112,6 +116,7 @@ def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
         if update.table is not None and update.table.is_hashed:
             indices.add(at)  # looked up, too: the host has them
         at += len(update.operands)
+    # All that leaves the process otherwise has the dtypes of the trace.
     others = [n for n in range(first) if n not in indices]
     leaves = wide_leaves_of(closed, hashed, others, wide)
     fitting = downcast_leaves(plan, closed, wide)
@@ -146,7 +151,7 @@ def require_fitting(
         if fits(leaf):
             continue
         raise ValueError(
-            f"{place} of the step function {step!r} contains {_wrong(leaf)}, and the "
+            f"{place} of the step function {step!r} contains {misfit(leaf)}, and the "
             f"step computes ids of rows from it. jax would downcast {leaf.dtype} to "
             "32 bits and use another row: make it fit before (hash it, or take its "
             "remainder, in the dataset), pass ids of lookups on parameter servers "
@@ -175,13 +180,14 @@ def uncut(leaf: Any) -> jax.Array:
     if fits(leaf):
         return jnp.asarray(leaf)
     raise ValueError(
-        f"an argument of strategy.run contains {_wrong(np.asarray(leaf))}. jax would "
+        f"an argument of strategy.run contains {misfit(np.asarray(leaf))}. jax would "
         f"downcast {leaf.dtype} to 32 bits and compute with another number: make it "
         "fit before (hash it in the dataset), or switch on jax_enable_x64"
     )
 
 
-def _wrong(leaf: np.ndarray) -> int:
+def misfit(leaf: np.ndarray) -> int:
+    """Returns the first integer of an array that a downcast by jax changes."""
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
 
@@ -236,6 +242,7 @@ class DowncastCheck:
             leaf = leaves[number]
             if not leaf.size or (low <= leaf.min() and leaf.max() <= high):
                 continue
+            # Warned of once; later steps save this pass.
             self._limits.pop(number, None)
             self._warn(number, leaf)
 
@@ -257,6 +264,7 @@ def downcast_check(
     """
     leaves = [*call.inputs, *(leaf for element in elements for leaf in element.leaves)]
     cut = {number for number, leaf in enumerate(leaves) if is_downcast(leaf)}
+    # Those are refused, or keep their bits, so there is nothing to warn of.
     cut -= plan.downcast_leaves.keys() | plan.taken
     if not cut:
         return None
@@ -280,28 +288,6 @@ def warn_of_arguments(
             continue
         warned.add(key)
         warn_of_downcast(f"{place} of the step function {step!r}", leaf, lost)
-
-
-def warn_of_numbers(step: str, fn: Any) -> None:
-    """Warns of integers of 64 bits that a step, which looks up rows of a hashed table,
-    takes from outside and not as arguments: jax keeps the lower half of them, also
-    where they meet ids.
-
-    Warns:
-        DowncastWarning: A global or a cell has such a number; names it.
-    """
-    # Methods of a class may never be called: what they read is no reason to warn.
-    for name, value in captured_values(fn, classes=False):
-        if fits(value):
-            continue
-        warnings.warn(
-            f"{name!r}, which the step function {step!r} takes from outside, contains "
-            f"{_wrong(np.asarray(value))}. jax computes with the lower 32 bits of it, "
-            "also where it meets ids of a zs.HashTable: pass it as an argument of the "
-            "step, or switch on jax_enable_x64 (JAX_ENABLE_X64=1, on the workers, too)",
-            DowncastWarning,
-            stacklevel=user_stacklevel(),
-        )
 
 
 def _key(place: str, leaf: Any) -> str:

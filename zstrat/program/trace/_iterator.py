@@ -62,6 +62,7 @@ class Draws:
             TypeError: The element is not a pytree of arrays; all were given back.
         """
         iterator = self.iterators[ordinal]
+        # A coordinator knows only what elements look like; nothing is drawn there.
         if iterator.is_abstract:
             raw: Any = iterator.element_spec
         else:
@@ -87,6 +88,7 @@ class Draws:
             RuntimeError: The elements are on a worker.
         """
         for iterator in self.iterators:
+            # `draw` then raises the error that says where the elements are.
             if iterator._source is None:
                 iterator.draw()
 
@@ -102,6 +104,7 @@ class Draws:
             if drawn != wanted:
                 break
             kept += 1
+        # What was drawn in vain goes back before more is drawn, so the order stays.
         self._give_back(kept)
         for ordinal in ordinals[kept:]:
             self.draw(ordinal)
@@ -136,6 +139,7 @@ class Draws:
 
     def _give_back(self, start: int) -> None:
         while len(self._drawn) > start:
+            # The last one first, as each is put in front of what is left.
             ordinal, raw, _ = self._drawn.pop()
             if not self.iterators[ordinal].is_abstract:
                 self.iterators[ordinal].unread(raw)
@@ -253,6 +257,8 @@ class StepIterator:
     def get_next(self) -> Any:
         """Draws the next element; raises OutOfRangeError at the end of the data."""
         current = recorder.get()
+        # In a step the recorder decides: an abstract element in a trace, a real one in
+        # eager steps.
         return self.draw() if current is None else current.draw(self)
 
     def get_next_as_optional(self) -> Optional[Any]:
@@ -368,6 +374,7 @@ class Element:
 
     def __init__(self, element: Any) -> None:
         leaves: list[Any]
+        # A value per replica counts as one array, as in the program.
         leaves, treedef = joined.flatten(element)
         for number, leaf in enumerate(leaves):
             if type(leaf) is np.ndarray:

@@ -104,6 +104,8 @@ class Template:
         """
         # A template outlives the call for which it was made, and an iterator holds its
         # dataset, its thread and what it has read ahead.
+        # Iterators of the arguments get stand-ins; those that the body captured are its
+        # own.
         given = set(map(id, self.leaves))
         stand_ins = {
             id(it): StepIterator(None, name=it.name) if id(it) in given else it
@@ -133,6 +135,8 @@ class Template:
     ) -> tuple[Structure, list[jax.Array]]:
         """Runs the body under a capture; returns structure and arrays of its result."""
         leaves = list(self.leaves)
+        # The body gets inputs of the program where arrays and numbers were, all else as
+        # it was.
         for gap, value in zip(self.gaps, inputs, strict=True):
             leaves[gap] = value
         args, kwargs = self.treedef.unflatten(leaves)
@@ -143,7 +147,7 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """See the module's docstring.
+    """What one step function reads, draws, updates and returns, for one signature.
 
     Args:
         draws: For each draw the number of the iterator, in order; iterators among the
@@ -210,6 +214,7 @@ class Plan:
     @property
     def is_constant(self) -> bool:
         """Whether every run has the same result and no effects."""
+        # What could differ between runs, or has to happen at each.
         moving = self.has_inputs or self.draws or not self.read_only
         return not (moving or self.reads or self.lookups) and not self.has_effects
 
@@ -233,6 +238,8 @@ class Plan:
             for update in capture.updates
         ]
         planned = [(update.specs, update.op) for update in self.updates]
+        # The outputs of the second trace are taken by place, so all of these have to
+        # agree.
         if traced != planned or capture.moves.notes != list(self.moves):
             raise _refusals.changed(self.function, "it made other updates")
         looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
@@ -343,6 +350,7 @@ class TracedBody:
         slots = {} if slots is None else slots
         if self.program is None:
             return self._again(inputs, leaves, values, rows, slots)
+        # The names that `Discovery` gave to placeholders.
         known: dict[Any, Any] = {("value", key): x for key, x in values.items()}
         known.update({("rows", n): x for n, x in enumerate(rows)})
         for key, arrays in slots.items():
@@ -362,6 +370,7 @@ class TracedBody:
         rows: Sequence[Any],
         slots: Mapping[SlotsKey, list[Any]],
     ) -> BodyOutputs:
+        # The second trace gets real inputs for all that the first one made up.
         drawn = self.template.drawn(leaves)
         feed = Replay(self.plan.function, dict(values), drawn, rows, slots)
         capture = Capture(feed, self.template.iterators)

@@ -1,33 +1,19 @@
-"""Errors of steps, at the user's own lines.
+"""The errors of what a step function cannot do, which say what to write instead.
 
-An error of what a step function cannot do says what to write instead. Law: every
-message names the user's line. jax's own error is the cause.
-
-The user's line is the innermost frame outside of Python's library, installed packages
-and zstrat; if the step is in an installed package, the innermost frame outside of jax
-and zstrat.
-
-Law of tracebacks: frames are hidden where an error leaves zstrat, at a public call or
-on its way to another process, and never if ``ZSTRAT_TRACEBACK=full``. Other exceptions
-than Exception (KeyboardInterrupt, a cancellation) keep all frames.
+Law: every message names the user's line (`_tracebacks`). jax's own error is the cause.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
-import sysconfig
-import traceback
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from jax import errors as jax_errors
 
-from zstrat.config import environment
-from zstrat.variables import DeviceStorage, LocalStorage, is_machinery
+from zstrat.variables import DeviceStorage, LocalStorage
+
+from ._tracebacks import here, raised_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,128 +24,8 @@ if TYPE_CHECKING:
     from ._iterator import StepIterator
 
 
-_LIBRARY: Final = tuple(
-    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")}
-)
-# Of other interpreters and of `pip install --user`.
-_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
-
-
-_claimed: Final[ContextVar[str | None]] = ContextVar("zstrat_claimed", default=None)
-
-
-@contextmanager
-def claimed(where: str) -> Iterator[None]:
-    """Makes `here` return another line for the code inside."""
-    before = _claimed.set(where)
-    try:
-        yield
-    finally:
-        _claimed.reset(before)
-
-
-def here() -> str:
-    """Returns ``file:line (in function)`` of the user's code that is running now."""
-    if (where := _claimed.get()) is not None:
-        return where
-    walked = traceback.walk_stack(inspect.currentframe())
-    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked]
-    return _chosen(frames[::-1])
-
-
-def raised_at(error: BaseException) -> str:
-    """Returns ``file:line (in function)`` of the user's code that raised ``error``."""
-    return _chosen(_frames(error.__traceback__))
-
-
-def written_at(*eqns: Any) -> str:
-    """Returns ``file:line (in function)`` of the user's code that made the first of
-    some equations of which that is known."""
-    traces = [eqn.source_info.traceback for eqn in eqns[::-1]]
-    frames = [f for trace in traces if trace for f in trace.frames[::-1]]
-    return _chosen([(f.file_name, f.line_num, f.function_name) for f in frames])
-
-
-def is_installed(filename: str) -> bool:
-    """Returns whether the file belongs to Python's library or to an installed
-    package."""
-    return filename.startswith(_LIBRARY) or any(p in filename for p in _PACKAGES)
-
-
-def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
-    walked = traceback.walk_tb(trace)
-    return [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked]
-
-
-def _chosen(frames: Sequence[tuple[str, int, str]]) -> str:
-    foreign = [frame for frame in frames if not is_machinery(frame[0])]
-    own = [frame for frame in foreign if not is_installed(frame[0])]
-    for candidates in (own, foreign):
-        if candidates:
-            filename, line, name = candidates[-1]
-            return f"{filename}:{line} (in {name})"
-    return "an unknown line"
-
-
-_PYTHON: Final = f"{os.path.dirname(os.__file__)}/"
-_CHAIN: Final = 20
-"""Limit of causes of causes; a longer chain is a cycle."""
-_NOTE: Final = "Frames of zstrat and jax are hidden; ZSTRAT_TRACEBACK=full shows them."
-
-
-def hide_frames(error: Exception) -> None:
-    """Removes the frames of zstrat and jax, and of library code that they call, from
-    the tracebacks of an error and its causes.
-
-    Public calls do so before they raise; Python then adds the frame of the caller.
-    """
-    if environment().get("ZSTRAT_TRACEBACK") == "full":
-        return
-    for cause in _chain(error):
-        cause.__traceback__ = _trimmed(cause.__traceback__)
-    notes = getattr(error, "__notes__", [])  # users may set them to anything
-    if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
-        error.add_note(_NOTE)
-
-
-def trim(error: BaseException) -> BaseException:
-    """Hides the frames of zstrat in an error that goes to another process; returns it.
-
-    An error without a line of the user keeps all frames, because it is about zstrat.
-    """
-    if environment().get("ZSTRAT_TRACEBACK") != "full":
-        for cause in _chain(error):
-            cause.__traceback__ = _trimmed(cause.__traceback__) or cause.__traceback__
-    return error
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Iterates over the error, and those that Python prints above it."""
-    seen: BaseException | None = error
-    for _ in range(_CHAIN):
-        if seen is None:
-            return
-        yield seen
-        hidden = seen.__suppress_context__
-        seen = seen.__cause__ or (None if hidden else seen.__context__)
-
-
-def _trimmed(trace: TracebackType | None) -> TracebackType | None:
-    kept: list[TracebackType] = []
-    is_hidden = True  # threads of ours start in Python's library
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        is_library = filename.startswith(_PYTHON) and "/site-packages/" not in filename
-        is_hidden = is_machinery(filename) or (is_hidden and is_library)
-        if not is_hidden:
-            kept.append(trace)
-        trace = trace.tb_next
-    chain: TracebackType | None = None
-    for part in reversed(kept):
-        chain = TracebackType(chain, part.tb_frame, part.tb_lasti, part.tb_lineno)
-    return chain
-
-
+# The first class that fits names the remedy, so subclasses of ConcretizationTypeError
+# come before it.
 _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     (
         jax_errors.TracerBoolConversionError,
@@ -274,6 +140,7 @@ def translated_errors(step: str) -> Iterator[None]:
     except jax_errors.UnexpectedTracerError as error:
         raise leaked(step, "the body", raised_at(error)) from error
     except OverflowError as error:
+        # Other overflows are the user's own.
         if "Python int" not in str(error) and "overflow" not in str(error):
             raise
         raise OverflowError(

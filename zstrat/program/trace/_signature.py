@@ -208,6 +208,7 @@ def get_current_worker_index() -> int:
 def _asked(name: str) -> WorkerContext:
     context = worker_context.get()
     tell = asked.get()
+    # A trace asks: its plan holds for this answer alone.
     if tell is not None:
         tell()
         return ABSTRACT if context is None else context
@@ -279,8 +280,10 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     """
     fingerprint = current_fingerprint()
     settings = _settings(jax.config)
+    # Nothing to flatten and to compare, and the same object each time.
     if not args and not kwargs and fingerprint is None:
         return _bare(settings)
+    # A value per replica is one leaf, as it is one array of the program.
     leaves, treedef = joined.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
@@ -310,6 +313,8 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
         elif isinstance(leaf, StepIterator):
             fingerprints.append(_iterator_fingerprint(leaf, iterators))
         elif isinstance(leaf, Variable):
+            # Each variable has a program of its own, unless `_alike` finds that they
+            # can share.
             fingerprints.append(leaf.spec)
         elif isinstance(leaf, AbstractVariable):
             fingerprints.append((kind, *[part.spec for part in leaf.components]))
@@ -318,6 +323,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
         else:
             fingerprints.append((kind, leaf))
     key = (treedef, tuple(fingerprints), settings, fingerprint)
+    # Here, where the argument can still be named.
     try:
         hash(key)
     except TypeError:

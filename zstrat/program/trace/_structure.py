@@ -92,7 +92,7 @@ class Structure:
 
     @property
     def plain(self) -> PlainTree:
-        """The plain form."""
+        """The structure in the form that can be sent; see the module's docstring."""
         return encode(self.treedef, self.slots)
 
     def difference(self, other: Structure) -> tuple[str, str, str]:
@@ -101,9 +101,9 @@ class Structure:
             numbered = self.treedef.unflatten(range(len(self.slots)))
             paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
             slots = zip(paths, self.slots, other.slots, strict=True)
-            for (path, _), mine, its in slots:
-                if mine != its:
-                    return _place(path), _slot_words(mine), _slot_words(its)
+            for (path, _), slot, other_slot in slots:
+                if slot != other_slot:
+                    return _place(path), _slot_words(slot), _slot_words(other_slot)
         return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
@@ -127,6 +127,7 @@ def split(
     slots: list[int | Static] = []
     arrays: list[Any] = []
     for path, leaf in paths:
+        # A variable in a result means its value.
         if isinstance(leaf, Variable):
             leaf = read(leaf)
         elif isinstance(leaf, AbstractVariable):
@@ -191,6 +192,7 @@ def rebuild(
     match structure:
         case None:
             return None
+        # To Python a bool is an int, but it is no number of a leaf.
         case bool():
             pass
         case int(number) if 0 <= number < len(leaves):
@@ -206,6 +208,7 @@ def rebuild(
         case ["@", str(name), *items] if name in _makers:
             return _makers[name](tuple(rebuild(x, leaves, treedef) for x in items))
         case ["*", node, *slots]:
+            # A receiver that has not traced the function builds the nodes itself.
             if treedef is None and node is not None:
                 return rebuild(node, leaves)
             if treedef is None or treedef.num_leaves != len(slots):
@@ -237,9 +240,11 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
     kind, keys = data
     if kind is type(None):
         return None
+    # In jax's order, by which slots are numbered.
     parts: list[Any] = [_encode(child, slots) for child in node.children()]
     foreign = any(isinstance(part, _Foreign) for part in parts)
     if foreign:
+        # One node without a plain form leaves the whole tree without one.
         if None in (part.node for part in parts if isinstance(part, _Foreign)):
             return _Foreign(None)
         parts = [part.node if isinstance(part, _Foreign) else part for part in parts]
@@ -269,6 +274,7 @@ def _encode_aux(aux: Any) -> PlainTree:
     kind = type(aux)
     if aux is None:
         return None
+    # What msgpack carries: integers of 64 bits at most.
     if kind in _STATIC and (kind is not int or -(2**63) <= aux < 2**64):
         return ["=", aux]
     if kind is tuple or kind is list:
@@ -342,6 +348,7 @@ def _require_array(leaf: Any, path: Any) -> None:
             f"the step returns a random key at {_place(path)}: return "
             "jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data"
         )
+    # Of Python; it becomes an array, as msgpack has no complex numbers.
     if isinstance(leaf, complex):
         return
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array):

@@ -59,6 +59,8 @@ def updates_copies(variable: VariableHandle, count: int) -> bool:
     """Returns whether an update by one of ``count`` replicas changes only its own
     copy."""
     storage = variable.storage
+    # Variables elsewhere, or of another strategy, have no copies that these replicas
+    # could own.
     if not isinstance(storage, DeviceStorage) or not storage.pool.copies == count > 1:
         return False
     if is_on_read(variable):
@@ -94,6 +96,7 @@ def is_apart(variable: VariableHandle) -> bool:
 
 def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
     """Repeats a value that all replicas share, ``[count, ...]``; returns copies."""
+    # Copies have one axis more than the variable.
     if value.ndim > len(variable.shape):
         return value
     copies = device_storage(variable).pool.copies
@@ -169,6 +172,7 @@ def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     """Applies updates in order; shape and dtype stay the same."""
     for update, number in writes:
         operands = update.operands
+        # With one component the indices are those of the table.
         if update.table is not None and len(update.variables) > 1:
             operands = (
                 rows_of_component(update.table, number, operands[0]),
@@ -193,6 +197,7 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
             return value + operands[0]
         case UpdateOp.SUB:
             return value - operands[0]
+    # Indices of 8 or 16 bits could not count the rows of a large variable.
     indices, rows = reaching(operands[0]), operands[1]
     if value.dtype == jnp.bool_:  # sums and products of booleans, as in numpy
         op = _OF_BOOLEANS.get(op, op)
@@ -222,6 +227,7 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     """
     if not indices.shape[0]:
         return value
+    # Stable, so duplicates of a row are divided in the order of the body.
     order = jnp.argsort(indices, stable=True)
     indices, rows = indices[order], rows[order]
     firsts = jnp.searchsorted(indices, indices, side="left")
@@ -230,8 +236,8 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
     def one(turn: jax.Array, value: jax.Array) -> jax.Array:
         quotients = jax.lax.div(value.at[indices].get(mode="clip"), rows)
-        mine = jnp.where(turns == turn, indices, value.shape[0])
-        return value.at[mine].set(quotients, mode="drop")
+        targets = jnp.where(turns == turn, indices, value.shape[0])
+        return value.at[targets].set(quotients, mode="drop")
 
     def each(row: jax.Array, value: jax.Array) -> jax.Array:
         at = indices[row]
@@ -252,6 +258,7 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def _last(indices: jax.Array, size: int) -> jax.Array:
     """Moves all but the last of equal indices out of bounds: XLA does not define which
     of several wins."""
+    # The largest position among equal indices is the last one.
     order = jnp.arange(indices.shape[0], dtype=jnp.int32)
     winner = jnp.full(size, -1, jnp.int32).at[indices].max(order)
     return jnp.where(winner[indices] == order, indices, size)
@@ -318,11 +325,13 @@ class Moves:
         self, call: GradientCall, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
         """Computes the next values and slots of all variables of a call."""
-        step = TreeStep(_marked(call))
+        call = _marked(call)
+        # Once for the call: it cuts the transformation into what moves each leaf.
+        step = TreeStep(call)
         rules = [(component.variable, component.rule) for component in step.components]
         values = [current(variable) for variable, _ in rules]
         slots = [self._slots_of(variable, rule) for variable, rule in rules]
-        moved, kept = step(values, slots, _marked(call))
+        moved, kept = step(values, slots, call)
         for (variable, rule), value, leaves in zip(rules, moved, kept, strict=True):
             key = variable.spec.key
             self.values[key] = variable, value
@@ -331,6 +340,8 @@ class Moves:
         self.notes.append((specs, UpdateOp.OPTIMIZE))
 
     def _slots_of(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
+        # Applied twice in one step, the second one continues with the slots of the
+        # first.
         known = self.slots.get((variable.spec.key, rule.id))
         return self._feed.slots(variable, rule) if known is None else known[2]
 
@@ -356,6 +367,7 @@ def rows_here(
     rows = None
     for number, component in enumerate(table.components):
         here = rows_of_component(table, number, flat)
+        # Rows of other components are out of bounds here, and become NaN; see below.
         own = read(component).at[here].get(mode="fill")
         is_own = (here < component.shape[0]).reshape(-1, *[1] * (own.ndim - 1))
         rows = own if rows is None else jnp.where(is_own, own, rows)

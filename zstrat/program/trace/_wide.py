@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 
 from ._flow import Flow, inside
-from ._refusals import written_at
+from ._tracebacks import written_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -132,9 +132,9 @@ class Widened:
             for number, value in enumerate(inputs)
         ]
         outputs = self._run(self._closed.jaxpr, self._closed.consts, given)
-        for each in outputs:
-            self.returned |= each.mask
-        return [each.value for each in outputs]
+        for output in outputs:
+            self.returned |= output.mask
+        return [output.value for output in outputs]
 
     def _run(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value]
@@ -148,21 +148,24 @@ class Widened:
             return _number(var.val) if isinstance(var, Literal) else known[var]
 
         for eqn in jaxpr.eqns:
-            made = self._made(jaxpr, eqn, [of(var) for var in eqn.invars])
-            known.update(zip(eqn.outvars, made, strict=True))
+            results = self._results_of(jaxpr, eqn, [of(var) for var in eqn.invars])
+            known.update(zip(eqn.outvars, results, strict=True))
         return [of(var) for var in jaxpr.outvars]
 
-    def _made(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
-        is_wide = any(each.mask for each in given)
+    def _results_of(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
+        is_wide = any(operand.mask for operand in given)
         name, inner = eqn.primitive.name, inside(eqn)
         if name == "name" and eqn.params["name"] == _WHOLE:
             value, mask, _ = self._widened(given[0])
             return [_Value(value, mask | 1 << len(self._closed.jaxpr.invars))]
         if name == "shard_map" or not (is_wide or name in ("jit", "pjit")):
             inner = None
+        # Also for int32 of the step's own: what is computed here may meet ids later.
         if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
             program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+            # For the line of an error: inside of a jit the user's line may be that of
+            # the call.
             self._calls.append(eqn)
             outputs = self._run(inner, consts, given)
             self._calls.pop()
@@ -170,24 +173,28 @@ class Widened:
         if is_wide:
             given = self._fitted(eqn, given)
         mask = 0
-        for each in given:
-            mask |= each.mask
+        for operand in given:
+            mask |= operand.mask
         if mask:
-            made = _bound(eqn, [each.value for each in given])
+            # By the primitive itself, which computes with the dtype of its operands.
+            results = _bound(eqn, [operand.value for operand in given])
             return [
+                # A result of the traced dtype (a comparison, say) is a value like
+                # others.
                 _Value(value, mask if value.dtype != var.aval.dtype else 0)
-                for value, var in zip(made, eqn.outvars, strict=True)
+                for value, var in zip(results, eqn.outvars, strict=True)
             ]
-        made = _alone(jaxpr, eqn, given)
-        own = made if is_wide else _own(eqn, given) or made
+        results = _alone(jaxpr, eqn, given)
+        own = results if is_wide else _own(eqn, given) or results
         return [
             _Value(value, 0, with_64 if with_64.dtype != value.dtype else None)
-            for value, with_64 in zip(made, own, strict=True)
+            for value, with_64 in zip(results, own, strict=True)
         ]
 
     def _fitted(self, eqn: Any, given: list[_Value]) -> list[_Value]:
         """Gives the operands that belong to a wide one its dtype, and 32 bits to wide
         ones of an operation that is not known."""
+        # Operands of a sort may have any dtypes, each its own.
         if eqn.primitive.name == "sort":
             return given
         together = _together(eqn)
@@ -218,8 +225,11 @@ class Widened:
         value, mask, _ = given
         if not mask:
             return given
+        # The innermost line that is known, else that of the call around it.
         where = written_at(eqn, *reversed(self._calls))
         self.narrowed.append((mask, f"through {eqn.primitive.name!r} at {where}"))
+        # The dtype of the trace; `require_fitting` checks the value before the step
+        # runs.
         narrow = np.int32 if value.dtype == np.int64 else np.uint32
         return _Value(value.astype(narrow))
 
@@ -269,8 +279,8 @@ def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
         for name in ("update_jaxpr", "update_consts"):  # for 32 bits
             params.pop(name, None)
         return [_SCATTERS[eqn.primitive.name](*values, **params)]
-    made = eqn.primitive.bind(*values, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
+    results = eqn.primitive.bind(*values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
@@ -278,7 +288,7 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
     one that is known."""
     if not any(map(_is_int32, eqn.outvars)):
         return None
-    name, values = eqn.primitive.name, [each.value for each in given]
+    name, values = eqn.primitive.name, [operand.value for operand in given]
     if name == "iota":
         return [eqn.primitive.bind(*values, **{**eqn.params, "dtype": np.dtype("i8")})]
     together = _together(eqn)
@@ -294,10 +304,10 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
 def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
     """Evaluates one equation with the dtypes of the trace."""
     invars, values = [], []
-    for var, each in zip(eqn.invars, given, strict=True):
+    for var, operand in zip(eqn.invars, given, strict=True):
         if not isinstance(var, Literal) and var not in invars:
             invars.append(var)
-            values.append(each.value)
+            values.append(operand.value)
     effects = set(no_effects).union(eqn.effects)
     program = jaxpr.replace(
         constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn], effects=effects
@@ -379,6 +389,8 @@ def wide_leaves_of(
         return WideLeaves()
     narrowed: dict[int, str] = {}
     returned: set[int] = set()
+    # Two programs run at a step: that of the ids, and that of all else with its
+    # effects.
     for outputs, effects in ((ids, False), (others, True)):
         made: list[tuple[Widened, list[int]]] = []
         evaluate = evaluator(chosen, made)
@@ -388,6 +400,7 @@ def wide_leaves_of(
             _kind(kind, number in chosen)
             for kind, number in zip(kinds, needed, strict=True)
         ]
+        # For what the parts note while they are traced; nothing is computed.
         with jax.enable_x64(True):
             jax.eval_shape(part, *given)
         for program, numbers in made:

@@ -162,9 +162,11 @@ class ResidentName(NamedTuple):
     optimizer: int
 
 
+# Asked for each array of each window.
 @functools.lru_cache(1 << 14)
 def resident_name(name: str) -> ResidentName:
     """Returns what the array is whose `VariableSpec` has this name."""
+    # As `ResidentArrays._at` writes it; the rest is for people.
     what, variable, optimizer, _ = name.split(" ", 3)
     return ResidentName(what, int(variable), int(optimizer))
 
@@ -255,9 +257,11 @@ class OverlappedProgram(CompiledProgram):
     ) -> None:
         super().__init__(plan, body)
         jaxpr: Any = closed.jaxpr
+        # All that depends on a pulled value, directly or not.
         after = {jaxpr.invars[number] for number in late}
         first: list[Any] = []
         rest: list[Any] = []
+        # One pass is enough, as equations come after what they use.
         for eqn in jaxpr.eqns:
             waits = any(not isinstance(x, Literal) and x in after for x in eqn.invars)
             (rest if waits else first).append(eqn)
@@ -265,9 +269,12 @@ class OverlappedProgram(CompiledProgram):
                 after.update(eqn.outvars)
         self.has_loop: Final = any(eqn.primitive.name in _LOOPS for eqn in first)
         """Whether there are steps before those that need pulled values."""
-        made = {var for eqn in first for var in eqn.outvars}
+        early_results = {var for eqn in first for var in eqn.outvars}
+        # What the tail needs of the head goes from one program to the other as
+        # arguments.
         used = [*[x for eqn in rest for x in eqn.invars], *jaxpr.outvars]
-        given = [x for x in dict.fromkeys(_vars(used)) if x in made]
+        variables = dict.fromkeys(x for x in used if not isinstance(x, Literal))
+        given = [x for x in variables if x in early_results]
         self._early = [n for n in range(len(jaxpr.invars)) if n not in late]
         early = [jaxpr.invars[number] for number in self._early]
         head = jaxpr.replace(invars=early, outvars=given, eqns=first)
@@ -325,9 +332,6 @@ def program_of_window(
     late = {n for n, spec in enumerate(plan.reads, first) if spec.ps != RESIDENT}
     if closed.effects:  # whose order would change
         return CompiledProgram(plan, body)
+    # Two programs cost more than one, so only if the head has steps to run meanwhile.
     program = OverlappedProgram(plan, body, closed, frozenset(late))
     return program if program.has_loop else CompiledProgram(plan, body)
-
-
-def _vars(atoms: Sequence[Any]) -> list[Any]:
-    return [x for x in atoms if not isinstance(x, Literal)]

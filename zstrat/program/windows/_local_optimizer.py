@@ -120,8 +120,10 @@ class LocalOptimizer:
             )
         self.name = "LocalOptimizer" if name is None else name
         """In errors and metrics."""
+        # Its state is on the workers, so no server ever gets this optimizer.
         self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
+        # What is something else is refused by `Optimizer` below.
         if self.fragments > 1 and isinstance(rounds, Rounds):
             rounds = _FragmentRounds(**vars(rounds))
         self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)
@@ -130,6 +132,7 @@ class LocalOptimizer:
         """The largest speeds of workers, in steps per second; None without
         ``adapt``."""
         if adapt:
+            # On a server, where all workers see who is the fastest.
             zeros = np.zeros(_EPOCHS, np.float32)
             self.pace = Variable(zeros, trainable=False, name=f"{self.name}/pace")
         self._exchanges = Exchanges(

@@ -31,8 +31,8 @@ from zstrat.program.ship._carried import ScopedBody
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._capture import MAX_DRAWS, Capture
 from zstrat.program.trace._iterator import Element
-from zstrat.program.trace._refusals import claimed
 from zstrat.program.trace._signature import printed_before, worker_context
+from zstrat.program.trace._tracebacks import claimed
 from zstrat.variables import ABSENT, IndexedSlices, recorder, user_stacklevel
 
 from ._fragments import COPY, SEGMENT, STEPS, ResidentArrays, Segment, fragments_of
@@ -62,7 +62,7 @@ gradients in its moments."""
 
 _BASE: Final = "/base"
 """What resident arrays are that differences count from."""
-_EPOCH: Final = 8
+_ROUNDS_OF_EPOCH: Final = 8
 """Rounds after which the speed of a worker that is gone counts no more, or twice."""
 _PROGRAMS: Final = 8
 """Numbers of steps that workers make, about, when these adapt to their speed."""
@@ -95,6 +95,8 @@ class WindowBody:
                 "or eagerly: a window is a closure by itself, so schedule it, "
                 "coordinator.schedule(window, args=...)"
             )
+        # A worker gives a segment only to windows that keep something from one closure
+        # to the next; others are the same program each time.
         segment = kwargs.pop(SEGMENT, Segment())
         return _Window(self, outer, args, kwargs).run(segment)
 
@@ -103,6 +105,7 @@ def window_of(function: object) -> Exchanges | None:
     """Returns the exchanges of a window that needs a `Segment`, if the function is
     one."""
     body = function.body if isinstance(function, Function) else None
+    # As a coordinator ships it, in the scope of its strategy.
     if isinstance(body, ScopedBody):
         body = body.step
     if isinstance(body, WindowBody) and body.exchanges.take_segments:
@@ -137,6 +140,8 @@ class _Window:
         """Returns the result of the steps, each array with a first axis of steps."""
         exchanges = self.exchanges
         count, mix = exchanges.steps_in(segment), exchanges.mix
+        # First: what the steps draw, read and train decides which inputs the program
+        # has.
         step, drawn = self._tried()
         if count * len(drawn) > MAX_DRAWS:
             raise ValueError(
@@ -144,7 +149,10 @@ class _Window:
                 f"{count * len(drawn)} elements, and a program takes {MAX_DRAWS} at "
                 "most: exchange more often (every=), or draw larger elements"
             )
+        # All are drawn before anything is read: at the end of the data a window has no
+        # effect.
         more = range(1, count)
+        # The trial has drawn the elements of the first step.
         batches = [drawn, *[[(x, self.outer.draw(x)) for x, _ in drawn] for _ in more]]
         runs = _Steps(self, step, batches)
         # With copies that outlive the window, rows would be of different moments.
@@ -153,6 +161,7 @@ class _Window:
         runs.known = self._read(step.reads, rows)
         fragments = self._fragments(step)
         leaves = fragments[segment.number]
+        # The worker begins with the servers' values of all fragments.
         if segment.restart:
             base = self._read(step.trained, rows)
             copies = dict(base)
@@ -160,7 +169,11 @@ class _Window:
         else:
             copies, base = self._kept(step, COPY), self._kept(step, _BASE)
             slots = self._slots(step, copies)
+            # The steps of the overlap need nothing that is pulled, so they can run
+            # while the pull is under way (`OverlappedProgram`).
             copies, slots = runs.run(copies, slots, exchanges.overlap)
+            # The fragment that the window before has contributed: its round is closed
+            # by now.
             for leaf in fragments[segment.number - 1]:
                 for part in step.call.targets[leaf].components:
                     key = part.spec.key
@@ -186,8 +199,10 @@ class _Window:
         }
 
     def _pull_rows(self, step: _Step, runs: _Steps, drawn: Drawn, count: int) -> Copies:
-        """Pulls rows of the tables of which all steps together need no more."""
+        """Looks rows up for all steps at once, in tables of which rows are enough."""
         stacked = runs.stacked(0, count)
+        # The ids of all steps can be computed at once only if their elements have one
+        # shape.
         if not step.lookups or stacked is None:
             return {}
         elements = [Element(x) for _, x in drawn]
@@ -236,6 +251,8 @@ class _Window:
         places = fragments_of(sizes, exchanges.fragments)
         for leaf, place in zip(call.given, places, strict=True):
             fragments[place].append(leaf)
+        # A round has the gradients of one fragment, so the outer optimizer must not
+        # need those of others for a leaf.
         outer = exchanges.outer.rule(call, is_here=False).cut()
         if any(outer.gradients_for(leaves) - {*leaves} for leaves in fragments):
             raise ValueError(
@@ -247,11 +264,11 @@ class _Window:
         return fragments
 
     def _adapt(self, pace: Variable) -> None:
-        """Says how many steps the next window makes: as many as this worker can while
-        the fastest one makes all (DyLU). ``pace`` has the largest speed of each of the
-        last epochs; the next one is cleared."""
+        """Decides how many steps the next window makes: as many as this worker can
+        while the fastest one makes all (DyLU). ``pace`` has the largest speed of each
+        of the last epochs; the next one is cleared."""
         resident, every = self._resident, self.exchanges.every
-        speed, epoch = resident.speed(), resident.round() // _EPOCH
+        speed, epoch = resident.speed(), resident.round() // _ROUNDS_OF_EPOCH
         speeds, size = jnp.asarray(pace.value()), pace.shape[0]
         others = jnp.maximum(speeds[epoch % size], speeds[(epoch - 1) % size])
         fastest = jnp.maximum(others, speed)
@@ -264,7 +281,11 @@ class _Window:
         steps = jnp.where(steps < unit, steps, steps // unit * unit)
         resident.keep(None, STEPS, jnp.maximum(steps, 1))
         now, later = jnp.reshape(epoch % size, 1), jnp.reshape((epoch + 2) % size, 1)
+        # Many workers note their speed in one round; of a maximum the order does not
+        # matter.
         pace.scatter_max(IndexedSlices(jnp.reshape(speed, 1), now))
+        # Two epochs ahead, where no worker has written yet: what is there is of the
+        # last turn of the ring.
         pace.scatter_update(IndexedSlices(jnp.zeros(1, speed.dtype), later))
 
     def _tried(self) -> tuple[_Step, Drawn]:
@@ -280,9 +301,12 @@ class _Window:
                 return arrays
 
             try:
+                # What the step prints appears when it is traced in the program.
                 with printed_before():
                     jax.eval_shape(tried)
             except NeedsElement as need:
+                # Drawn in the trace of the window: in that of the trial it would be
+                # a value of a trace that has ended.
                 drawn.append((need.iterator, self.outer.draw(need.iterator)))
                 continue
             return self._step_of(trial, found[-1]), drawn
@@ -302,6 +326,7 @@ class _Window:
             )
         moves = trial.moves
         return _Step(
+            # The arrays belong to the trace of the trial.
             call.with_arrays([None] * len(call.arrays)),
             [variable for variable, _ in moves.values.values()],
             {key: (variable, rule) for key, (variable, rule, _) in moves.slots.items()},
@@ -326,6 +351,8 @@ class _Window:
             if not rule.names:
                 found[key] = []
                 continue
+            # A worker that has just joined has none, nor has one whose values were
+            # restored without the optimizer.
             has_some = self._resident.read(variable, _begun(rule), (), "bool")
             kept = [
                 self._resident.read(variable, name, kind.shape, kind.dtype)
@@ -385,6 +412,8 @@ class _Window:
             parts = [base[key] - copies[key] for key in keys]
             delta: Any = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
             if sparse and runs is not None:
+                # As many rows as ids, since a program has fixed shapes; see
+                # `_distinct`.
                 rows = _distinct(runs.rows(leaf), target.shape[0])
                 values = delta.at[rows].get(mode="fill", fill_value=0)
                 delta = IndexedSlices(values, rows, tuple(target.shape))
@@ -394,6 +423,7 @@ class _Window:
             for target, delta in zip(call.targets, deltas, strict=True)
         ]
         treedef = call.structure.treedef
+        # Errors of the outer optimizer name the user's call.
         with claimed(call.where):
             self.exchanges.outer.apply_gradients(
                 treedef.unflatten(deltas), treedef.unflatten(variables)
@@ -426,8 +456,8 @@ class _Steps:
         carry = copies, slots
         stacked = self.stacked(first, self.done)
         if stacked is not None:
-            carry, made = jax.lax.scan(self._one, carry, stacked)
-            self._took(made)
+            carry, outputs = jax.lax.scan(self._one, carry, stacked)
+            self._took(outputs)
             return carry
         warnings.warn(
             f"the elements that {self._window.name!r} draws differ in shape, so its "
@@ -438,8 +468,8 @@ class _Steps:
         for number, drawn in enumerate(self._batches[first : self.done], first):
             leaves = [leaf for x in drawn for leaf in x.leaves]
             given = jnp.asarray(number), leaves
-            carry, made = self._one(carry, given, drawn)
-            self._took(jax.tree.map(lambda x: x[None], made))
+            carry, outputs = self._one(carry, given, drawn)
+            self._took(jax.tree.map(lambda x: x[None], outputs))
         return carry
 
     def stacked(
@@ -473,9 +503,9 @@ class _Steps:
         place = sparse.index(leaf)
         return jnp.concatenate([rows[place].reshape(-1) for rows in self._rows])
 
-    def _took(self, made: tuple[list[jax.Array], list[jax.Array]]) -> None:
-        self._results.append(made[0])
-        self._rows.append(made[1])
+    def _took(self, outputs: tuple[list[jax.Array], list[jax.Array]]) -> None:
+        self._results.append(outputs[0])
+        self._rows.append(outputs[1])
 
     def _one(
         self, carry: tuple[Copies, Slots], given: Any, drawn: Any = None
@@ -493,6 +523,7 @@ class _Steps:
         )
         structure, arrays = recording.run(*window.step_and_arguments, number)
         moves, name = recording.moves, window.name
+        # What a scan carries has the same structure in each step.
         if recording.call is None or [*moves.values] != [
             v.spec.key for v in step.trained
         ]:
@@ -504,6 +535,8 @@ class _Steps:
             raise _refusals.result_changed(name, *difference)
         rows = [own[0] for _, _, sparse, own in recording.call.leaves() if sparse]
         moved = {
+            # The optimizer may compute in a wider dtype than the variable's, which a
+            # carry must keep.
             key: value.astype(copies[key].dtype)
             for key, (_, value) in moves.values.items()
         }
@@ -518,8 +551,8 @@ def _elements(like: Sequence[Element], leaves: Sequence[Any]) -> list[Any]:
 
 
 def _begun(rule: SlotRule) -> str:
-    """Returns the name of what says that a worker has these slots: another name for
-    others, so that those of another optimizer, in a checkpoint, do not count."""
+    """Returns the name of the flag that a worker has these slots. Other slots have
+    another name, so those of another optimizer, in a checkpoint, do not count."""
     kinds = [(kind.shape, str(kind.dtype)) for kind in rule.kinds]
     words = repr((rule.names, kinds)).encode()
     return f"/begun-{hashlib.blake2b(words, digest_size=6).hexdigest()}"

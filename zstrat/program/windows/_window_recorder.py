@@ -29,9 +29,9 @@ import numpy as np
 
 from zstrat.program.trace import _refusals, joined
 from zstrat.program.trace._flow import Flow, marked
-from zstrat.program.trace._refusals import claimed, here
 from zstrat.program.trace._signature import current_trace, fresh, printed_before
 from zstrat.program.trace._structure import split
+from zstrat.program.trace._tracebacks import claimed, here
 from zstrat.program.trace._updates import Moves, rows_here
 from zstrat.variables import (
     TraceRecorder,
@@ -137,6 +137,8 @@ class WindowRecorder(TraceRecorder):
         before, window_before = recorder.set(self), window_of_step.set(self._inner)
         try:
             with self._scope:
+                # Hides what jax has cached in another step of the window: inner
+                # functions that closed over the values of that step.
                 self._scope.enter_context(fresh())
                 yield
         finally:
@@ -153,6 +155,7 @@ class WindowRecorder(TraceRecorder):
             self.reads[key] = variable
             dtype = jax.dtypes.canonicalize_dtype(variable.spec.numpy_dtype)
             zeros = jnp.zeros(variable.shape, dtype)
+            # These zeros belong to an inner trace: kept, they would leak from it.
             if current_trace() != self._own_trace:
                 return zeros
             self._values[key] = zeros
@@ -171,6 +174,7 @@ class WindowRecorder(TraceRecorder):
         self.lookups.append(StepLookup(table, ids, here()))
         if self._rows is None:
             return rows_here(table, marked(ids), self.read)
+        # No rows are left if it looks up more than in the trial.
         found = self._rows[len(self.lookups) - 1 :][:1]
         if not found or found[0].shape != (*ids.shape, *table.shape[1:]):
             step = "the step of a window"
@@ -209,6 +213,7 @@ class WindowRecorder(TraceRecorder):
             )
         self.call = call
         self.moves.optimize(call, self.read)
+        # A read after the update sees the moved copy.
         for key, (_, value) in self.moves.values.items():
             self._values[key] = value
         # Inner functions that jax has traced already closed over the old value.
@@ -254,6 +259,7 @@ def _of_step(number: Any, leaf: Any) -> Any:
     if dtype is None or isinstance(dtype, np.dtype):
         return leaf
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        # One fold for each key of an array of keys.
         fold: Any = jax.random.fold_in
         for _ in np.shape(leaf):
             fold = jax.vmap(fold, (0, None))
@@ -263,7 +269,8 @@ def _of_step(number: Any, leaf: Any) -> Any:
 
 @final
 class TableRows:
-    """The look-ups of a step in tables of which rows are enough.
+    """Finds the tables of which a window needs only the rows that its steps look up,
+    and pulls these rows.
 
     Args:
         replay: Traces the step with its number, the leaves of its elements, values of
@@ -284,11 +291,15 @@ class TableRows:
         rules: Sequence[tuple[int, SlotRule]],
     ) -> None:
         self._lookups = lookups
+        # With the rows as inputs of their own, what still depends on a table's value is
+        # a use other than a look-up.
         flow, count, rows_updated = _traced(replay, lookups, leaves, variables)
         first_value = 1 + len(leaves)
         used = flow.inputs_of(range(flow.outputs)) >> first_value
         used_keys = {v.spec.key for n, v in enumerate(variables) if used >> n & 1}
         moving = {key for key, rule in rules if _begins_with_values(rule)}
+        # Of a variable that is in two tables the rows of one would not be enough for
+        # the other.
         several: dict[int, set[Table]] = {}
         for lookup in lookups:
             for key in lookup.table.keys:
@@ -299,10 +310,13 @@ class TableRows:
             own = [n for n, lookup in enumerate(lookups) if lookup.table == table]
             origins = {x for n in own for x in flow.origin(count + n)}
             if (
+                # No output and no new slot depends on the value.
                 not keys & (used_keys | moving)
                 and not flow.has_effects
                 and all(len(several[key]) == 1 for key in keys)
+                # The ids are known before anything is pulled.
                 and not flow.inputs_of([count + n for n in own]) >> first_value
+                # Each row that a gradient changes is among those that are looked up.
                 and all(
                     number is not None and origins.issuperset(flow.origin(number))
                     for updated, number in rows_updated
@@ -347,6 +361,7 @@ class TableRows:
             for place, component in enumerate(table.components):
                 key, zeros = component.spec.key, jnp.zeros(component.shape, rows.dtype)
                 own = rows_of_component(table, place, flat)
+                # Ids of other components, and padding, are out of bounds here.
                 found[key] = found.get(key, zeros).at[own].set(rows, mode="drop")
         return found
 
