@@ -147,6 +147,7 @@ async def bindable(address: Address, task: str) -> Address:
     try:
         return (await looked_up(address))[0]
     except OSError as error:
+        # libzmq binds the names of interfaces (eth0), too.
         if address.host in (name for _, name in socket.if_nameindex()):
             return address
         raise OSError(
@@ -227,6 +228,8 @@ def check_unused(address: Address) -> None:
     with socket.socket(
         socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
     ) as knock:
+        # EAGAIN: its backlog is full. A refusal means that the process which made the
+        # file has ended.
         if knock.connect_ex(address.host) in (0, errno.EAGAIN):
             raise OSError(
                 errno.EADDRINUSE,

@@ -74,6 +74,8 @@ def role_of(
 ) -> tuple[Job, ZstratError | None]:
     """Returns the role of a peer with the key ``user``, and the error if refused."""
     job = Job(hello.job)
+    # Without keys only this machine, or a network that the user trusts, gets here; see
+    # `check_exposure`.
     if security is None or user is None:
         return job, None
     role = security.role_of(user)
@@ -233,6 +235,7 @@ class Admission:
         if remote is None:
             remote = self._remotes[identity] = Remote(hello, role, connection)
         else:  # it reconnected before it was lost
+            # Its order, which would report a loss, is dropped: the remote lives on.
             remote.connection.outlet.peer.leave("it has a newer connection")
             self._drop(remote.connection)
             remote.connection = connection
@@ -278,6 +281,7 @@ class Admission:
     def _drop(self, connection: Connection) -> None:
         self._connections.pop(connection.routing, None)
         self._ended[connection.routing] = None
+        # Bounded, as a stranger may open and end connections at will.
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
         connection.hang_up()

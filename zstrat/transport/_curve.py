@@ -125,6 +125,8 @@ class Security:
             self._keys = found
             _LOG.info("read the keys in %s again", self._source.folder)
         else:
+            # New keys count at once, removed ones not yet; the stamp stays, so that the
+            # next tick looks again.
             both = {**self._keys.owners, **found.owners}
             self._keys = replace(self._keys, owners=both)
 
@@ -231,7 +233,6 @@ class Authenticator:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Admits) -> None:
         self._context, self._admits = context, admits
         self._pump: Pump | None = None
-        self.refused = 0
         self.revive()
 
     def revive(self) -> None:
@@ -257,16 +258,17 @@ class Authenticator:
         request = parts[1] if len(parts) > 1 else b""
         key = self._admitted(parts)
         if key is None:
-            self.refused += 1
             verdict = b"400", b"this key is not in the key folder", b""
         else:
             verdict = b"200", b"", key.encode()
+        # The key becomes the User-Id of each frame, by which `Endpoint` knows the peer.
         self._pump.send((b"1.0", request, *verdict, b""))
 
     def _admitted(self, parts: list[bytes]) -> str | None:
         match parts:
             case [b"1.0", _, domain, _, _, b"CURVE", raw] if domain == DOMAIN.encode():
                 word = z85.encode(raw)
+            # Passwords of data connections in a cluster without keys.
             case [b"1.0", _, domain, _, _, b"PLAIN", _, word] if (
                 domain == DOMAIN.encode()
             ):

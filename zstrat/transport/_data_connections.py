@@ -184,6 +184,7 @@ class DataConnections:
         if is_name(where):
             where, _ = await looked_up(where)
         line = self._socket(zmq.DEALER, where)
+        # Never again: the ranks of a generation that lost a connection form a new one.
         line.reconnect_ivl = -1
         line.routing_id = b"%d" % self._member
         if self._secret:
@@ -232,6 +233,8 @@ class DataConnections:
             member = self._met.get(routing)
             if member is None:
                 member = self._meet(routing, frames[-1])
+            # Anything else is dropped: routing id, header and data are what members
+            # send.
             if member is not None and len(frames) == 3:
                 data = frames[2].buffer
                 self._got += len(data)
@@ -283,6 +286,8 @@ class DataConnections:
             os.close(self._waker)
         self._authenticator.close()
         self.settle()
+        # What this member sent lingers; nobody gets more from it, so the ROUTER need
+        # not.
         for line in self._outward.values():
             line.close(linger=int(linger * 1000))
         self._router.close(linger=0)
@@ -310,6 +315,7 @@ class DataConnections:
         else:
             router.plain_server = True
         router.zap_domain, router.zap_enforce_domain = DOMAIN.encode(), True
+        # No option of libzmq gives the descriptor that listens; this event does.
         monitor = router.get_monitor_socket(int(EventKind.LISTENING.value))
         try:
             router.bind(where.endpoint)

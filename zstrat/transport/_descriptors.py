@@ -2,7 +2,7 @@
 
 libzmq has no call that ends one connection of a socket, or says how much it has moved,
 so its descriptor is borrowed as a socket. A descriptor may belong to another connection
-by now, so `Accepted` compares the inode.
+by now, so the inode is compared before one is ended.
 
 *The other end.* A silent peer on this machine is not cut off: no network and no relay
 is in between. It hangs, or gets no processor. `Accepted.is_held_by` finds out, on Linux
@@ -52,6 +52,7 @@ class Accepted(NamedTuple):
         with suppress(OSError):
             if os.fstat(self.descriptor).st_ino == self.inode:
                 with borrowed(self.descriptor) as line:
+                    # Not closed, as it is libzmq's: the shutdown makes libzmq close it.
                     line.shutdown(socket.SHUT_RDWR)
 
     def carried(self) -> Carried:
@@ -122,6 +123,7 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
     try:
         yield line
     finally:
+        # Otherwise the garbage collector would close libzmq's descriptor.
         line.detach()
 
 
@@ -235,6 +237,7 @@ def _names_of(descriptor: int) -> set[SocketName]:
     with suppress(OSError), borrowed(descriptor) as line:
         if line.type == socket.SOCK_STREAM:
             found = _names(line.getsockname())
+            # A listener on all interfaces was noted without a host.
             here = {("", port) for _, port in found if port}
             found |= here
             found |= _names(line.getpeername())

@@ -43,7 +43,6 @@ from ._pump import Outlet, Pump, parts_of
 from ._rate_limited_log import RateLimitedLog
 from ._remote import (
     IN_ALL,
-    BoundSocket,
     Connection,
     Goodbyes,
     Handler,
@@ -52,7 +51,7 @@ from ._remote import (
     RequestDispatcher,
 )
 from ._shared_memory import channel_of
-from ._socket import LINGER, ZEROMQ, Event, EventKind, Sockets
+from ._socket import LINGER, ZEROMQ, BoundSocket, Event, EventKind, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +100,8 @@ class Endpoint:
     ) -> None:
         self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
+        # The limits of a stranger's messages, until `_obey` lifts them for an admitted
+        # task.
         self._brief = replace(settings.limits, header=header, body=header)
         self._absorber, self._on_waited = absorb, on_waited
         self._security = security
@@ -161,10 +162,13 @@ class Endpoint:
         socket = sockets.socket(self._context, zmq.ROUTER, where, self._settings)
         try:
             if self._security is not None:
+                # Before the bind: libzmq asks it about the first handshake already, and
+                # refuses every peer while nobody answers.
                 self._authenticator = Authenticator(self._context, self._admits)
             task = task_name(self._me)
             self._binding = BoundSocket(socket, where, self._security, task)
         except zmq.ZMQError as error:
+            # The socket first: a context waits until its last socket is closed.
             socket.close(linger=0)
             if self._authenticator is not None:
                 self._authenticator.close()
@@ -203,8 +207,11 @@ class Endpoint:
             self._goodbyes = Goodbyes()
             await self._goodbyes.say_to(connections, reason, returns)
         finally:
+            # Even if the goodbyes were cancelled: the next process of this task needs
+            # the address.
             self._monitor.close()
             if self._binding is not None:
+                # While it is bound: later another process may have the path.
                 self._binding.remove_file()
             pump.close(LINGER)
             if self._authenticator is not None:
@@ -253,9 +260,13 @@ class Endpoint:
         elif (
             connection.user is not None and frames[-1].get("User-Id") != connection.user
         ):
+            # A routing id is a claim of libzmq's peer; the key is proved, and every
+            # frame carries it.
             self._impostors += 1
             return
         outlet = connection.outlet
+        # For strangers, whose bound is low, at each message; for others at each tick,
+        # which saves a system call per message.
         if outlet.peer.incoming is self._brief:
             connection.heard()
         else:
@@ -263,6 +274,7 @@ class Endpoint:
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
         outlet.flush()
+        # Held messages are handled a few per turn, or other peers would have to wait.
         if outlet.peer.held:
             self._catch_up_soon(connection)
 
@@ -276,6 +288,7 @@ class Endpoint:
                 self._obey(connection, order)
             outlet.flush()
         if peer.held:
+            # Its unread answers are in the way: looks again whenever some have left.
             outlet.on_flushed = partial(self._catch_up_soon, connection)
             if peer.may_resume:
                 self._catch_up_soon(connection)
@@ -298,6 +311,8 @@ class Endpoint:
         # before it is checked: the HELLO may be of the task that had one of them.
         self._monitor.drain()
         try:
+            # libzmq reports this number with the end of the connection, too, which is
+            # how the two are matched.
             descriptor = int(frames[1].get("__fd"))
             user = str(frames[1].get("User-Id")) if self._security is not None else None
         except zmq.ZMQError:  # it does not speak ZMTP 3, so it is not a zstrat task
@@ -361,21 +376,26 @@ class Endpoint:
             self._pump.drain()  # before silent peers are judged
         now = self._loop.time()
         POOL.age(now)
+        # libzmq's handshake timeout does not cover these: they speak its protocol, but
+        # send no HELLO.
         for line in self._newcomers.late(now):
             self._refused("it did not greet")
             line.hang_up()
         for line in self._endless():
             self._refused("it sends a message without an end")
             line.hang_up()
+            # A single one may have filled as much of the heap as a crowd.
             self._gone = _CROWD
         if self._gone >= _CROWD and self._trimmed_at + _FREED <= now:
             # libzmq takes some 40 KB for each connection, in pieces all over its heap.
             self._gone, self._trimmed_at = 0, now
             self._loop.call_later(_FREED, trim)
+        # A copy: an order may end a connection.
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
             connection.outlet.flush()
+            # A send has failed because the peer is gone; libzmq's event may come later.
             if connection.outlet.is_gone:
                 connection.outlet.peer.disconnected("", now)
 
@@ -411,6 +431,8 @@ class Endpoint:
                 self._dispatcher.dispatch(connection, None, message)
             case Greeted(hello):
                 self._admission.greet(connection, hello, self._loop.time())
+                # None: the task was refused, and keeps the limits of a stranger until
+                # it has gone.
                 if connection.remote is not None:
                     self._newcomers.gone(connection.accepted.descriptor)
                     if connection.remote.role is not Job.OBSERVER:

@@ -115,6 +115,7 @@ class KeyFolder:
     def _secret(self, name: str) -> str:
         file = self.folder / f"{name}.secret"
         secret = _read(file)
+        # After the read: a missing file gets the error that says so.
         if not self._guarded:
             check_private(file)
         return secret
@@ -190,6 +191,8 @@ def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> Non
             file = folder / f"{name}.{suffix}"
             written.append(file)
             try:
+                # Created with its mode, then written: a secret is never readable for
+                # others, not even for a moment.
                 file.touch(mode=mode, exist_ok=False)
             except FileExistsError:  # written by another process
                 written.remove(file)
@@ -234,6 +237,8 @@ def rotate_keys(path: str | PathLike[str]) -> str:
     if previous.exists():
         shutil.rmtree(previous)
         return ""
+    # Made elsewhere and renamed: tasks read the folder at any time, and must not find
+    # half of it.
     _write_pairs(making, names, [])
     making.rename(following)
     return NEXT
@@ -247,6 +252,8 @@ def _switch(folder: Path, following: Path, previous: Path) -> None:
         making.mkdir(mode=0o700)
         for name in key_names(folder):
             shutil.copy(folder / f"{name}.public", making)
+        # Complete before any pair is replaced: a key that is in neither folder is
+        # revoked.
         making.rename(previous)
     for file in sorted(following.iterdir()):
         file.replace(folder / file.name)
@@ -399,5 +406,6 @@ def _is_own(group: int) -> bool:
         members = {pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem}
     except KeyError:  # a number without a name: given by the engine
         members = set()
+    # `gr_mem` leaves out users whose primary group it is.
     members |= {each.pw_uid for each in pwd.getpwall() if each.pw_gid == group}
     return members <= {user_id}

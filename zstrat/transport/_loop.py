@@ -267,6 +267,8 @@ class Portal:
             self._why = why
         self.retire()
         if threading.current_thread() is not self._thread:
+            # The close callback has `_CLOSING` seconds, and so have the tasks that are
+            # left.
             self._thread.join(2 * _CLOSING)
             if self._thread.is_alive():
                 log.error("the thread %s did not end", self._thread.name)
@@ -298,6 +300,7 @@ class Portal:
         try:
             self.loop.run_forever()
         finally:
+            # First: calls from now on are refused, not posted to a loop that has ended.
             self._closed = True
             self.loop.run_until_complete(_end_tasks())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -305,6 +308,7 @@ class Portal:
             _abandon_calls(self.loop)
 
     def _leave(self) -> None:
+        # On the loop, so that two closers need no lock.
         if self._leaving is None:
             self._leaving = self.loop.create_task(
                 self._run_close_callback(), name="close the portal"

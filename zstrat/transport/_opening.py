@@ -143,6 +143,7 @@ class Opening:
         if self._refusal is not None:
             raise copied_error(self._refusal)
         loop = asyncio.get_running_loop()
+        # A future each: a cancelled caller must not cancel the others.
         waiter: asyncio.Future[Hello] = loop.create_future()
         self._waiters.add(waiter)
         started = loop.time()
@@ -269,6 +270,8 @@ class Continuity:
         if self._hello is None:
             return None
         if broken:
+            # The first break counts: attempts that fail meanwhile give the task no more
+            # time.
             if self._broken is None:
                 self._broken = reason, now
             return self.tick(now)
@@ -349,6 +352,7 @@ class Dial:
     def _again(self) -> None:
         try:
             self.now()
+        # Only here: at the first attempt `Link.start` raises it to its caller.
         except ValueError as error:  # a key file has gone meanwhile
             self._failed(error)
             self.later()
@@ -431,11 +435,13 @@ class Dial:
             undo.callback(socket.close, 0)
             self._arm(socket)
             watched = tuple(EventKind)
+            # Before it connects: libzmq keeps no events for a monitor that comes later.
             monitor = self._sockets.monitor(socket, watched, self._happened)
             undo.callback(monitor.close)
             socket.connect(self._where.endpoint)
             self.pump = self._sockets.pump(socket, self._received)
             self._monitor = monitor
+            # From here on `drop` closes them.
             undo.pop_all()
 
     def _socket(self, kind: int) -> Any:

@@ -118,6 +118,8 @@ class Pool:
             return
         with self._lock:
             for size, idle in list(self._idle.items()):
+                # `allocate` sets a flag alone, as it has no clock: the time of use is
+                # that of the next tick.
                 if idle.is_used:
                     idle.is_used, idle.used_at = False, now
                 elif now - idle.used_at > SPARE:
@@ -131,6 +133,7 @@ class Pool:
         with self._lock:
             self._leases += 1
             idle = self._idle.get(size)
+            # Marked even if none of this size is idle: the caller returns one soon.
             if idle is not None:
                 idle.is_used = True
                 if idle.memories:
@@ -144,6 +147,7 @@ class Pool:
         size = memory.nbytes
         with self._lock:
             self._leases -= 1
+            # Not kept: the memory is freed with its last reference, here.
             if self._idle_bytes + size > self._kept and not self._make_room(size):
                 return
             idle = self._idle.get(size)

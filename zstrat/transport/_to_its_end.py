@@ -24,6 +24,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
     task, is_cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
+            # `wait` does not cancel what it waits for, as awaiting the task would.
             await asyncio.wait([task])
         except asyncio.CancelledError:
             is_cancelled = True

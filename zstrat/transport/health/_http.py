@@ -169,7 +169,7 @@ def is_own_name(host: str) -> bool:
 
 
 def _on_all_interfaces(port: int) -> socket.socket:
-    """For IPv4, and for IPv6 where the system has it."""
+    """Listens on all interfaces: for IPv4, and for IPv6 where the system has it."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True
@@ -241,7 +241,9 @@ class HttpServer:
                 await self._serve(reader, writer)
         finally:
             self._open -= 1
+            # Computing the answer is our own time: it is not waited for.
             self._waited_for.pop(writer, None)
+            # At once, without a linger: an answer was taken before this, see `_serve`.
             writer.transport.abort()
 
     def _let_go(self) -> bool:
@@ -263,6 +265,8 @@ class HttpServer:
             self._waited_for.pop(writer, None)
             asked = parse_request(head)
             is_head = asked.is_head
+            # Otherwise a web page whose name resolves to loopback could read what only
+            # users of this machine may see.
             if self.is_local and not is_own_name(asked.host):
                 raise BadRequest(421, f"this is not {asked.host:.80}")
             answer = await self._answer(asked)
@@ -270,6 +274,7 @@ class HttpServer:
             answer = HttpAnswer(431, f"expected a request of at most {HEAD} bytes")
         except BadRequest as error:
             answer = HttpAnswer(error.status, str(error))
+        # A TimeoutError is an OSError, and has to come before it.
         except TimeoutError:  # the answer says so
             pass
         except (OSError, EOFError):
@@ -338,6 +343,7 @@ def _head_of(status: int, kind: str, *more: str) -> bytes:
         f"Content-Type: {kind}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
+        # One request a connection: nothing has to be kept for the next one.
         "Connection: close",
         *more,
     ]
@@ -394,7 +400,8 @@ class PageToken:
 
 
 def _name(port: int) -> str:
-    """Cookies do not know ports, and a host may have several."""
+    """Returns the name of the cookie of a port. Browsers send the cookies of a host to
+    all its ports, so each port needs its own name."""
     return f"zstrat_{port}"
 
 

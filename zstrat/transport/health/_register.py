@@ -89,6 +89,8 @@ class SharedAnswer(Generic[T]):
 
         Cancellation: other callers still get their answer.
         """
+        # One callback at a time: a frozen loop would collect one per scrape, and run
+        # them all when it thaws.
         if self._coming is None or self._coming.done():
             coming: Future[T] = Future()
             self._loop.call_soon_threadsafe(self._fill, coming)
@@ -116,6 +118,7 @@ class RegisterEntry:
         anywhere: bool,
     ) -> None:
         self.name, self.loop = name, loop
+        # Weak: an owner that its user drops without closing has to be collected.
         self._owner = weakref.ref(owner)
         self._anywhere = anywhere
         self.readiness = SharedAnswer(loop, self._readiness)
@@ -136,6 +139,8 @@ class RegisterEntry:
         """
         if not self._anywhere:
             return await self._on_loop.ask(timeout)
+        # Statistics that any thread computes say nothing about the loop: this asks
+        # whether it runs.
         await self.readiness.ask(timeout)
         return self._statistics()
 
@@ -233,6 +238,8 @@ class TelemetryNotices:
 
     def touch(self) -> None:
         """Notes that something has happened."""
+        # Rates are of the last `RECENT` seconds: after one notice more they are all
+        # zero.
         self._left = RECENT + 1
         if self._timer is None and not self._is_closed:
             self._timer = self._loop.call_later(EVERY, self._send)
@@ -310,6 +317,7 @@ def exposition(
         ImportError: prometheus_client is not installed.
     """
     try:
+        # Here: it is optional, and no process needs it before the first scrape.
         import prometheus_client as client
         from prometheus_client import exposition as formats
     except ImportError as error:
@@ -354,6 +362,8 @@ class _Collector:
             samples += [*_scalars(values), *_about(values)] if self._names else []
             for kind, name, words, value, labels in samples:
                 if name not in families:
+                    # prometheus_client wants all samples of a metric in one family,
+                    # whatever task they are of.
                     make, names = made_by[kind], ["task", *labels]
                     families[name] = make(name, words, labels=names)
                 families[name].add_metric([task, *labels.values()], *value)
@@ -391,11 +401,14 @@ def _leases(datasets: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
 def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
     for index, name in enumerate(optimizers):
         rounds = _dict(optimizers, name)
+        # By number where other machines may ask: names are the user's words.
         optimizer = {"optimizer": name if names else str(index)}
         for metric in metrics_of("rounds"):
             yield from _number(metric, rounds, optimizer)
         late, dropped = _dict(rounds, "late"), _dict(rounds, "dropped")
         waits = _dict(rounds, "waited_for")
+        # A worker may have only waited-for rounds, or only late ones: each of its
+        # samples is there all the same.
         for worker in sorted({*late, *waits}):
             seen: dict[str, PlainTree] = {
                 "late": late.get(worker, 0),

@@ -82,6 +82,7 @@ class HealthServer:
         host, port = address_of(text)
         self._portal = Portal("zstrat http")
         try:
+            # Before the bind, so that an interrupted one is closed, too.
             self._portal.at_close(self._end)
             bound = self._portal.run(
                 self._http.start(host, port), _BINDING, f"binding {text} for HTTP"
@@ -92,6 +93,8 @@ class HealthServer:
             if has_page:
                 self.open_page(None)
             log.info("http://%s has /healthz, /readyz and /metrics", self.address)
+            # Here, not in `_serve`: a Ctrl-C between the two would leave a port that no
+            # later call finds.
             _PRESENT.server = self
         except BaseException as error:  # to the caller; Ctrl-C, too
             self._portal.close()
@@ -174,6 +177,7 @@ class HealthServer:
             return None
         if asked.path == "/" and self._token.is_in_address(asked):
             cookie = ("Set-Cookie", self._token.cookie(self.port))
+            # The address with the token must not travel to other sites either.
             no_referrer = ("Referrer-Policy", "no-referrer")
             to = ("Location", "./")
             return HttpAnswer(303, "see ./", headers=(to, cookie, no_referrer))
@@ -184,6 +188,7 @@ class HealthServer:
         found = await asyncio.gather(*(self._state(each) for each in registered))
         lines, fails = [], ready and not registered
         for each, (turns, reason) in zip(registered, found, strict=True):
+            # Alive is a loop that turns; ready is a task without a reason to wait.
             wrong = not turns or (ready and bool(reason))
             fails = fails or wrong
             # Other machines get no reasons, which contain addresses.
@@ -296,7 +301,8 @@ def serve_http(
 def _serve(
     address: str | int, liveness_timeout: float, token: str | None, *, has_page: bool
 ) -> HealthServer:
-    """
+    """Returns the server of this process, started if there is none.
+
     Raises, cancellation: as `serve_http`.
     """
     is_number = isinstance(address, int) and not isinstance(address, bool)

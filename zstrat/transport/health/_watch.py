@@ -77,6 +77,7 @@ class RunHistory:
         self._open = []
         if len(self.rows) < HISTORY:
             return True
+        # Half the points at half the resolution: the page has to draw all of it again.
         pairs = zip(self.rows[::2], self.rows[1::2], strict=True)
         self.rows = [[*_mean(pair)] for pair in pairs]  # type: ignore[arg-type]
         self._each *= 2
@@ -110,6 +111,7 @@ class RunPicture:
         if is_another:
             self._begin(look, now)
         self.number += 1
+        # Run 0, none: the last picture of the run that has ended stays.
         metrics = look.metrics if look.run == self._run else None
         self._about = {
             "run": f"{self._process}.{self._run}",
@@ -129,6 +131,7 @@ class RunPicture:
 
     def frame(self, after: int) -> str:
         """Returns the frame after the one with number ``after`` (0: none was seen)."""
+        # A page that left out a frame lacks what that one added, and gets the whole.
         only_new = self._only_grew and after == self.number - 1 and after > 0
         metrics, history = self._metrics, self._history.rows
         if only_new:
@@ -335,6 +338,8 @@ class RunWatch:
             last = 0
             while not self._is_over:
                 if self._picture.number == last and self._seen is not None:
+                    # Shared by all pages: one that closes must not cancel it for the
+                    # others.
                     await asyncio.shield(self._seen)
                 if self._picture.number != last:
                     event = self._event(last)
@@ -348,6 +353,7 @@ class RunWatch:
 
     def _event(self, after: int) -> bytes:
         is_next = 0 < after == self._picture.number - 1
+        # Two kinds of frames serve any number of pages.
         if is_next not in self._frames:
             frame = self._picture.frame(after if is_next else 0)
             self._frames[is_next] = f"data: {frame}\n\n".encode("ascii")
@@ -359,10 +365,12 @@ class RunWatch:
         while True:
             began = loop.time()
             self._picture.see(await self._look(), began)
+            # Encoded with the first page that asks: none if nobody looks.
             self._frames = {}
             seen, self._seen = self._seen, loop.create_future()
             if seen is not None and not seen.done():
                 seen.set_result(None)
+            # All work of the thread since the last look, sending to pages included.
             spent, used = time.thread_time() - used, time.thread_time()
             every = min(max(EVERY, _SHARE * spent), _SLOWEST)
             await asyncio.sleep(began + every - loop.time())
