@@ -74,6 +74,8 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         nbytes = self.dtype.itemsize * math.prod(self.shape)
+        # Computed once: specs are remembered (`_seen`) and asked for it at every
+        # message.
         object.__setattr__(self, "nbytes", nbytes)
 
 
@@ -138,6 +140,7 @@ def raw(array: np.ndarray) -> np.ndarray:
     if not array.flags.c_contiguous or array.dtype not in _NAMES:
         array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
     view = array.reshape(-1).view(_BYTE, RawView)
+    # numpy would refer to the owner of the memory alone, see above.
     view.source = array
     return view
 
@@ -156,6 +159,8 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
             f"expected {spec.nbytes} bytes, got a frame of {got}"
         )
     array = np.ndarray(spec.shape, spec.dtype, buffer)
+    # Even if the buffer may be written: its memory may be that of other arrays, or of
+    # the peer.
     array.setflags(write=False)
     return array
 
@@ -210,6 +215,7 @@ def _spec(announced: Any) -> ArraySpec:
         raise Mismatch("an array that fits into memory", size)
     spec = ArraySpec(dtype, tuple(dims))
     if len(_seen) >= _REMEMBERED:
+        # All at once: to know which one is oldest would cost every lookup.
         _seen.clear()
     _seen[name, *dims] = spec
     return spec

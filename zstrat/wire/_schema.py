@@ -82,6 +82,7 @@ def message(cls: type[T]) -> type[T]:
 
 def _init_of(cls: Any) -> Callable[..., None]:
     known = fields(cls)
+    # The slots themselves: `setattr` is refused, as messages are frozen.
     puts = [getattr(cls, each.name).__set__ for each in known]
     defaults = tuple([x.default for x in known if x.default is not MISSING])
     count, needed = len(known), len(known) - len(defaults)
@@ -317,6 +318,7 @@ def _record(cls: type) -> Check:
     hints = get_type_hints(cls)
     if any(map(is_record, hints.values())):
         raise TypeError(f"{cls.__name__}: a record inside a record is not supported")
+    # `tuple.__new__`: a NamedTuple's own constructor is a function of Python.
     names, size, make = list(hints), len(hints), partial(tuple.__new__, cls)
     row = Row(list(hints.values()), list(map(check_for, hints.values())))
 
@@ -341,6 +343,7 @@ def _records(cls: type) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
+        # Before its items are looked at, which takes the time that this limits.
         if len(value) > most:
             raise Mismatch(f"a list of at most {most}", value)
         if len(value) > _ROWS and _all_right(columns, value):
@@ -353,6 +356,7 @@ def _records(cls: type) -> Check:
 def _all_right(columns: list[Column], rows: list[Any]) -> bool:
     """Returns whether every column holds what it should; False may also mean: look
     closer."""
+    # One call into C per property; a row that is wrong is looked for later.
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(columns)}:
         return False
     for right, column in zip(columns, zip(*rows, strict=True), strict=True):

@@ -247,6 +247,7 @@ class Ownership:
             is_other = not owner.is_of(asked.hello)
             is_alive = is_other and self._has_proved_alive(owner, asked.session)
             raise HeldError(words) if is_alive else BusyError(words)
+        # What proves that the owner lives counts from the next refusal.
         self._refused.clear()
         if owner is None or is_new:
             self._owner = replace(asked, origin=asked.origin or asked.session)
@@ -274,6 +275,7 @@ class Ownership:
             False, without a change, if there is no such session.
         """
         owner = self._owner
+        # A living owner keeps its session, and nobody adopts its own.
         if owner is None or owner.alive or owner.session == asked.session:
             return False
         if not asked.name or owner.name != asked.name:
@@ -287,6 +289,7 @@ class Ownership:
         """Continues the session of the previous process of this task. Its coordinator
         counts as alive, as it will reconnect; if it is known to be lost, the caller
         calls `lost`."""
+        # The links of the old process have ended with it.
         self._owner, self._links = owner, []
 
     def lost(self, peer: object) -> bool:
@@ -327,6 +330,7 @@ class Ownership:
         if owner is None:
             return False
         self.check(session)
+        # After the number: an old order of another session is stale in any case.
         if sent < owner.sent:
             raise StaleSessionError(
                 f"{self._task} serves session {session:#x}, which {owner} has opened "

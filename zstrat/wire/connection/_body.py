@@ -67,6 +67,7 @@ def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryvie
         elif size:
             if not gathered:
                 start = position
+            # Padding up to the alignment of this array.
             gathered.extend(bytes(position - start - len(gathered)))
             gathered += raw.data
         position += size
@@ -131,6 +132,8 @@ class Assembly:
                 f"body: expected 1 to {self.nbytes - offset} bytes at {offset}, "
                 f"got {len(chunk)}"
             )
+        # With the first chunk, not at the header: a peer has to send something before
+        # it gets memory.
         if not here:
             self._memory = self._allocate(self.nbytes)
         if self.sink is None:
@@ -151,6 +154,7 @@ class Assembly:
         memory, make = self._memory.toreadonly(), np.ndarray
         return tuple(
             [
+                # Empty arrays have no place in the body; it may even end before them.
                 make(spec.shape, spec.dtype, memory, at)
                 if spec.nbytes
                 else array_from(spec, b"")

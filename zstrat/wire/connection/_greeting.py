@@ -61,6 +61,7 @@ def mismatch(
             f"(zstrat {me.versions.get('zstrat', 'unknown')}): "
             "install the same zstrat on both"
         )
+    # After the protocol: another version may greet in another form.
     if not _is_plain(other):
         return ProtocolError(
             f"{described(other)} cannot be remembered by what it says of itself: "

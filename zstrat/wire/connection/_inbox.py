@@ -76,9 +76,11 @@ class Inbox:
             ProtocolError: It is out of order, or its frames are not what it announces.
         """
         number, specs = announced.request, announced.specs
+        # One body at a time: the sender sends nothing else of the order before its end.
         if self._incoming is not None:
             kind = announced.message_kind.__name__
             raise ProtocolError(f"{kind} inside the body of another message")
+        # Answers have the numbers of their requests, and come as these are done.
         if not (number & 1 and self._initiator):
             self._place += 1
             if number >> 1 != self._place:
@@ -120,6 +122,7 @@ class Inbox:
                 f"{kind}: expected at most {self._limits.frames} frames, "
                 f"got {len(raws)}"
             )
+        # No array of so large a body fits into so short a frame, so this is a `Placed`.
         if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
             self._incoming = announced, Assembly(specs, self._allocate)
             self._adopt(raws[0])
@@ -131,6 +134,7 @@ class Inbox:
                 )
             sink = self._sink(announced)
             self._incoming = announced, Assembly(specs, self._allocate, sink)
+            # Whole at once if all arrays are empty: then no chunk follows.
             return self._whole()
         message = announced.build(tuple(map(array_from, specs, raws)))
         is_heavy = sum(map(len, raws)) > HEAVY
@@ -194,9 +198,9 @@ class Backlog:
     """The messages that a peer has sent while it does not read the answers that wait
     for it.
 
-    A peer that asks on and never reads would fill the memory of the other side. So
-    when more than ``most`` bytes of answers wait, its messages are kept unread, up to
-    ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
+    A peer that keeps asking and never reads would fill the memory of the other side.
+    So when more than ``most`` bytes of answers wait, its messages are kept unread, up
+    to ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
     given up. ``most`` may be infinite: then there is no bound.
     """
 
@@ -234,7 +238,7 @@ class Backlog:
         """
         self._nbytes += _OBJECTS + sum(map(len, frames))
         if self._nbytes > self._most:
-            raise ProtocolError("it asks on, and does not read the answers")
+            raise ProtocolError("it sends more requests, and does not read the answers")
         self.messages.append(frames)
 
     def take(self) -> Sequence[Frame]:

@@ -60,6 +60,7 @@ class MemoryOffers:
         """
         if of is None:
             raise ProtocolError("expected Hello, got Offer")
+        # Mapping costs address space, and a peer might ask for it without end.
         if self._was_offered:
             raise ProtocolError("it offered memory twice")
         self._was_offered = True
@@ -67,7 +68,7 @@ class MemoryOffers:
         self._outbox.say(Mapped(proof))
 
     def on_mapped(self, mapped: Mapped) -> None:
-        """Hears whether the peer has mapped our memory.
+        """Handles the answer to our offer.
 
         Raises:
             ProtocolError: We have offered none, or the proof is wrong: then the peer

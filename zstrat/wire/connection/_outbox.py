@@ -110,6 +110,7 @@ class Outbox:
         if self.is_copying:
             first = self._ordered[0]
             assert first.copying is not None
+            # The iterator is at its end: the body is where `Placed` says.
             if next(first.copying, self) is self:
                 self._ordered[0] = first._replace(copying=None)
 
@@ -144,12 +145,14 @@ class Outbox:
         if total > MIN_CHANNEL_BYTES and self._channel is not None:
             if self._put_placed(self._channel, header, number, raws, total):
                 return False
+            # By chunks this time; the channel may be there for the next one.
             self.wants_channel = True
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
             nbytes = len(header) + total
             self._wait(frames, total > HEAVY, None, number, nbytes)
             return False
+        # Cut as it leaves: views of the arrays, which must not change until then.
         body = cut(raws, self._limits.chunk)
         self._wait((header,), False, body, number, len(header) + total)
         return True
