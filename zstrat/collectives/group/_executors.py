@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from zstrat.collectives._engine import CollectiveCall, CollectiveEngine
 
-    from ._arguments import Pending
     from ._generation import Generation
     from ._operations import Steps
+    from ._pending import Pending
     from ._runtime import GroupRuntime
 
 
@@ -166,6 +166,7 @@ class EngineExecutor:
         """The start of the thread was requested."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        # The generation is asked for these when another rank inquires.
         generation.engine_waits = engine.waits
         generation.engine_waited = engine.waited
         generation.on_broken = self._ended
@@ -211,6 +212,8 @@ class EngineExecutor:
             # On the loop: Ctrl-C during the start would break a lock of `threading`.
             is_lost = not self._messages.soon(self._begin)
         if is_lost:
+            # The executor closes only after the generation has ended, so there is a
+            # reason.
             operation.pending.fail(self._generation.wait_broken(0.0))
 
     def _begin(self) -> None:
@@ -263,6 +266,7 @@ class EngineExecutor:
         calls = operation.calls
         with self._using:
             while True:
+                # Looked at for each step: between two steps nothing else would notice.
                 if self._generation.broken is not None:
                     raise self._generation.wait_broken(0.0)  # it began before the end
                 self._step(calls)
@@ -397,4 +401,5 @@ class CallTurns:
         if self._waiting:
             self._waiting.popleft().ring()
         else:
+            # Nobody waits: the next one who draws enters at once.
             self._is_taken = False

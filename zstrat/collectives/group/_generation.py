@@ -35,7 +35,8 @@ from zstrat.threads import Latch
 from zstrat.transport import copied_error
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
-from ._mesh import FORGOTTEN, FailureInquiry, Mesh, inquire, verdict, wait_received
+from ._inquiry import FORGOTTEN, FailureInquiry, inquire, verdict
+from ._mesh import Mesh, wait_received
 from ._traffic import FORMING, PARTS, Traffic, about, number_of
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ class Generation:
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
         ask = partial(self.mesh.ask, message=question, deadline=deadline)
         await inquire(inquiry, ranks, ask)
+        # The notice has a better reason than silence, and may come a little later, as
+        # notices and answers travel on different connections.
         if inquiry.has_ended_elsewhere and self.broken is None:
             self._notice_came = self._loop.create_future()
             with suppress(TimeoutError):
@@ -243,6 +246,7 @@ class Generation:
         """
         if self.broken is not None:
             return
+        # First: what fails below may make the next call, which has to be refused.
         self.broken = error
         self._broken_flag.open()
         for waiting in (self._all_received, self._notice_came):
@@ -252,6 +256,7 @@ class Generation:
         if notify:
             plain = cast("PlainTree", to_wire(error))
             self.mesh.notify_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
+        # These calls raise the error; if there are none, the next call raises it.
         if self.traffic.running:
             self._is_known = True
         self.traffic.fail(partial(copied_error, error))
@@ -284,6 +289,8 @@ class Generation:
         waits first: the last messages of the member, and `LeaveGroup`, come on another
         connection and may be late."""
         if left:
+            # The goodbye of a link says nothing of calls: `LeaveGroup` does, if it left
+            # on purpose.
             self._loop.call_later(_GOODBYE_SECONDS, self.gone, rank, reason)
             return
         if rank in self.leavers:
@@ -304,6 +311,7 @@ class Generation:
         self.lost.add(sender)
         for running in list(self.traffic.running.values()):
             self.check_left(running)
+        # A copy: other threads begin and end operations.
         self.check_begun(max(list(self.begun), default=0))
 
     def check_begun(self, number: int) -> None:
@@ -372,4 +380,5 @@ class Generation:
             self.abort(ClosedError(f"{self.title} was closed"), notify=False)
         if self._inquiry is not None:
             self._inquiry.cancel()
+        # Last: the notices above go by these links.
         await self.mesh.close(reason)

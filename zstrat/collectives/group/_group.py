@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat.errors import ClosedError
 from zstrat.transport import on_own_thread
 
-from ._calls import GroupCalls, invitation_of, parameters_of
+from ._calls import GroupCalls, parameters_of
 from ._forming import form
+from ._invitation import invitation_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
 
-    from ._forming import FormingRequest
+    from ._invitation import FormingRequest
 
 _REFORMS: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"

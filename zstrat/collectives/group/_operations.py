@@ -339,6 +339,7 @@ def all_to_all(
         else:
             rows = np.empty(size * size, _LENGTHS)
             counts, sizes = np.array(splits, _LENGTHS), [size] * size
+            # A rank knows what it sends, but not how much it gets.
             yield [factory.call(CallKind.ALL_GATHER, counts, rows, sizes=sizes)]
         incoming = int(rows[factory.rank :: size].sum())
         target = POOL.empty(incoming * leaf.row, leaf.flat.dtype)
@@ -382,6 +383,7 @@ def _packed(
         first = leaves[bucket.members[0]]
         # The result is made where the user wants it.
         is_own = in_place and not bucket.is_packed and first.is_view
+        # Its values are not read here, so they are not copied together either.
         if is_broadcast and factory.rank != root and not is_own:
             source = POOL.empty(sum(bucket.counts), bucket.dtype)
         else:
@@ -389,6 +391,8 @@ def _packed(
         target = source
         if not (is_broadcast or is_own or bucket.is_packed):
             target = POOL.empty(source.size, source.dtype)
+        # jax arrays never change, so their memory may be sent without a copy; that of a
+        # pack is used again.
         frozen = first.is_jax and not bucket.is_packed
         calls.append(
             factory.call(kind, source, target, op=op, root=root, is_frozen=frozen)
@@ -406,6 +410,7 @@ def _gathered(
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
     table = np.empty(factory.size * len(leaves), _LENGTHS)
     sizes = [len(leaves)] * factory.size
+    # First axes may differ, so lengths go first, of all leaves in one call.
     yield [factory.call(kind, lengths, table, sizes=sizes)]
     calls, results = [], []
     for at, leaf in enumerate(leaves):
@@ -442,6 +447,7 @@ def _delivered(
     ``in_place``."""
     if not in_place:
         return [x.back(results[at].reshape(x.shape)) for at, x in enumerate(leaves)]
+    # Through `origin`, where `flat` was a copy: of another byte order, or with gaps.
     for at, leaf in enumerate(leaves):
         result = results[at]
         if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:

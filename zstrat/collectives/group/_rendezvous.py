@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from zstrat.errors import (
@@ -155,6 +156,8 @@ class MembershipState(Generic[Token]):
         if error is not None:
             return [Refused(token, error)]
         rank, incarnation = request.rank, request.member.incarnation
+        # The earlier request of this process: its connection broke, or its caller gave
+        # up.
         self._applicants = [
             applicant
             for applicant in self._applicants
@@ -200,6 +203,7 @@ class MembershipState(Generic[Token]):
         )
         if seats is None or len(applicants) < len(seats):
             return []
+        # A restarted process asks for 0, the survivors know the last number.
         generation = max(applicant.request.generation for applicant in self._applicants)
         members = [applicants[rank].request.member for rank in range(len(seats))]
         answer = GroupFormed(self._draw(), generation, members, self._choices)
@@ -331,6 +335,7 @@ class RendezvousService:
 
     def _ask(self, request: JoinGroup, future: asyncio.Future[Message]) -> None:
         rendezvous = self._rendezvous_of(request.group)
+        # Also for a request that is refused or cancelled: nothing of it stays.
         future.add_done_callback(lambda done: self._answered(request.group, done))
         for token in rendezvous.tokens:
             if token.done():  # cancelled just now: its process has gone
@@ -343,7 +348,7 @@ class RendezvousService:
         if found is None:
             if len(self._groups) >= GROUPS:
                 raise BusyError(f"{GROUPS} groups wait to be formed at this task")
-            found = MembershipState(group, new_ticket)
+            found = MembershipState(group, partial(secrets.randbits, 63))
             self._groups[group] = found
         return found
 
@@ -383,8 +388,3 @@ class RendezvousService:
         for rendezvous in list(self._groups.values()):
             self._obey(rendezvous.tick(now))
         self._arm()
-
-
-def new_ticket() -> int:
-    """Draws the ticket of a generation: 63 random bits."""
-    return secrets.randbits(63)

@@ -169,6 +169,7 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
                 daemon = _daemons.get((seat.job, seat.number))
             runtime = _runtimes.get((seat.job, seat.number, bind))
             if runtime is not None and runtime.is_ending:
+                # Its end was interrupted: it may still hold the address.
                 runtime.end()
                 runtime = None
             runtime = runtime or daemon
@@ -176,6 +177,7 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
                 runtime = GroupRuntime.settle(seat, bind, settings)
                 _runtimes[seat.job, seat.number, bind] = runtime
             runtime.users += 1
+            # For Ctrl-C between here and the caller, who would never release it.
             counted = runtime
         return runtime
     except BaseException:  # to the caller that makes a group; of Ctrl-C

@@ -115,6 +115,7 @@ class SocketEngine:
             self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
             raise
         self._progress = None  # after a failure others ask whom it waited for
+        # Once a call: the counters of the process take a lock.
         self._connections.settle()
 
     def waits(self) -> Sequence[int]:
@@ -140,6 +141,7 @@ class SocketEngine:
     def _carry_out(self, call: CollectiveCall, progress: ScheduleProgress) -> None:
         for send in progress.start():
             self._send(call, send)
+            # A full connection: the peer may be waiting for us to read.
             while self._queues:
                 self._turn(call, progress)
         for hop in self._early.pop(call.key, ()):
