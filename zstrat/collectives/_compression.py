@@ -70,6 +70,7 @@ class Residuals:
         if before is not None:
             self.nbytes -= before.nbytes
         elif self._gone and hash(key) in self._gone:
+            # It came back: the bound was too small for the program.
             del self._gone[hash(key)]
             self._room += values.nbytes
         self._kept[key] = values
@@ -239,6 +240,8 @@ class _Feedback:
             if before is not None and len(before) == len(wanted):
                 wanted += before
             data = self.codec.encode(wanted)
+            # By what the others will decode, not by what was meant: the difference is
+            # what is lost.
             wanted -= self.codec.decode(data, len(wanted))
         # NaN and inf would stay in the residual forever.
         np.nan_to_num(wanted, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

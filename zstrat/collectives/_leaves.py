@@ -143,6 +143,7 @@ def leaf_of(origin: Any) -> ArrayLeaf:
         )
     if isinstance(origin, np.ma.MaskedArray):
         raise TypeError("got a masked array, whose mask would be lost: fill it first")
+    # Of a jax array on a CPU: a view, without a copy.
     array = np.asarray(origin)
     if name_of(array.dtype) is None:
         raise TypeError(f"arrays of dtype {array.dtype} cannot be sent to other ranks")
@@ -156,6 +157,7 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
     that rebuilds the tree, and the paths, which must be equal on all ranks."""
     if isinstance(tree, _NUMPY):
         return [tree], lambda leaves: leaves[0], ""
+    # Only here: programs of numpy alone never load jax.
     from ._jax_leaves import flatten as flatten_by_jax
 
     return flatten_by_jax(tree, is_slices)

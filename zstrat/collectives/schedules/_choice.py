@@ -132,7 +132,7 @@ def read_choices(path: str | os.PathLike[str]) -> Choices:
     """Returns the table in a TOML file.
 
     Raises:
-        ValueError: The file is missing or is no such table; names the file.
+        ValueError: The file is missing, or is not such a table; names the file.
     """
     plain = read_toml(path)
     try:
@@ -170,7 +170,8 @@ def fitted(measurements: Iterable[Measurement]) -> Choices:
 
 
 def _winners(rows: Sequence[Measurement]) -> Iterator[tuple[int | None, str]]:
-    """Of one group, sorted by size: up to which size which algorithm."""
+    """Yields which algorithm is the fastest up to which size, in one group. ``rows``
+    are sorted by size."""
     sizes: list[int] = []
     best: list[str] = []
     for nbytes, same in groupby(rows, lambda m: m.nbytes):
@@ -190,7 +191,8 @@ def _winners(rows: Sequence[Measurement]) -> Iterator[tuple[int | None, str]]:
 
 
 def _between(sizes: Sequence[int]) -> list[int | None]:
-    """Up to where each of these stands for its neighbourhood."""
+    """Returns up to where each size stands for its neighbours: the geometric mean with
+    the next one; None: without an end."""
     return [*(math.isqrt(less * more) for less, more in pairwise(sizes)), None]
 
 
@@ -199,6 +201,7 @@ def _rule(at: int, entry: object) -> Rule:
         raise ValueError(f"rule {at}: expected fields {', '.join(_FIELDS)}")
     for name, value in entry.items():
         good = {"call": str, "algorithm": str, "one_host": bool}.get(name, int)
+        # By type: in Python a bool is an int, too.
         if name not in _FIELDS or type(value) is not good:
             raise ValueError(
                 f"rule {at}: {name} = {value!r}: expected texts call and algorithm, "

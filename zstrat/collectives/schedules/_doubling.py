@@ -56,6 +56,7 @@ def doubling_all_reduce(rank: int, size: int) -> Schedule:
     actions = [Action(Act.REDUCE_FIRST, rank - 1, 0)] if is_host else []
     for step in range(steps):
         partner = number ^ (1 << step)
+        # Lower numbers first on both sides: sums of floats depend on the order.
         act = Act.REDUCE if number < partner else Act.REDUCE_FIRST
         peer = _rank_of(partner, extras)
         actions += [Action(Act.SEND, peer, step + 1), Action(act, peer, step + 1)]
@@ -113,17 +114,22 @@ def dissemination_barrier(rank: int, size: int) -> Schedule:
 
 
 def _guest(rank: int, block: int, p: int) -> Iterator[Action]:
+    """Yields the actions of an extra: it gives its values to the next rank, and gets
+    the result at the last step."""
     yield Action(Act.SEND, rank + 1, block)
     yield Action(Act.TAKE, rank + 1, (2 * _log2(p) + 1) * p + block)
 
 
 def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
+    """Yields the actions of one of the p members on one block: fold in, halve, finish,
+    double, give back."""
     is_host = rank < 2 * extras
     number = rank // 2 if is_host else rank - extras
     if is_host:
         yield Action(Act.REDUCE, rank - 1, block)
     step = 1
     for half in (p >> k for k in range(1, _log2(p) + 1)):
+        # Blocks outside of this half were given away at an earlier step.
         if number // (2 * half) == block // (2 * half):
             act = Act.REDUCE if number & half == block & half else Act.SEND
             partner = _rank_of(number ^ half, extras)

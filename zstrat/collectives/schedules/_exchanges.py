@@ -25,6 +25,7 @@ def direct_all_reduce(rank: int, size: int) -> Schedule:
         if block != rank:
             send = Action(Act.SEND, block, (block - rank) % size)
             return send, Action(Act.TAKE, block, size + (rank - block) % size)
+        # Its own block: collected from all, and then given to all.
         reduces = _reduces(rank, size)
         return *reduces, Action(Act.FINISH), *_sends(rank, size, size)
 

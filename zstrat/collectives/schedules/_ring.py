@@ -118,8 +118,9 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
 def _copies(
     left: int, right: int, distance: int, size: int, places: int
 ) -> tuple[Action, ...]:
-    """Returns what a rank does that stands so far right of the rank that finished a
-    block."""
+    """Returns how a rank passes a finished block on: it takes it from the left, and
+    sends it to the right. ``distance``: from the rank that has finished the block, to
+    the right; ``places``: of the hops before these."""
     if not distance:
         return ()
     take = Action(Act.TAKE, left, places + distance - 1)

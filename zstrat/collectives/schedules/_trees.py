@@ -77,14 +77,16 @@ def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
 
 
 def _up_and_down(number: int, size: int, shift: int, places: int) -> Iterator[Action]:
-    """Both ways in a binary tree. ``number`` is the place of this rank in it; it stands
-    for the rank ``number + shift``, or with -1 for the mirrored one."""
+    """Yields the actions up and down a binary tree. ``number`` is the index of this
+    rank in the tree, whose index i stands for rank ``i + shift``, or if that is -1 for
+    rank ``size - 1 - i``."""
 
     def rank_of(number: int) -> int:
         return size - 1 - number if shift < 0 else (number + shift) % size
 
     parent, below = parent_of(number, size), children_of(number, size)
     for child in below:
+        # Two children, so two places: those of the lower and of the higher one.
         yield Action(Act.REDUCE, rank_of(child), places + (child > number))
     if parent is None:
         yield Action(Act.FINISH)
