@@ -99,10 +99,14 @@ def reached_as(bound: str, known: str) -> str:
     Raises:
         ValueError: One of them is not an address.
     """
-    there, here = parse(bound), parse(known)
-    if there.scheme != "tcp" or here.scheme != "tcp" or not _is_any(there.host):
+    listening, reached = parse(bound), parse(known)
+    if (
+        listening.scheme != "tcp"
+        or reached.scheme != "tcp"
+        or not _is_any(listening.host)
+    ):
         return bound
-    return here._replace(port=there.port).endpoint
+    return reached._replace(port=listening.port).endpoint
 
 
 def _is_any(host: str) -> bool:
@@ -126,8 +130,8 @@ async def looked_up(address: Address) -> tuple[Address, bool]:
         OSError: The name cannot be resolved, so far.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
-    kinds = {each[0] for each in found}
+    infos = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    kinds = {each[0] for each in infos}
     return address._replace(is_ipv6=kinds == {socket.AF_INET6}), len(kinds) > 1
 
 
@@ -180,10 +184,10 @@ async def is_local(address: Address) -> bool:
     except ValueError:  # a name
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+            infos = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
         except OSError:
             return False
-        return all(ipaddress.ip_address(each[4][0]).is_loopback for each in found)
+        return all(ipaddress.ip_address(each[4][0]).is_loopback for each in infos)
 
 
 def check_directory(address: Address) -> None:

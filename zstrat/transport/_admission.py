@@ -171,9 +171,9 @@ class Roster:
             self._fenced.popitem(last=False)
 
 
-def _taken(there: Hello, hello: Hello) -> ZstratError:
+def _taken(present: Hello, hello: Hello) -> ZstratError:
     return BusyError(
-        f"{described(hello)} is refused: {described(there)} is connected as the same "
+        f"{described(hello)} is refused: {described(present)} is connected as the same "
         "task, and answers. Stop one of the two, or give it another index; if you did "
         "not start it, somebody has the key of your tasks (`zstrat keygen --per-task`)"
     )
@@ -223,6 +223,7 @@ class Admission:
         """
         peer = connection.outlet.peer
         role, error = role_of(hello, self._security, connection.user)
+        # The key first: a peer without the right one must not replace anybody.
         if error is None:
             error, replaced = self._roster.admit(hello, self._answers)
             for identity in replaced:
@@ -251,6 +252,7 @@ class Admission:
             self._refused(reason)
             return
         connection.remote = None
+        # Before `on_lost`: what that sends to the remote has to fail.
         remote.alive = False
         identity = identity_of(remote.hello)
         self._roster.leave(identity)

@@ -244,11 +244,11 @@ class DataConnections:
         """Waits until something arrives, one of the ``full`` connections may have room,
         or `wake` is called; at most ``seconds`` and `IDLE`. Returns whether any of
         these happened."""
-        wanted = self._wanted
+        polled = self._wanted
         if full:
-            wanted = [*wanted, *[(self._outward[member], _OUT) for member in full]]
+            polled = [*polled, *[(self._outward[member], _OUT) for member in full]]
         seconds = min(max(seconds, 0.0), IDLE)
-        ready = zmq_poll(wanted, math.ceil(seconds * 1000))
+        ready = zmq_poll(polled, math.ceil(seconds * 1000))
         if any(each == self._woken for each, _ in ready):
             os.read(self._woken, 4096)
         return bool(ready)
@@ -342,12 +342,12 @@ def _require_room(members: int) -> None:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:  # not Linux
         return
-    wanted = _OWN_FILES + _FILES * members
-    if used + wanted > allowed():
+    needed = _OWN_FILES + _FILES * members
+    if used + needed > allowed():
         raise OSError(
             errno.EMFILE,
             f"{used} of {allowed()} descriptors are open, and separate connections "
-            f"to {members} ranks take {wanted}: raise `ulimit -n`",
+            f"to {members} ranks take {needed}: raise `ulimit -n`",
         )
 
 

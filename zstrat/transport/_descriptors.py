@@ -156,8 +156,8 @@ def _is_stopped(pid: int) -> bool:
 def _has_other_end(line: socket.socket, pid: int) -> bool:
     if line.family is socket.AF_UNIX:
         size = _CREDENTIALS.size
-        found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return bool(_CREDENTIALS.unpack(found)[0] == pid)
+        credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return bool(_CREDENTIALS.unpack(credentials)[0] == pid)
     inode = _inode_of_other_end(line)
     folder = f"/proc/{pid}/fd"
     return inode is not None and any(
@@ -221,8 +221,8 @@ def _give_up_sockets() -> None:
     _addresses.clear()
     if own:
         # Linux and macOS have this folder.
-        found = [int(number) for number in os.listdir("/dev/fd")]
-        give_up([each for each in found if not own.isdisjoint(_names_of(each))])
+        descriptors = [int(number) for number in os.listdir("/dev/fd")]
+        give_up([each for each in descriptors if not own.isdisjoint(_names_of(each))])
 
 
 def _name_in(endpoint: str) -> SocketName:
@@ -233,15 +233,15 @@ def _name_in(endpoint: str) -> SocketName:
 def _names_of(descriptor: int) -> set[SocketName]:
     """Returns the names of both ends of a stream socket; empty for other
     descriptors."""
-    found: set[SocketName] = set()
+    names: set[SocketName] = set()
     with suppress(OSError), borrowed(descriptor) as line:
         if line.type == socket.SOCK_STREAM:
-            found = _names(line.getsockname())
+            names = _names(line.getsockname())
             # A listener on all interfaces was noted without a host.
-            here = {("", port) for _, port in found if port}
-            found |= here
-            found |= _names(line.getpeername())
-    return found
+            anywhere = {("", port) for _, port in names if port}
+            names |= anywhere
+            names |= _names(line.getpeername())
+    return names
 
 
 def _names(name: Any) -> set[SocketName]:

@@ -268,7 +268,7 @@ class Endpoint:
         # For strangers, whose bound is low, at each message; for others at each tick,
         # which saves a system call per message.
         if outlet.peer.incoming is self._brief:
-            connection.heard()
+            connection.note_received()
         else:
             connection.has_spoken = True
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
@@ -412,7 +412,7 @@ class Endpoint:
         """
         limits, brief = self._settings.limits, self._brief
         usual = _BODIES_UNREAD * limits.window * limits.chunk
-        found = [
+        endless = [
             line
             for line in self._newcomers.lines
             if line.carried().received > UNFINISHED
@@ -420,8 +420,8 @@ class Endpoint:
         for connection in self._connections.values():
             is_brief = connection.outlet.peer.incoming is brief
             if connection.unfinished() > (UNFINISHED if is_brief else usual):
-                found.append(connection.accepted)
-        return found
+                endless.append(connection.accepted)
+        return endless
 
     def _obey(self, connection: Connection, order: Order[None]) -> None:
         match order:

@@ -85,14 +85,14 @@ class KeyFolder:
         stamp = self.stamp()  # first: later changes are then read the next time
         publics = _publics(self.folder)
         if not publics:
-            there = "holds no keys" if self.folder.is_dir() else "does not exist"
+            problem = "holds no keys" if self.folder.is_dir() else "does not exist"
             if self.folder.is_file():
                 raise ValueError(
                     f"key folder {self.folder} is a file: give the folder that "
                     "`zstrat keygen` has made"
                 )
             raise ValueError(
-                f"key folder {self.folder} {there}: give the folder that `zstrat "
+                f"key folder {self.folder} {problem}: give the folder that `zstrat "
                 "keygen` has made for this cluster, or a copy of it; where none was "
                 f"made yet, make one with `zstrat keygen {self.folder}`"
             )
@@ -172,13 +172,13 @@ def _make_folder(folder: Path) -> None:
     with explained("key folder", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-    there = sorted(
+    present = sorted(
         file.name for kind in ("secret", "public") for file in folder.glob(f"*.{kind}")
     )
-    if there:
+    if present:
         raise FileExistsError(
-            f"{folder} holds keys already ({', '.join(there)}): a running cluster may "
-            "need them; remove them, or choose another folder"
+            f"{folder} holds keys already ({', '.join(present)}): a running cluster "
+            "may need them; remove them, or choose another folder"
         )
 
 

@@ -229,6 +229,8 @@ class Opening:
         if not self._waiters and not self._is_logged:
             self._is_logged = True
             _LOG.warning("%s", error)
+        # Kept for later callers: a link that is refused dials on, and may be admitted
+        # later.
         self._refusal = error
         self.fail(error)
 
@@ -303,7 +305,7 @@ class Dial:
         arm: Sets the keys of a socket before it connects.
         happened: Called with each event of the connection.
         received: Called with each message.
-        failed: Called with the reason if no socket could be opened; another attempt
+        failed: Called with the reason if no socket could be opened. Another attempt
             follows.
         sockets: Creates the sockets; ``context`` must be one of its contexts.
     """
@@ -367,6 +369,8 @@ class Dial:
                 socket is an IPv6 socket.
             learned: Called with a description of why nothing answers at the address.
         """
+        # Once, unless it fails: libzmq resolves names itself, and lacks only the kind
+        # of address.
         if self._look_up is None and is_name(self._where):
             look_up = self._looked_up(has_changed, learned)
             self._look_up = self._loop.create_task(look_up, name="looks up a name")
@@ -375,14 +379,14 @@ class Dial:
         self, has_changed: Callable[[], None], learned: Callable[[str], None]
     ) -> None:
         try:
-            found, has_both = await looked_up(self._where)
+            address, has_both = await looked_up(self._where)
         except OSError as error:
             learned(unknown(self._where.host, error))
             self._look_up = None  # tried again at the next failure
             return
         learned(NOTHING_AT_IPV4 if has_both else NOTHING)
-        if found != self._where:
-            self._where = found
+        if address != self._where:
+            self._where = address
             has_changed()
 
     def ask(self) -> None:
@@ -417,6 +421,7 @@ class Dial:
     def drop(self, linger: float) -> None:
         """Closes the socket; sent messages have ``linger`` seconds to leave."""
         if self.pump is not None:
+            # First: closing a monitor calls the socket.
             self._monitor.close()
             self.pump.close(linger)
             self.pump = None

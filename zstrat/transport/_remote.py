@@ -209,7 +209,7 @@ class Connection:
         self._whole: int | None = 0
         """Bytes received up to the last whole message; None if not known."""
 
-    def heard(self) -> None:
+    def note_received(self) -> None:
         """Notes that a whole message has come. Costs a system call, so it is not called
         for each chunk of an admitted peer."""
         self._whole = self.accepted.carried().received

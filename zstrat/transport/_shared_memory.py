@@ -355,12 +355,12 @@ class ShmChannel:
         if self._mapping is None:
             return None
         try:
-            found = self._mapping.body(offset, nbytes, self.unread.append)
+            view = self._mapping.body(offset, nbytes, self.unread.append)
         except ValueError:
             return None
         self.most_unread = 1 if nbytes >= _LARGE else _RELEASED
         SHARED.got += nbytes
-        return found
+        return view
 
     def released(self, offsets: Sequence[int]) -> None:
         if self._arena is not None:

@@ -46,18 +46,18 @@ async def on_own_thread(
     bell = LoopBell()
     pool = ThreadPoolExecutor(1, "zstrat call")
     try:
-        made = pool.submit(function)
-        made.add_done_callback(lambda _: bell.ring())
+        future = pool.submit(function)
+        future.add_done_callback(lambda _: bell.ring())
         try:
             await bell.future
         except BaseException:  # to the caller: nobody gets the result
-            pool.submit(partial(_undo, undo, made))
+            pool.submit(partial(_undo, undo, future))
             raise
-        return made.result()
+        return future.result()
     finally:
         pool.shutdown(wait=False)
 
 
-def _undo(undo: Callable[[T], object], made: Future[T]) -> None:
-    if made.exception() is None:
-        undo(made.result())
+def _undo(undo: Callable[[T], object], future: Future[T]) -> None:
+    if future.exception() is None:
+        undo(future.result())

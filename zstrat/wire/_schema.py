@@ -289,6 +289,7 @@ def _list(item: Any) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
+        # All at once first; one by one only to say which of them is wrong.
         if not column(value):
             _each(value, each)
         return value

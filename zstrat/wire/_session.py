@@ -251,6 +251,7 @@ class Ownership:
         self._refused.clear()
         if owner is None or is_new:
             self._owner = replace(asked, origin=asked.origin or asked.session)
+            # Of the previous owner: their ends say nothing of this one.
             self._links = []
         else:
             self._owner = replace(

@@ -61,8 +61,8 @@ def words_of(
 
 def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
     if options.algorithm not in (None, "auto"):
-        found = algorithm_named(kind.value, options.algorithm)
-        if options.compression is not None and not found.is_compressible:
+        algorithm = algorithm_named(kind.value, options.algorithm)
+        if options.compression is not None and not algorithm.is_compressible:
             raise ValueError(
                 f"algorithm {options.algorithm!r} with "
                 f"compression={options.compression!r}: this algorithm would round "
@@ -121,6 +121,7 @@ def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
         for start in [leaf.flat.ctypes.data]
         if leaf.flat.size
     )
+    # Sorted by start, so arrays that overlap are neighbours.
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         raise ValueError(
             "in_place: two arrays of the tree share memory: give each array once"

@@ -276,12 +276,14 @@ class EngineExecutor:
                     return end.value
 
     def _step(self, calls: Sequence[CollectiveCall]) -> None:
-        # Messages first: they travel while the engine keeps this thread busy.
-        by_message = [call for call in calls if not self._engine.takes(call)]
-        started = [self._messages.call(call) for call in by_message]
+        by_engine: list[CollectiveCall] = []
+        by_message: list[CollectiveCall] = []
         for call in calls:
-            if call not in by_message:
-                self._run(call)
+            (by_engine if self._engine.takes(call) else by_message).append(call)
+        # Messages first: they travel while the engine keeps this thread busy.
+        started = [self._messages.call(call) for call in by_message]
+        for call in by_engine:
+            self._run(call)
         for each in started:
             each.wait()
 

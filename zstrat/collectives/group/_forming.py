@@ -107,8 +107,10 @@ async def _agree(
     if memory is not None:
         mapped = memory.reach(rank, generation.members)
     # Every rank sends what it could map, so that all come to the same result.
-    said = await exchange(generation, FORMING, np.packbits(mapped).tobytes(), timeout)
-    bits = np.frombuffer(b"".join(said), np.uint8).reshape(size, -1)
+    answers = await exchange(
+        generation, FORMING, np.packbits(mapped).tobytes(), timeout
+    )
+    bits = np.frombuffer(b"".join(answers), np.uint8).reshape(size, -1)
     reached = np.unpackbits(bits, axis=1, count=size).astype(bool).tolist()
     # A rank without memory has not even reached itself.
     if memory is None or not all(reached[each][each] for each in range(size)):
@@ -175,8 +177,8 @@ async def connect_data(
         place = _PLACE.pack(0, b"")
         if connections is not None:
             place = _PLACE.pack(connections.port, connections.credential)
-        said = await exchange(generation, _PORTS, place, timeout)
-        places = [_PLACE.unpack(each) for each in said]
+        answers = await exchange(generation, _PORTS, place, timeout)
+        places = [_PLACE.unpack(each) for each in answers]
         if connections is None or not all(port for port, _ in places):
             return None
         engine = SocketEngine(

@@ -159,14 +159,14 @@ class Generation:
 
     def state(self, ask: AskCall) -> CallState:
         """Answers a rank that waits for this one."""
-        found = self.traffic.state(ask.call)
+        progress = self.traffic.state(ask.call)
         number = number_of(ask.call)
-        if found is not None:
-            if found.about == FORGOTTEN:
+        if progress is not None:
+            if progress.about == FORGOTTEN:
                 # The traffic does not know the calls of the engine.
                 words = dict(self._ended).get(number or 0, FORGOTTEN)
-                return replace(found, about=words)
-            return found
+                return replace(progress, about=words)
+            return progress
         words = self.begun.get(number, "") if number is not None else ""
         waits = list(self.engine_waits()) if words else []
         return CallState(words, waits, False, self.broken is not None)

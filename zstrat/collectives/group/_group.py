@@ -124,6 +124,7 @@ class Group(GroupCalls):
         """
         group = cls.__new__(cls)
         group._invite(*args, **kwargs)
+        # Binding blocks; if the caller is cancelled, the runtime is released.
         group._runtime = await on_own_thread(
             group._invited.runtime, lambda runtime: runtime.release()
         )
@@ -222,6 +223,7 @@ class Group(GroupCalls):
         Other ranks are notified. Idempotent; a second call completes one that Ctrl-C
         has interrupted.
         """
+        # Before the lock: calls are refused at once, though another close is under way.
         self._is_closed = True
         with self._closing:
             if self._is_released:

@@ -66,19 +66,19 @@ def seats_of(
     if not spec:
         return (ALONE,)
     if tasks is None:
-        found = tuple(
+        default = tuple(
             GroupSeat(job, index, spec.task_address(job, index))
             for job in JOBS
             if job in spec.jobs
             for index in spec.task_indices(job)
         )
-        if not found:
+        if not default:
             raise ValueError(
                 f"the cluster has no job {' or '.join(JOBS)}, but has "
                 f"{', '.join(spec.jobs)}: correct its job names (TF_CONFIG?), or name "
                 "the members with tasks="
             )
-        return found
+        return default
     seats = tuple(_seat_named(spec, task) for task in tasks)
     if len(set(seats)) != len(seats) or not seats:
         raise ValueError(f"tasks={list(tasks)}: expected one or more tasks, each once")
@@ -91,6 +91,7 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat
     Raises:
         ValueError: The task of this process is not known, or not among the members.
     """
+    # No cluster, so no task index either.
     if tuple(seats) == (ALONE,):
         return ALONE
     job, index = resolver.task_type, resolver.task_id

@@ -92,12 +92,12 @@ class Mesh:
         for link in self.links.values():
             link.start()
         # All of them, even if one fails: the error names every silent rank.
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(link.wait_open(deadline) for link in self.links.values()),
             return_exceptions=True,
         )
         silent = []
-        for rank, hello in zip(self.links, found, strict=True):
+        for rank, hello in zip(self.links, answers, strict=True):
             if isinstance(hello, DeadlineExceededError):
                 silent.append(self.name(rank))
             elif isinstance(hello, BaseException):

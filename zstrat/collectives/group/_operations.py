@@ -135,20 +135,22 @@ def all_reduce(
 ) -> OperationRequest:
     """Reduces every array over all ranks, and gathers IndexedSlices."""
     op = ReduceOp.of(op)
+    # The usual call of a training step: no tree, so most of what follows is saved.
     if type(tree) is np.ndarray and tree.dtype.isnative and tree.flags.c_contiguous:
         return _all_reduce_array(size, tree, op, in_place, options)
-    found, rebuild, where = flatten(tree)
+    nodes, rebuild, paths = flatten(tree)
     if densify:
-        found = [dense(x) if is_slices(x) else x for x in found]
-    sparse = {at: x for at, x in enumerate(found) if is_slices(x)}
-    leaves = [leaf_of(x) for at, x in enumerate(found) if at not in sparse]
+        nodes = [dense(x) if is_slices(x) else x for x in nodes]
+    sparse = {at: x for at, x in enumerate(nodes) if is_slices(x)}
+    leaves = [leaf_of(x) for at, x in enumerate(nodes) if at not in sparse]
     check_reducible(size, op, leaves, options.compression)
     if in_place:
         check_writable(leaves, sparse)
     rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
+    # The values alone: indices are gathered, not reduced.
     check_reducible(size, op, rows[::2])
     check_sparse(op, rows)
-    kind, more = CallKind.ALL_REDUCE, (op.value, packs(leaves, options), where)
+    kind, more = CallKind.ALL_REDUCE, (op.value, packs(leaves, options), paths)
     words = words_of(kind, [*leaves, *rows], options, *more, free=rows)
 
     def steps(factory: CallFactory) -> Steps:
@@ -169,7 +171,7 @@ def all_reduce(
                     with_rows(sparse[at], divisor, next(slices), next(slices))
                     if at in sparse
                     else next(arrays)
-                    for at in range(len(found))
+                    for at in range(len(nodes))
                 ]
             )
 
@@ -228,11 +230,11 @@ def broadcast(
     """Gives the arrays of the root to all ranks."""
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
-    found, rebuild, where = flatten(tree)
-    leaves = [leaf_of(each) for each in found]
+    nodes, rebuild, paths = flatten(tree)
+    leaves = [leaf_of(each) for each in nodes]
     if in_place:
         check_writable(leaves, ())
-    kind, more = CallKind.BROADCAST, (f"root={root}", packs(leaves, options), where)
+    kind, more = CallKind.BROADCAST, (f"root={root}", packs(leaves, options), paths)
     words = words_of(kind, leaves, options, *more)
 
     def steps(factory: CallFactory) -> Steps:
@@ -268,9 +270,9 @@ def broadcast(
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
     """Concatenates the arrays of all ranks, in the order of ranks."""
-    found, rebuild, where = flatten(tree)
+    nodes, rebuild, paths = flatten(tree)
     leaves, axes = [], []
-    for each in map(leaf_of, found):
+    for each in map(leaf_of, nodes):
         ndim = len(each.shape)
         if not -ndim <= axis < ndim:
             raise ValueError(
@@ -279,7 +281,7 @@ def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
             )
         axes.append(axis % ndim)
         leaves.append(each if not axis % ndim else each.moved(axis))
-    more = (f"axis={axis}", where)
+    more = (f"axis={axis}", paths)
     words = words_of(CallKind.ALL_GATHER, leaves, options, *more, free=leaves)
 
     def steps(factory: CallFactory) -> Steps:
@@ -295,12 +297,12 @@ def reduce_scatter(
     """Reduces every array over all ranks and cuts it along its first axis: rank r keeps
     the r-th part. The first ``n mod size`` ranks have one row more."""
     op = ReduceOp.of(op)
-    found, rebuild, where = flatten(tree)
-    leaves = [leaf_of(each) for each in found]
+    nodes, rebuild, paths = flatten(tree)
+    leaves = [leaf_of(each) for each in nodes]
     check_reducible(size, op, leaves)
     kind = CallKind.REDUCE_SCATTER
     check_axis(kind, leaves)
-    words = words_of(kind, leaves, options, op.value, where)
+    words = words_of(kind, leaves, options, op.value, paths)
 
     def steps(factory: CallFactory) -> Steps:
         calls, results = [], []

@@ -85,6 +85,7 @@ class GroupRuntime:
             return
         self.is_ending = True
         self._portal.close()
+        # After the close: until the address is free, nobody may bind it again.
         for key in [key for key, each in _runtimes.items() if each is self]:
             del _runtimes[key]
 

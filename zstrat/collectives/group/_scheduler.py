@@ -157,8 +157,8 @@ class OperationScheduler:
         self, factory: CallFactory, turn: CallTurn | None, error: BaseException
     ) -> None:
         """The operation has a number, and the other ranks wait for it."""
-        what = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
-        self._messages.abort_by(what)
+        reason = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
+        self._messages.abort_by(reason)
         self._over(factory)
         if turn is not None:
             assert self._by_engine is not None

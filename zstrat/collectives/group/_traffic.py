@@ -75,8 +75,8 @@ def about(words: str, part: int = 0) -> int:
 
 
 def _digest(text: str) -> int:
-    found = blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little") % _NAMED | _NAMED
+    digest = blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _NAMED | _NAMED
 
 
 EARLY: Final = 1024 * MiB

@@ -290,9 +290,9 @@ class SharedMemory:
 
     def __init__(self) -> None:
         """Raises: OSError: The kernel does not provide anonymous memory."""
-        made = Arena(CAPACITY)
-        self._arena: Arena | None = made
-        self.descriptor, self.word = made.descriptor, made.word
+        arena = Arena(CAPACITY)
+        self._arena: Arena | None = arena
+        self.descriptor, self.word = arena.descriptor, arena.word
         self.capacity: Final = CAPACITY
         self._segments: dict[int, RankMemory] = {}
         """Memory mapped by `reach`, by rank, until `attach`."""
@@ -344,13 +344,13 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
     mapped the memory of rank j. Ranks of one machine have all mapped each other's."""
     hosts: list[int] = []
     for rank in range(len(reached)):
-        found = rank
+        machine = rank
         for first in dict.fromkeys(hosts):
             others = [at for at, host in enumerate(hosts) if host == first]
             if all(reached[rank][at] and reached[at][rank] for at in others):
-                found = first
+                machine = first
                 break
-        hosts.append(found)
+        hosts.append(machine)
     return hosts
 
 

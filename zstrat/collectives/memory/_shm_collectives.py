@@ -116,16 +116,16 @@ class ShmCollectives:
         """Returns the first ``count`` elements of the slots of all ranks, of both
         turns. Made once for small arrays, of which a program reduces the same at each
         step."""
-        found = self._views.get((dtype, count))
-        if found is None:
+        views = self._views.get((dtype, count))
+        if views is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             first, second = (
                 [_part(slots[turn], dtype, count, 0) for slots in self._slots]
                 for turn in (0, 1)
             )
-            found = self._views[dtype, count] = first, second
-        return found
+            views = self._views[dtype, count] = first, second
+        return views
 
     def all_reduce(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray

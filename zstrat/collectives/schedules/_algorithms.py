@@ -111,9 +111,9 @@ def algorithm_named(call: str, name: str) -> Algorithm:
     named = ALGORITHMS.get(call)
     if named is None:
         raise ValueError(f"call {call!r}: expected one of {', '.join(ALGORITHMS)}")
-    found = named.get(name)
-    if found is None:
+    algorithm = named.get(name)
+    if algorithm is None:
         raise ValueError(
             f"algorithm {name!r} for {call}: expected one of {', '.join(named)}"
         )
-    return found
+    return algorithm

@@ -201,6 +201,7 @@ class ChunkArithmetic:
     def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
         """Returns what this rank has of a chunk, as bytes to send."""
         have = block.have[chunk]
+        # Finished: everybody gets the same bytes, so nothing is made of them again.
         if block.at[chunk] > block.turn:
             assert have is not None
             return have.view(np.uint8)
@@ -208,6 +209,8 @@ class ChunkArithmetic:
         if self._codec is not None:
             return self._codec.encode(place, self._wide(values))
         if have is not None:
+            # A partial sum that is complete here, or memory that comes back as
+            # finished: the laws say that nobody changes it before it was received.
             is_kept = block.at[chunk] > block.grows
         else:
             is_kept = block.is_taken or self._frozen
@@ -271,6 +274,7 @@ class ChunkArithmetic:
         some = block.part(block.source, chunk) if have is None else have
         more = self._incoming(place, data, len(some))
         if have is None:
+            # The first reduction decides in which memory the partial sum is.
             if block.is_direct:
                 assert block.result is not None
                 have = block.part(block.result, chunk)

@@ -79,8 +79,8 @@ class ScheduleProgress:
         self._left = 0
         """Number of chunks that are not finished."""
         self._is_drawn = False
-        each = zip(traits_of(schedule), sources, results, strict=True)
-        for number, (traits, source, result) in enumerate(each):
+        blocks = zip(traits_of(schedule), sources, results, strict=True)
+        for number, (traits, source, result) in enumerate(blocks):
             if traits.actions:
                 self._add(Block(number, traits, source, result), chunk_bytes)
 

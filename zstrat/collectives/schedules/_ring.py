@@ -21,16 +21,17 @@ def ring_all_reduce(rank: int, size: int) -> Schedule:
     """
     right, left = (rank + 1) % size, (rank - 1) % size
 
+    # Each block goes around twice: size - 1 hops reduce it, size - 1 more copy it.
     def actions(block: int) -> tuple[Action, ...]:
         step = (rank - block) % size  # it is sent on at this step, for the first time
         last = step == size - 1
-        found = [Action(Act.REDUCE, left, step - 1)] if step else []
+        sequence = [Action(Act.REDUCE, left, step - 1)] if step else []
         if last:
-            found.append(Action(Act.FINISH))
+            sequence.append(Action(Act.FINISH))
             step = -1
         if not last or size > 1:
-            found.append(Action(Act.SEND, right, step if not last else size - 1))
-        return (*found, *_copies(left, right, step + 1, size, size - 1))
+            sequence.append(Action(Act.SEND, right, step if not last else size - 1))
+        return (*sequence, *_copies(left, right, step + 1, size, size - 1))
 
     blocks = tuple(map(actions, range(size)))
     return Schedule(blocks, 2 * (size - 1), tuple(range(size)))
@@ -61,10 +62,10 @@ def ring_reduce_scatter(rank: int, size: int) -> Schedule:
 
     def actions(block: int) -> tuple[Action, ...]:
         step = (rank - block - 1) % size  # block b starts at rank b + 1
-        found = [Action(Act.REDUCE, left, step - 1)] if step else []
+        sequence = [Action(Act.REDUCE, left, step - 1)] if step else []
         last = step == size - 1
-        found.append(Action(Act.FINISH) if last else Action(Act.SEND, right, step))
-        return tuple(found)
+        sequence.append(Action(Act.FINISH) if last else Action(Act.SEND, right, step))
+        return tuple(sequence)
 
     return Schedule(tuple(map(actions, range(size))), size - 1, (rank,))
 

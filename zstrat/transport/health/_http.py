@@ -366,14 +366,14 @@ class PageToken:
     """
 
     def __init__(self, secret: str | None = None) -> None:
-        made = secrets.token_urlsafe(24) if secret is None else secret
-        if _FORM.fullmatch(made) is None:
+        token = secrets.token_urlsafe(24) if secret is None else secret
+        if _FORM.fullmatch(token) is None:
             raise ValueError(
                 "the token of a page has 16 to 128 letters, digits, - and _, as "
-                f"secrets.token_urlsafe() makes them; this one has {len(made)} "
+                f"secrets.token_urlsafe() makes them; this one has {len(token)} "
                 "characters, or others"
             )
-        self.secret: Final = made
+        self.secret: Final = token
 
     def is_same(self, secret: str) -> bool:
         """Returns whether this text is the token. Takes the same time for all that are

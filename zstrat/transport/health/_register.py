@@ -425,9 +425,9 @@ def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
 def _number(
     metric: Metric, values: Mapping[str, PlainTree], labels: Mapping[str, str]
 ) -> Iterator[Sample]:
-    found = metric.find(values)
-    if found is not None and metric.prometheus:
-        yield Sample(metric.kind, metric.prometheus, metric.help, (found,), labels)
+    value = metric.find(values)
+    if value is not None and metric.prometheus:
+        yield Sample(metric.kind, metric.prometheus, metric.help, (value,), labels)
 
 
 def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
@@ -436,20 +436,20 @@ def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sam
     ends, whole = EDGES[metric.unit], 0 if metric.unit is Unit.SECONDS else 1
     for name, windowed in _dict(values, metric.name).items():
         try:
-            found = Histogram.from_plain(windowed["total"])  # type: ignore[arg-type,call-overload,index]
+            histogram = Histogram.from_plain(windowed["total"])  # type: ignore[arg-type,call-overload,index]
         except (LookupError, TypeError, ValueError):  # of a task of another version
             continue
-        if found.unit is not metric.unit:
+        if histogram.unit is not metric.unit:
             continue
-        sums = found.counts.cumsum()
+        sums = histogram.counts.cumsum()
         # Counts are whole: not above 7 is what is below 8.
         below = [
             (str(2.0**power - whole), float(sums[ends.index(2.0**power)]))
             for power in _EDGES[metric.unit]
         ]
-        value = [*below, ("+Inf", float(found.count))], found.total
+        buckets = [*below, ("+Inf", float(histogram.count))], histogram.total
         labels = {_LABELS[metric.name]: name}
-        yield Sample(metric.kind, metric.prometheus, metric.help, value, labels)
+        yield Sample(metric.kind, metric.prometheus, metric.help, buckets, labels)
 
 
 def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
@@ -485,5 +485,5 @@ def _about(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
 
 
 def _dict(values: Mapping[str, PlainTree], key: str) -> dict[str, PlainTree]:
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}

@@ -52,13 +52,13 @@ def address_of(text: str) -> tuple[str, int]:
         ValueError: The text is not such an address.
     """
     pattern = r"(?:\[([0-9A-Fa-f:.]+)\]:|([^\s:/\[\]]+):)?(\d{1,5})"
-    found = re.fullmatch(pattern, text) if isinstance(text, str) else None
-    if found is None or int(found[3]) > 65535:
+    match = re.fullmatch(pattern, text) if isinstance(text, str) else None
+    if match is None or int(match[3]) > 65535:
         raise ValueError(
             f"HTTP at {text!r:.80}: expected HOST:PORT, as in 127.0.0.1:9100, or "
             "*:9100 for all interfaces"
         )
-    return found[1] or found[2] or "127.0.0.1", int(found[3])
+    return match[1] or match[2] or "127.0.0.1", int(match[3])
 
 
 @final
@@ -179,15 +179,16 @@ class HealthServer:
             cookie = ("Set-Cookie", self._token.cookie(self.port))
             # The address with the token must not travel to other sites either.
             no_referrer = ("Referrer-Policy", "no-referrer")
+            # The browser asks again, without the token in what it shows and remembers.
             to = ("Location", "./")
             return HttpAnswer(303, "see ./", headers=(to, cookie, no_referrer))
         return HttpAnswer(401, _WRONG, headers=(("WWW-Authenticate", "Bearer"),))
 
     async def _probed(self, *, ready: bool) -> HttpAnswer:
         registered = REGISTER.present()
-        found = await asyncio.gather(*(self._state(each) for each in registered))
+        states = await asyncio.gather(*(self._state(each) for each in registered))
         lines, fails = [], ready and not registered
-        for each, (turns, reason) in zip(registered, found, strict=True):
+        for each, (turns, reason) in zip(registered, states, strict=True):
             # Alive is a loop that turns; ready is a task without a reason to wait.
             wrong = not turns or (ready and bool(reason))
             fails = fails or wrong
@@ -217,8 +218,8 @@ class HealthServer:
 
     async def _metrics(self, accept: str) -> HttpAnswer:
         # Concurrently: several hanging loops delay the answer no longer than one.
-        found = await asyncio.gather(*map(self._statistics, REGISTER.present()))
-        tasks = [each for each in found if each is not None]
+        reported = await asyncio.gather(*map(self._statistics, REGISTER.present()))
+        tasks = [each for each in reported if each is not None]
         try:
             return HttpAnswer(
                 200, *exposition(tasks, accept, names=self._http.is_local)

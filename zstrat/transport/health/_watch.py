@@ -205,11 +205,11 @@ def as_json(value: PlainTree, pieces: int = _PIECES) -> str:
     """Formats as JSON in ASCII, in one line, and without numbers that JSON does not
     have."""
     if pieces and isinstance(value, dict):
-        made = [
+        members = [
             f"{json.dumps(str(key))}:{as_json(each, pieces - 1)}"
             for key, each in value.items()
         ]
-        return f"{{{','.join(made)}}}"
+        return f"{{{','.join(members)}}}"
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -247,18 +247,18 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _dict(values: Metrics, name: str) -> Metrics:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _list(values: Metrics, name: str) -> Rows:
-    found = values.get(name)
-    return found if isinstance(found, list) else []
+    value = values.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _number(values: Metrics, name: str) -> float:
-    found = values.get(name)
-    return float(found) if isinstance(found, int | float) else 0.0
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 VIEWERS: Final = 16

@@ -121,11 +121,11 @@ class Assembly:
             ProtocolError: It is not the next one, or longer than what was announced.
             MemoryError: There is no memory for the body.
         """
-        here = self._position
+        position = self._position
         # Only the padding after an array may be left out: a hole anywhere else would
         # hand stale memory to the reader.
-        if offset != here and offset != self._jumps.get(here):
-            raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")
+        if offset != position and offset != self._jumps.get(position):
+            raise ProtocolError(f"body: expected the chunk at {position}, got {offset}")
         end = offset + len(chunk)
         if end > self.nbytes or end == offset:
             raise ProtocolError(
@@ -134,7 +134,7 @@ class Assembly:
             )
         # With the first chunk, not at the header: a peer has to send something before
         # it gets memory.
-        if not here:
+        if not position:
             self._memory = self._allocate(self.nbytes)
         if self.sink is None:
             self._memory[offset:end] = chunk

@@ -102,12 +102,12 @@ def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
     same Python can run."""
     if not _ships(me, other) and not _ships(other, me):
         return None
-    mine, theirs = map(_minor, (me.versions, other.versions))
-    if mine is None or theirs is None or mine == theirs:
+    ours, theirs = map(_minor, (me.versions, other.versions))
+    if ours is None or theirs is None or ours == theirs:
         return None
     return VersionMismatchError(
         f"{described(other)} runs Python {quoted(theirs, 40)}, "
-        f"{described(me)} runs {mine}: step "
+        f"{described(me)} runs {ours}: step "
         "functions travel between them as byte code, which needs the same minor version"
     )
 

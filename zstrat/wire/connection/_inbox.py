@@ -258,11 +258,13 @@ class Backlog:
         What a slow line still carries to the peer is not left unread by it.
         """
         since, self._looked_at = now - self._looked_at, now
+        # Something has left since the last look, or nothing waits.
         if not len(outbox) or outbox.given != self._given:
             self._given, self._still = outbox.given, 0.0
             return False
         carried = self._carrier.carried()
         before, self._delivered = self._delivered, carried.delivered
+        # The peer's machine still takes bytes: the line is slow, not the peer.
         if carried.queued > _BEATS and carried.delivered > before:
             self._still = 0.0
         else:

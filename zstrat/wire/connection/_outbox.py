@@ -70,6 +70,7 @@ class Outbox:
         self._body: Iterator[tuple[int, memoryview]] | None = None
         self._number, self._chunk = 0, _NO_CHUNK
         self._leaving = 0
+        """Bytes of the message whose body leaves in chunks."""
         self._under_way: deque[int] = deque()
         """Numbers of the messages whose parts have left, and have cost a credit that
         has not come back."""
@@ -86,6 +87,7 @@ class Outbox:
     @property
     def is_ready(self) -> bool:
         """Whether `take` gives out a message."""
+        # As `take` decides, without taking: asked after each message of a flush.
         if self._urgent:
             return True
         if self._body is None:
@@ -147,6 +149,7 @@ class Outbox:
                 return False
             # By chunks this time; the channel may be there for the next one.
             self.wants_channel = True
+        # A receiver refuses more frames than that: many arrays travel as one body.
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
             nbytes = len(header) + total
