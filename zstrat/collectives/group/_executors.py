@@ -205,7 +205,8 @@ class EngineExecutor:
         """Queues an operation for the executor's thread."""
         with self._lock:
             is_lost = self._is_closed
-            turn.operation = operation
+            if not is_lost:  # else the thread may still end, and fail it a second time
+                turn.operation = operation
             is_first, self._is_begun = not self._is_begun, True
             self._wake()
         if is_first and not is_lost:
