@@ -237,6 +237,7 @@ class _Feedback:
         with np.errstate(all="ignore"):  # inf and NaN propagate, as in `Reduction`
             wanted = values.astype(_F32)
             before = self.residuals.get((self.name, place))
+            # Of another length it belongs to other arrays of the same name.
             if before is not None and len(before) == len(wanted):
                 wanted += before
             data = self.codec.encode(wanted)

@@ -94,6 +94,7 @@ class Reduction:
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
         """Writes the result into ``out`` (of ``dtype``), which may be ``total``."""
+        # By one would be exact, and cost a pass.
         if self.op is ReduceOp.MEAN and self.size > 1:
             if total.dtype != self.accumulator:
                 total = self.widened(total)

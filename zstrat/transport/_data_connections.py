@@ -126,6 +126,7 @@ class DataConnections:
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waker, False)
+        # Without pyzmq's wrapper, which costs as much as the call; see `Pump`.
         self._receive = super(zmq.Socket, self._router).recv
         self._wanted: list[tuple[Any, int]] = [(self._router, _IN), (self._woken, _IN)]
         self._sent = self._got = 0
@@ -260,6 +261,7 @@ class DataConnections:
         return [
             each
             for each in known
+            # Another inode, or none, has the number: libzmq has closed the connection.
             if accepted(self._accepted[each].descriptor) != self._accepted[each]
         ]
 

@@ -290,6 +290,7 @@ def _states(folders: Iterable[Path]) -> Iterator[tuple[str, int, int, int]]:
                 state = file.stat()
             except OSError:  # gone meanwhile, or a link to nothing
                 continue
+            # `next` and `previous` are listed themselves.
             if not stat.S_ISDIR(state.st_mode):
                 # Ctime: modes count, too.
                 yield file.path, state.st_ino, state.st_size, state.st_ctime_ns

@@ -65,6 +65,7 @@ Result = TypeVar("Result")
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Returns a loop that does not run yet."""
+    # uvloop aborts the process if it has to close a descriptor below 3.
     occupy_descriptors()
     loop = _make_loop()
     _loops.add(loop)
@@ -121,6 +122,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
         with runner:
             return runner.run(main)
     finally:
+        # Threads may have asked for something while the runner ended its tasks.
         _abandon_calls(loop)
 
 
@@ -284,6 +286,7 @@ class Portal:
 
     def _require_open(self, work: Coroutine[Any, Any, T], what: str) -> None:
         if self.is_here:
+            # A coroutine that never runs would warn when it is collected.
             work.close()
             raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
         if self._closed:

@@ -87,6 +87,7 @@ class Newcomers(Generic[Line]):
         self._waiting[descriptor] = line, address, now
         self._from.setdefault(address, []).append(descriptor)
         if len(self._from[address]) > self._per_address:
+            # The new one itself may be drawn: all of one address are alike.
             return self._drawn(address)
         if len(self._waiting) > self._in_all:
             # From the address that has most: a flood displaces its own connections.

@@ -122,9 +122,11 @@ async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with suppress(RuntimeError):  # the loop is gone: nobody waits
             loop.call_soon_threadsafe(ended.set)
 
+    # On a thread: `term` blocks until the last socket has sent what it may.
     thread = threading.Thread(target=term, name="zstrat-zmq-term", daemon=True)
     try:
         thread.start()
+    # Nothing else runs by then, so it may block.
     except RuntimeError:  # Python >= 3.12 starts none when a program ends
         context.term()
         return

@@ -228,6 +228,7 @@ def _extract(
         if not isinstance(blob, bytes):
             place = f"{form.cls.__name__}.{form.names[at]}"
             raise TypeError(f"{place}: expected bytes, got {type(blob).__name__}")
+        # The header keeps the length, so that the receiver knows of the frame.
         if len(blob) > INLINE:
             fields[at] = len(blob)
             frames.append(np.frombuffer(blob, np.uint8))

@@ -204,6 +204,7 @@ class TableSizes:
     cuts: list[int] = field(default_factory=list)
 
 
+# A second one would find nothing to delete: a client repeats it with ``again``.
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DeleteVariables:
     """Frees the variables of these keys, and their slots. Answered by `Done`. All have

@@ -76,6 +76,8 @@ class GroupCalls:
         group = f"group {self._invited.name!r}"
         if self._is_closed:
             raise ClosedError(f"{group} is closed")
+        # A forked process has no thread that would run the loop: it would wait for
+        # nobody.
         require_own(self._runtime.node.loop, group)
 
     def _options(

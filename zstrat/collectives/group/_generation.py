@@ -144,6 +144,8 @@ class Generation:
 
     def hop(self, incarnation: int, hop: Hop) -> None:
         """Passes an arrived hop to its call."""
+        # By incarnation: a rank that was restarted has another one, and is not a
+        # member.
         sender = self._ranks.get(incarnation)
         if sender is None or len(hop.arrays) != 1:
             self._counts["hops of strangers"] += 1
@@ -183,6 +185,7 @@ class Generation:
         if words is None or about(words, hop.call % PARTS) == hop.about:
             return
         now = self._loop.time()
+        # A call that stands for the engine's in the inquiry, which needs no arrays.
         nothing = np.empty(0, np.uint8)
         call = CollectiveCall(
             *(hop.call, CallKind.BARRIER, nothing, nothing, 0, words, now, _ASKING)

@@ -112,6 +112,7 @@ class Group(GroupCalls):
         try:
             self._form_now(self._invited.wanted())
         except BaseException:  # to the caller, who has no group to close
+            # It may have a runtime, or a generation that the others count on.
             self.close()
             raise
 

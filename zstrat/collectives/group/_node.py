@@ -140,6 +140,7 @@ class GroupNode:
         for generation in list(self._generations.values()):
             rank = generation.rank_of(remote.hello)
             if generation.group == message.group and rank is not None:
+                # Later: its own notice says why, and may arrive meanwhile.
                 self.loop.call_later(_GRACE, generation.gone, rank, "it gave up")
 
     def _question(self, remote: Remote, message: AskCall) -> CallState:

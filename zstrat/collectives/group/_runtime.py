@@ -165,6 +165,7 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
     """
     counted: GroupRuntime | None = None
     try:
+        # Binding included: two groups of one task must not bind its address twice.
         with _lock:
             with _announcing:
                 daemon = _daemons.get((seat.job, seat.number))

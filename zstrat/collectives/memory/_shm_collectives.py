@@ -152,6 +152,7 @@ class ShmCollectives:
         Cost: two steps a chunk; each rank copies it in, the first one also out.
         """
         chunk = SLOT // reduction.accumulator.itemsize
+        # At least one step: ranks compare what they call at the first step of a call.
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
             bounds = self._reduce_shares(reduction, source[start:end])

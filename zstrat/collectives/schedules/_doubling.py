@@ -88,6 +88,7 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
         else:
             yield Action(Act.FINISH)
         for step in range(came, steps):
+            # Else the peer has the block from an earlier step, or by itself.
             if distance + (1 << step) < size:
                 peer = (rank - (1 << step)) % size
                 yield Action(Act.SEND, peer, step * size + block)
@@ -131,6 +132,7 @@ def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
     for half in (p >> k for k in range(1, _log2(p) + 1)):
         # Blocks outside of this half were given away at an earlier step.
         if number // (2 * half) == block // (2 * half):
+            # Keeps the blocks of its own half, and gives away those of its partner's.
             act = Act.REDUCE if number & half == block & half else Act.SEND
             partner = _rank_of(number ^ half, extras)
             yield Action(act, partner, step * p + block)

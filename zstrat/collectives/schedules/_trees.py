@@ -69,6 +69,7 @@ def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
     """Yields the actions that copy down the binomial tree, to the largest subtree
     first; ``number`` is the rank counted from the root."""
     low = (number & -number).bit_length() - 1 if number else (size - 1).bit_length()
+    # The lowest bit says from whom it comes, those below it to whom it goes.
     if number:
         yield Action(Act.TAKE, (rank - (1 << low)) % size, places + low)
     for step in reversed(range(low)):
@@ -115,6 +116,7 @@ def children_of(number: int, size: int) -> tuple[int, ...]:
     if not half:
         return ()
     after = half
+    # The end may cut off the right subtree: a smaller one takes its place.
     while after and number + after >= size:
         after >>= 1
     return (number - half, number + after) if after else (number - half,)

@@ -142,6 +142,7 @@ def parse_request(head: bytes) -> HttpRequest:
         if header is None:
             raise BadRequest(400, "expected headers as in: Host: 127.0.0.1")
         headers[header[1].lower()] = header[2].decode("ascii").strip()
+    # After the headers: a malformed request is 400 whatever its method.
     if line[1] not in (b"GET", b"HEAD"):
         raise BadRequest(405, "only GET and HEAD are answered here")
     path, _, query = line[2].decode("ascii").partition("?")

@@ -322,6 +322,7 @@ def exposition(
         from prometheus_client import exposition as formats
     except ImportError as error:
         raise ImportError(EXTRA) from error
+    # Not the global one, which may have metrics of the user's program.
     registry = client.CollectorRegistry()
     client.ProcessCollector(registry=registry)
     client.GCCollector(registry=registry)

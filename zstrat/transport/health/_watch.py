@@ -383,6 +383,7 @@ class RunWatch:
         was_program = self._shown is not None and self._shown.name.startswith(PROGRAMS)
         if was_program and not programs:
             return RunLook()  # it has ended, although tasks of it may be here yet
+        # The newest: a program may open one session after the other.
         shown = (programs or present)[-1]
         if shown is not self._shown:
             self._shown, self._run = shown, self._run + 1

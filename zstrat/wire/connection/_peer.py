@@ -311,6 +311,7 @@ class Peer(Generic[Token]):
         heavy = self._serving.pop(number, None)
         if heavy is None or self.state is not _OPEN:
             return
+        # The real size counts from here on.
         if self._promised:
             self.outbox.nbytes -= self._promised.pop(number, 0)
         try:
@@ -471,6 +472,8 @@ class Peer(Generic[Token]):
         try:
             arrived = self._inbox.take_chunk(chunk, raws)
         except MemoryError as error:
+            # Not the peer's fault, but the body cannot be taken: the connection ends,
+            # not this process.
             return self._close(str(error))
         if self._initiator:
             self._requests.moved_back(chunk.stream, self._life.heard_at)
