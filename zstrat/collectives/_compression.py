@@ -173,7 +173,8 @@ class _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Int8:
-    """A scale, then a byte per value, with an error of at most half the scale."""
+    """Encodes a scale, then a byte per value, with an error of at most half the
+    scale."""
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         data = np.zeros(4 + len(values), np.uint8)
@@ -194,7 +195,8 @@ class _Int8:
 
 @dataclass(frozen=True, slots=True)
 class _TopK:
-    """The indices of the largest values, then these values; the others are zero."""
+    """Encodes the indices of the largest values, then these values; the others are
+    zero."""
 
     fraction: float
 

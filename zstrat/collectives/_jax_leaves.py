@@ -57,7 +57,7 @@ def is_array(leaf: object) -> bool:
 
 
 def put(values: np.ndarray, like: jax.Array) -> jax.Array:
-    """Returns a jax array of these values, where ``like`` is."""
+    """Returns a jax array of these values on the device of ``like``."""
     devices = like.devices()
     # A sharding over several devices may not fit another shape: one of its devices
     # does.

@@ -150,8 +150,8 @@ class DataConnections:
         settings: Settings,
         security: Security | None,
     ) -> DataConnections:
-        """Returns those to so many ``members`` at the host of ``address``, which may be
-        a name.
+        """Returns the data connections of a member to all others, so many ``members``,
+        bound at the host of ``address``, which may be a name.
 
         Raises:
             OSError: As the constructor; or the process may not open as many files.
@@ -278,8 +278,8 @@ class DataConnections:
         self._sent = self._got = 0
 
     def close(self, linger: float = LINGER) -> None:
-        """Ends all connections; blocks until what was sent has left, or for so long. If
-        they were not shut: on the loop."""
+        """Ends all connections. Blocks until what was sent has left, at most ``linger``
+        seconds. To be called on the loop if they were not shut."""
         with self._closing:
             if self._is_closed:
                 return
@@ -296,12 +296,12 @@ class DataConnections:
         self._context.term()
 
     def forget(self) -> None:
-        """In a forked process: they have ended here."""
+        """Marks the connections as closed in a forked process."""
         self._closing, self._is_closed = threading.Lock(), True
 
     def _meet(self, routing: bytes, frame: zmq.Frame) -> int | None:
-        """Returns the member whose first message this is, if its credential says so,
-        too."""
+        """Returns the member whose first message this is; None if the credential is not
+        that of the member."""
         member = self._known.get(str(frame.get("User-Id")))
         if member is None or routing != b"%d" % member:
             return None
@@ -310,7 +310,7 @@ class DataConnections:
         return member
 
     def _bind(self, where: Address) -> int:
-        """Binds; the descriptor that listens."""
+        """Binds, and returns the descriptor of the listening socket."""
         router = self._router
         if self._secret:
             router.curve_server, router.curve_secretkey = True, self._secret
@@ -335,7 +335,8 @@ class DataConnections:
 
 
 def _require_room(members: int) -> None:
-    """Asks beforehand: libzmq ends a process in which it cannot open what it needs.
+    """Checks that enough descriptors are free: libzmq ends a process in which it cannot
+    open what it needs.
 
     Raises:
         OSError: EMFILE; says how many descriptors there are.
@@ -364,7 +365,7 @@ def _close_all() -> None:
 
 
 def _forget() -> None:
-    """After a fork: they are the parent's."""
+    """Forgets all connections after a fork: they are the parent's."""
     for connections in list(_open):
         connections.forget()
     _open.clear()

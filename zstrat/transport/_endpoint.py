@@ -219,7 +219,7 @@ class Endpoint:
             await self._sockets.end(self._context)
 
     def statistics(self) -> dict[str, object]:
-        """Counts since the start, and what is connected now."""
+        """Returns counts since the start, and what is connected now."""
         return {
             "remotes": self._admission.names,
             "handlers": len(self._dispatcher),

@@ -106,8 +106,7 @@ def warn_of_blocking(twin: str) -> None:
 
 
 def _outside() -> int:
-    """Returns how far the first line that is not of zstrat is from the caller of
-    this."""
+    """Returns how many frames above this one the first line outside of zstrat is."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
@@ -428,7 +427,8 @@ class LoopCall(Generic[T]):
         return ClosedError(f"{self._what}: {self._ended}")
 
     def _give_up(self) -> None:
-        """Posted after the beginning; if there was none, nothing is left to begin."""
+        """Cancels the work if it has not ended. Posted after `_begin`: the work has
+        begun by then, or never will."""
         _under_way.discard(self)
         if not self._is_over:
             with contextlib.suppress(ClosedError):
@@ -446,8 +446,8 @@ _under_way: Final[set[LoopCall[Any]]] = set()
 
 
 def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop is closed: wakes the waiters of calls posted after the last look
-    at its tasks, or did not end when it was cancelled."""
+    """Wakes the waiters of a closed loop: their calls came after its tasks were
+    cancelled, or did not end then."""
     for call in list(_under_way):
         call.abandon_if_of(loop)
 
@@ -465,13 +465,14 @@ _open: Final[weakref.WeakSet[Portal]] = weakref.WeakSet()
 
 
 def close_portals() -> None:
-    """Closes all that are open, as the exit of the interpreter does."""
+    """Closes all open portals, as the exit of the interpreter does."""
     for portal in list(_open):
         portal.close()
 
 
 def _forget() -> None:
-    """After a fork: no loop runs here, and nobody waits."""
+    """Forgets portals, loops and calls after a fork: no loop runs here, and nobody
+    waits."""
     for portal in list(_open):
         portal.forget()
     _of_parent.update(_loops)

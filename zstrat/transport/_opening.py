@@ -81,7 +81,7 @@ def hello(job: str, index: int, incarnation: int) -> Hello:
 
 
 def program_name() -> str:
-    """Returns what runs in this process, for words to a person: "train.py"."""
+    """Returns the name of this program, for messages to persons: "train.py"."""
     path = Path(sys.argv[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     name = f"python {name}" if name in ("-c", "-m") else name
@@ -299,7 +299,7 @@ _SIGNATURE: Final = b"\xff"
 
 
 class Dial:
-    """Connects to ``where``.
+    """Connects to ``where``, and again after each end of the connection.
 
     Args:
         arm: Sets the keys of a socket before it connects.

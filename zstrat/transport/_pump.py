@@ -53,7 +53,8 @@ def count_direct(sent: int, got: int) -> None:
 
 
 def transports() -> dict[str, dict[str, int]]:
-    """``in`` and ``out`` of each transport, in bytes since the process began."""
+    """Returns ``in`` and ``out`` of each transport, in bytes since the process
+    began."""
     return {
         "socket": {"in": SOCKET.got + _DIRECT.got, "out": SOCKET.sent + _DIRECT.sent},
         "shm": {"in": SHARED.got, "out": SHARED.sent},
@@ -111,8 +112,9 @@ _DONE: Final = Sending.DONE  # a look at a member of an enum costs as much as a 
 
 
 class Pump:
-    """Owns ``socket``. ``receive`` gets each message whole and must not raise; which of
-    its frames is the header, ``header`` says."""
+    """Moves messages between ``socket``, which it owns, and the loop. ``receive`` gets
+    each message whole, and must not raise. ``header`` is the index of the header among
+    its frames."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], receive: Receive, header: int = 0
@@ -238,7 +240,7 @@ class Pump:
 
 
 class Outlet:
-    """Sends what one peer wants to say, in order, as far as the socket takes it.
+    """Sends the messages of one peer, in order, as far as the socket takes them.
 
     Args:
         on_flushed: Called after each flush: there may be room for more.

@@ -94,7 +94,7 @@ async def return_context() -> None:
 
 
 def _forget() -> None:
-    """After a fork: the context's thread is the parent's."""
+    """Forgets the links' context after a fork: its thread is the parent's."""
     global _lock, _users
     _lock, _users = threading.Lock(), 0
     # Kept, because what ends a context would wait for that thread.
@@ -300,17 +300,17 @@ class EventKind(enum.Enum):
 
 
 class Event(NamedTuple):
-    """``value`` is the file descriptor of the connection for ACCEPTED, CONNECTED and
-    BROKEN, that of the listener for LISTENING, else a detail: of FAILED the error
-    number that was the last one, so EPIPE or ECONNRESET where the other side has ended
-    the connection."""
+    """An event of a connection. ``value`` is the file descriptor of the connection for
+    ACCEPTED, CONNECTED and BROKEN, that of the listener for LISTENING, else a detail:
+    of FAILED the last error number, so EPIPE or ECONNRESET where the other side has
+    ended the connection."""
 
     kind: EventKind
     value: int
 
 
 def event_of(parts: Sequence[bytes]) -> Event:
-    """Returns what a message of libzmq's monitor says."""
+    """Returns the event in a message of libzmq's monitor."""
     number, value = _HEAD.unpack(parts[0])
     return Event(EventKind(zmq.Event(number)), value)
 
@@ -337,7 +337,7 @@ class Monitor:
         self._pump = Pump(listener, self._received)
 
     def drain(self) -> None:
-        """Takes what has been said so far, now."""
+        """Handles, at once, all events so far."""
         self._pump.drain()
 
     def close(self) -> None:
@@ -365,7 +365,7 @@ class Sockets(Protocol):
         ...
 
     async def give_back(self) -> None:
-        """Says that a link needs the shared context no more."""
+        """Gives back the context that `lease` returned."""
         ...
 
     def socket(

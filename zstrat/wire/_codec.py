@@ -314,7 +314,7 @@ def _announced(
 
 
 def _check_blob(value: Any) -> bytes | int:
-    """Bytes, or how many of them follow in a frame of their own."""
+    """Checks bytes, or the number of bytes that follow in a frame."""
     # Shorter ones have no frame, so a length is of a long one.
     if type(value) is bytes or (type(value) is int and value > INLINE):
         return value

@@ -315,7 +315,7 @@ def _dict(item: Any) -> Check:
 
 
 def _record(cls: type) -> Check:
-    """Returns a NamedTuple from a list of as many values."""
+    """Returns the check that makes a NamedTuple of a list of as many values."""
     hints = get_type_hints(cls)
     if any(map(is_record, hints.values())):
         raise TypeError(f"{cls.__name__}: a record inside a record is not supported")

@@ -117,7 +117,7 @@ def check_sender(task: str, sender: str, role: Job, message: object) -> None:
 
 
 class OwnerPeer(Protocol):
-    """A connection of a coordinator, by identity."""
+    """A connection of a coordinator; connections are compared by identity."""
 
     @property
     def is_heard(self) -> bool:

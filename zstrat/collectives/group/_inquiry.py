@@ -93,7 +93,7 @@ class FailureInquiry:
 def verdict(
     inquiry: FailureInquiry, call: str, name: Callable[[int], str], timeout: float
 ) -> ZstratError:
-    """Returns the error for all ranks.
+    """Returns the error that ends the generation on all ranks.
 
     Args:
         call: Name of the call: operation, number and group.

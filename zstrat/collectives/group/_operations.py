@@ -118,7 +118,7 @@ class CallFactory:
 
 
 class OperationRequest(NamedTuple):
-    """A checked call: its description, what makes its steps, and its algorithm."""
+    """A checked operation: its description, the maker of its steps, and its options."""
 
     words: str
     make: Callable[[CallFactory], Steps]
@@ -187,7 +187,7 @@ def _all_reduce_array(
     in_place: bool,
     options: CallOptions,
 ) -> OperationRequest:
-    """`all_reduce` of one array in C order, where there is nothing to pack."""
+    """Reduces one array in C order, as `all_reduce`: there is nothing to pack."""
     # Text, as it is a key; an unknown name is refused by an error that has it.
     compression = None if options.compression is None else str(options.compression)
     algorithm = None if options.algorithm is None else str(options.algorithm)
@@ -374,8 +374,8 @@ def _packed(
     op: ReduceOp = ReduceOp.SUM,
     root: int = 0,
 ) -> tuple[list[CollectiveCall], dict[int, np.ndarray]]:
-    """Calls in which small leaves go together, the last ones first, and the result of
-    each leaf."""
+    """Returns the calls in which small leaves go together, the last ones first, and the
+    result of each leaf."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
     is_broadcast = kind is CallKind.BROADCAST
@@ -406,8 +406,8 @@ def _packed(
 def _gathered(
     factory: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
 ) -> Steps:
-    """Leaves of all ranks, one after the other along their first axis, which is put
-    where ``axes`` says in the results."""
+    """Makes the steps of a gather: leaves of all ranks, one after the other along their
+    first axis, which is put where ``axes`` says in the results."""
     kind = CallKind.ALL_GATHER
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
     table = np.empty(factory.size * len(leaves), _LENGTHS)

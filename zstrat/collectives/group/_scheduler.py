@@ -156,7 +156,8 @@ class OperationScheduler:
     def _give_up(
         self, factory: CallFactory, turn: CallTurn | None, error: BaseException
     ) -> None:
-        """The operation has a number, and the other ranks wait for it."""
+        """Ends the generation: the operation has a number, and the other ranks wait for
+        it."""
         reason = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
         self._messages.abort_by(reason)
         self._over(factory)

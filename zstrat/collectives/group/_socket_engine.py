@@ -48,7 +48,7 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 
 class EarlyHop(NamedTuple):
-    """Part of a call, as it came."""
+    """A hop of a call that this rank has not made yet."""
 
     rank: int
     place: int
@@ -57,7 +57,7 @@ class EarlyHop(NamedTuple):
 
 
 class SocketEngine:
-    """Implements `zstrat.collectives._engine.CollectiveEngine`.
+    """Runs calls through data connections, in the thread that calls.
 
     Args:
         one_host: All ranks are on one machine, and share its cores.
@@ -224,7 +224,7 @@ class SocketEngine:
             self._queues.setdefault(peer, deque()).append((head, data.data))
 
     def _flush(self) -> None:
-        """Sends what found no room."""
+        """Sends what found no room before."""
         for peer, queue in list(self._queues.items()):
             while queue and self._connections.send(peer, *queue[0]):
                 queue.popleft()

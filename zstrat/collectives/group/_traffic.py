@@ -60,7 +60,7 @@ def key_of(tag: str | None, number: int, part: int) -> int:
 
 
 def key_between(key: int, part: int) -> int:
-    """Returns the key of a part of a call among some of the ranks."""
+    """Returns the key of one part of a call, which only some of the ranks make."""
     return _digest(f"{key}/{part}")
 
 

@@ -285,8 +285,8 @@ def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
 
 
 class SharedMemory:
-    """The shared memory of this rank, created before the group forms, as it is sent
-    with the members."""
+    """The shared memory of this rank. Created before the group forms, as its descriptor
+    is sent with the members."""
 
     def __init__(self) -> None:
         """Raises: OSError: The kernel does not provide anonymous memory."""

@@ -89,7 +89,8 @@ _BLOCK: Final = 32 * 1024
 
 
 class ShmCollectives:
-    """The ranks of one host at their steps. ``rank``: that of this rank among them."""
+    """The collectives of the ranks of one host. ``rank``: index of this rank among
+    them."""
 
     def __init__(self, rank: int, segments: Sequence[RankMemory], cores: int) -> None:
         self.rank, self.size = rank, len(segments)

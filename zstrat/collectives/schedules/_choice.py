@@ -53,7 +53,8 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The first rule that holds decides; if none does, `DEFAULT_RULES` decide."""
+    """A table of algorithms. The first rule that holds decides; if none does,
+    `DEFAULT_RULES` decide."""
 
     rules: tuple[Rule, ...] = ()
 
@@ -70,7 +71,7 @@ class Choices:
         raise ValueError(f"call {call!r}: expected one of {calls}")
 
     def to_plain(self) -> dict[str, PlainTree]:
-        """Returns what `choices_from` takes."""
+        """Returns the table in the form that `choices_from` takes."""
         return {"rule": [_plain(rule) for rule in self.rules]} if self.rules else {}
 
     def to_toml(self) -> str:

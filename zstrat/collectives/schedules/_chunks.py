@@ -44,7 +44,7 @@ _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
 
 
 class BlockTraits:
-    """Facts about the memory that the actions on one block use."""
+    """Facts about the actions on one block that decide which memory is used."""
 
     __slots__ = ("actions", "forwards", "grows", "is_taken", "turn")
 
@@ -199,7 +199,7 @@ class ChunkArithmetic:
         return width
 
     def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
-        """Returns what this rank has of a chunk, as bytes to send."""
+        """Returns the bytes of a chunk that this rank sends."""
         have = block.have[chunk]
         # Finished: everybody gets the same bytes, so nothing is made of them again.
         if block.at[chunk] > block.turn:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
-    """Halves the array with partners at shrinking distance, then doubles what is done.
+    """Returns an all-reduce that halves the array with partners at shrinking distance,
+    and then doubles what is finished.
 
     There are as many blocks as the largest power of two p <= ``size``. Ranks beyond p
     ("extras") fold in first: rank 2i gives all it has to rank 2i + 1, and gets the
@@ -35,8 +36,9 @@ def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def doubling_all_reduce(rank: int, size: int) -> Schedule:
-    """One block, whole: at each step partners give each other all that they have, at
-    doubling distance. Half the steps of a tree, for arrays so small that steps count.
+    """Returns an all-reduce of one whole block: at each step partners give each other
+    all that they have, at doubling distance. Half the steps of a tree, for arrays so
+    small that steps count.
 
     Every member reduces all of it, the lower numbers first: all have the same bits, of
     which none is made of what was rounded for the wire. So nothing can be compressed.
@@ -67,7 +69,8 @@ def doubling_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def doubling_all_gather(rank: int, size: int) -> Schedule:
-    """Block b is what rank b gives; blocks may differ in size.
+    """Returns a gather in few steps. Block b is the array of rank b; blocks may differ
+    in size.
 
     At step k every rank has 2^k blocks, its own and those of the ranks after it, and
     gives them to the rank 2^k before it.
@@ -98,7 +101,8 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
 
 
 def dissemination_barrier(rank: int, size: int) -> Schedule:
-    """One block of nothing: no rank is through before all have begun.
+    """Returns a barrier, whose one block is empty: no rank is through before all have
+    begun.
 
     At step k every rank sends what it knows to the rank 2^k after it.
 

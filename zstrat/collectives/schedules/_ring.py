@@ -14,7 +14,8 @@ from ._schedule import Act, Action, Schedule
 
 
 def ring_all_reduce(rank: int, size: int) -> Schedule:
-    """``size`` blocks; block b starts at rank b and is finished by rank b - 1.
+    """Returns an all-reduce of ``size`` blocks around a ring. Block b starts at rank b,
+    and is finished by rank b - 1.
 
     Cost: 2 (size - 1) steps; each rank sends 2 (size - 1) / size of the array.
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
@@ -38,7 +39,8 @@ def ring_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def ring_all_gather(rank: int, size: int) -> Schedule:
-    """Block b is what rank b gives; blocks may differ in size.
+    """Returns a gather around a ring. Block b is the array of rank b; blocks may differ
+    in size.
 
     Cost: size - 1 steps; each rank sends all blocks but that of its right neighbour.
     """
@@ -54,7 +56,8 @@ def ring_all_gather(rank: int, size: int) -> Schedule:
 
 
 def ring_reduce_scatter(rank: int, size: int) -> Schedule:
-    """``size`` blocks; rank b ends with block b, reduced.
+    """Returns a reduce-scatter of ``size`` blocks around a ring. Rank b ends with block
+    b.
 
     Cost: size - 1 steps; each rank sends all blocks but its own.
     """
@@ -71,7 +74,8 @@ def ring_reduce_scatter(rank: int, size: int) -> Schedule:
 
 
 def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """The root gives every other rank a part; these pass the parts around a ring.
+    """Returns a broadcast in which the root gives every other rank a part, and these
+    pass the parts around a ring.
 
     ``size - 1`` blocks (one, for a group of one). The root sends the array once only,
     whatever the size of the group.
@@ -102,7 +106,7 @@ def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """One block, from each rank to the next one, chunk by chunk.
+    """Returns a broadcast of one block, from each rank to the next one, chunk by chunk.
 
     Cost: size - 1 steps; each rank but the last sends the array once.
     """

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def tree_all_reduce(rank: int, size: int) -> Schedule:
-    """One block, up a binomial tree to rank 0 and down again: best for small arrays.
+    """Returns an all-reduce of one block, up a binomial tree to rank 0 and down again:
+    best for small arrays.
 
     Cost: 2 ceil(log2(size)) steps and 2 (size - 1) hops in all; a rank sends the array
     once up, and once down to each of its up to ceil(log2(size)) children.
@@ -26,7 +27,7 @@ def tree_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """One block, down a binomial tree from ``root``.
+    """Returns a broadcast of one block, down a binomial tree from ``root``.
 
     Cost: ceil(log2(size)) steps; the root sends the array ceil(log2(size)) times.
     """
@@ -37,7 +38,7 @@ def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def double_tree_all_reduce(rank: int, size: int) -> Schedule:
-    """Two blocks, each up and down a separate binary tree.
+    """Returns an all-reduce of two blocks, each up and down a separate binary tree.
 
     The ranks that are inner ones in one tree are leaves in the other, so that all lines
     are used, both ways, while chunks follow each other: few steps and full bandwidth.
@@ -109,7 +110,7 @@ def parent_of(number: int, size: int) -> int | None:
 
 
 def children_of(number: int, size: int) -> tuple[int, ...]:
-    """Returns the inverse of `parent_of`, growing."""
+    """Returns the children in the tree of `parent_of`, in ascending order."""
     if not number:
         return (1 << ((size - 1).bit_length() - 1),) if size > 1 else ()
     half = (number & -number) >> 1

@@ -127,7 +127,7 @@ class BadRequest(ValueError):
 
 
 def parse_request(head: bytes) -> HttpRequest:
-    """Returns the request that these bytes are, up to the empty line.
+    """Parses the bytes of a request, up to the empty line.
 
     Raises:
         BadRequest: They are not a request, or not one that this server answers.
@@ -158,9 +158,9 @@ def parse_request(head: bytes) -> HttpRequest:
 
 
 def is_own_name(host: str) -> bool:
-    """Returns whether a browser that says so was led to this machine by its user. A
-    page of a stranger may have had its own name resolve to loopback, to read what is
-    here."""
+    """Returns whether a ``Host`` header names this machine as its users do: loopback,
+    or a number. Any other name may be that of a stranger's page, which has it resolve
+    to loopback, to read what is here."""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     if name in ("", "localhost"):
         return True
@@ -222,7 +222,7 @@ class HttpServer:
             self._server.close()
 
     def forget(self) -> None:
-        """In a forked process: the port is the parent's."""
+        """Gives up the port in a forked process: it is the parent's."""
         if self._server is not None:
             give_up(each.fileno() for each in self._server.sockets)
 
@@ -328,7 +328,7 @@ class HttpServer:
 
 
 def encoded(answer: HttpAnswer, is_head: bool) -> bytes:
-    """Returns the answer as it travels."""
+    """Returns the bytes of an answer, without the body if ``is_head``."""
     body = f"{answer.body}\n".encode() if answer.kind == TEXT else answer.body.encode()
     more = [f"Content-Length: {len(body)}"]
     more += [f"{name}: {value}" for name, value in answer.headers]
@@ -382,12 +382,11 @@ class PageToken:
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def is_in_address(self, asked: HttpRequest) -> bool:
-        """Returns whether the address itself has the token: it is to become a
-        cookie."""
+        """Returns whether the address has the token, which then becomes a cookie."""
         return any(map(self.is_same, parse_qs(asked.query).get("token", ())))
 
     def is_shown(self, asked: HttpRequest, port: int) -> bool:
-        """Returns whether the cookie, or the header for programs, has it."""
+        """Returns whether the cookie, or the header for programs, has the token."""
         scheme, _, secret = asked.authorization.partition(" ")
         if scheme.lower() == "bearer" and self.is_same(secret.strip()):
             return True
@@ -412,7 +411,7 @@ _SCRIPTS: Final = ("charts.js", "page.js")
 
 @cache
 def document() -> HttpAnswer:
-    """Returns the page, as it is answered."""
+    """Returns the answer that has the page."""
     style = f"\n{_asset('page.css')}"
     known = {each.name: each for job in ("ps", "worker") for each in task_metrics(job)}
     numbers = [

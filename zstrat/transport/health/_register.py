@@ -72,7 +72,7 @@ class Reporting(Protocol):
 
 
 class SharedAnswer(Generic[T]):
-    """The answer of one loop to one question, shared by concurrent callers."""
+    """The answer of a loop to one question, shared by all who ask at the same time."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, answer: Callable[[], T]
@@ -257,17 +257,17 @@ class TelemetryNotices:
         with suppress(BusyError, PeerLostError):  # the next notice replaces it
             self._notify(Telemetry(values))
         self._left = max(0, self._left - 1)
-        if (self._left or _goes_on(values)) and not self._is_closed:
+        if (self._left or _has_steps(values)) and not self._is_closed:
             self._timer = self._loop.call_later(EVERY, self._send)
 
 
-def _goes_on(values: Mapping[str, PlainTree]) -> bool:
+def _has_steps(values: Mapping[str, PlainTree]) -> bool:
     """Returns whether steps run. Bytes do not count, as notices send some
     themselves."""
     rates = values.get("rates")
     counted = ("steps_per_s", "pulls_per_s", "pushes_per_s")
-    goes_on = isinstance(rates, dict) and any(map(rates.get, counted))
-    return goes_on or bool(values.get("now"))
+    has_steps = isinstance(rates, dict) and any(map(rates.get, counted))
+    return has_steps or bool(values.get("now"))
 
 
 def process_report() -> dict[str, PlainTree]:

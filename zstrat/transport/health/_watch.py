@@ -69,7 +69,7 @@ class RunHistory:
     _open: list[list[float]] = field(default_factory=list)
 
     def add(self, row: list[float]) -> bool:
-        """False: the rows are others now, and not only one more."""
+        """Adds a row. Returns False if earlier rows have changed, too."""
         self._open.append(row)
         if len(self._open) < self._each:
             return True
@@ -106,7 +106,8 @@ class RunPicture:
         self._only_grew = False
 
     def see(self, look: RunLook, now: float) -> None:
-        """Takes what was found at ``now``, seconds of any monotonic clock."""
+        """Takes the answer of a process at ``now``, in seconds of any monotonic
+        clock."""
         is_another = look.run not in (0, self._run)
         if is_another:
             self._begin(look, now)
@@ -279,7 +280,7 @@ log = logging.getLogger("zstrat.transport.health")
 
 
 class RunWatch:
-    """The looks of one process, and the pages that are open. Lives on one loop.
+    """Looks at the newest run of this process, for all open pages. Lives on one loop.
 
     Args:
         timeout: Seconds after which a loop that does not turn hangs.
@@ -415,7 +416,7 @@ class RunWatch:
 
 
 def _of_task(name: str, values: Mapping[str, PlainTree]) -> Metrics:
-    """Returns the metrics of a run of which this process sees only its own task."""
+    """Returns the metrics of a run if this process sees only one task of it."""
     about = values.get("task")
     known = about if isinstance(about, dict) else {}
     task = TaskReport("open", str(known.get("address", "")), "", values)

@@ -115,7 +115,7 @@ class Assembly:
         return self._position >= self.nbytes
 
     def take(self, offset: int, chunk: Frame) -> None:
-        """The next chunk.
+        """Takes the next chunk.
 
         Raises:
             ProtocolError: It is not the next one, or longer than what was announced.
@@ -143,7 +143,7 @@ class Assembly:
         self._position = end
 
     def adopt(self, memory: memoryview) -> None:
-        """Takes the whole body in place."""
+        """Takes the whole body, in the memory where it is."""
         if self._position:
             raise ProtocolError(f"body: {self._position} bytes of it came in chunks")
         self._memory, self._position = memory, self.nbytes
@@ -167,14 +167,16 @@ class Sink(Protocol):
     """Works on a body while it arrives, and then answers: see the top of this file."""
 
     def take(self, memory: memoryview, offset: int, chunk: Frame) -> None:
-        """The next chunk, of any size, whose place in ``memory`` begins at ``offset``.
+        """Takes the next chunk, of any size, whose place in ``memory`` begins at
+        ``offset``.
 
         ``memory`` is as long as the body, the same for all chunks, and undefined where
         the sink has written nothing. Must not raise.
         """
 
     def finish(self) -> Message | Awaitable[Message]:
-        """The body is whole: the outcome of the request, like that of its handler."""
+        """Returns the outcome of the request, as its handler would: the body is
+        whole."""
 
 
 Absorb = Callable[[Message, "Sequence[ArraySpec]"], "Sink | None"]

@@ -36,10 +36,10 @@ class Carried(NamedTuple):
 
 
 class Carrier(Protocol):
-    """A connection, as the system knows it."""
+    """What the system knows of a connection."""
 
     def carried(self) -> Carried:
-        """Returns what it has moved so far."""
+        """Returns the bytes that the connection has moved so far."""
         ...
 
     def is_held_by(self, pid: int) -> bool:
@@ -65,7 +65,7 @@ seconds. A running process that hangs is lost after that, too."""
 
 
 class Liveness:
-    """Whether one peer is alive, by the times of its messages and of ours.
+    """Decides whether a peer is alive, by the times of its messages and of ours.
 
     The owner writes ``sent_at`` and ``heard_at`` with each message, and ``neighbour``
     when the peer has greeted. All times are seconds of the clock that the owner reads.
@@ -127,7 +127,7 @@ class Liveness:
         return self._ticked_at + self._times.beat / 2
 
     def is_quiet(self, now: float) -> bool:
-        """Returns whether it is time for a beat: nothing else was said."""
+        """Returns whether it is time for a beat, as nothing else was sent."""
         return now - self.sent_at >= self._times.beat
 
     @property
@@ -258,11 +258,12 @@ class Requests(Generic[Token]):
         self._back = Progress(number, now)
 
     def take(self, number: int) -> Waiting[Token] | None:
-        """Takes the request of that number out; None if it does not wait."""
+        """Removes and returns the request of that number; None if it does not wait."""
         return self._waiting.pop(number, None)
 
     def take_late(self, now: float) -> list[Waiting[Token]]:
-        """Takes out the requests whose deadline has passed without progress."""
+        """Removes and returns the requests whose deadline has passed without
+        progress."""
         if now < self.due:
             return []
         taken = []
@@ -283,7 +284,7 @@ class Requests(Generic[Token]):
         return taken
 
     def take_all(self) -> list[Waiting[Token]]:
-        """Takes out all requests, as none will be answered."""
+        """Removes and returns all requests, as none will be answered."""
         taken = list(self._waiting.values())
         self._waiting.clear()
         self.due = float("inf")

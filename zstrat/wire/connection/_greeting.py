@@ -26,7 +26,7 @@ _VERSIONS: Final = 16
 
 
 def quoted(text: str, most: int) -> str:
-    """Returns what a stranger said, on one line: no character of it does anything to a
+    """Returns a stranger's text on one line, without characters that do anything to a
     log or a terminal."""
     text = text[:most]
     if text.isprintable():
@@ -40,7 +40,7 @@ def task_name(hello: Hello) -> str:
 
 
 def described(hello: Hello) -> str:
-    """Returns the task and where it runs, for words to a person."""
+    """Returns the task and where it runs, for messages to persons."""
     return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
 
 

@@ -50,8 +50,9 @@ _arrived: Final[Callable[[Any], Arrived]] = partial(tuple.__new__, Arrived)
 
 
 class Inbox:
-    """``initiator``: whether this side sends the requests, and so gets answers, which
-    have the numbers of their requests and are outside the order."""
+    """Takes what arrives in the order of numbers: messages, and bodies that follow
+    them. ``initiator``: this side sends the requests. Then it gets answers, which have
+    the numbers of their requests, and are outside of the order."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Inbox:
         """Heavy messages and parts of bodies since the last credit was given."""
 
     def take(self, announced: Announced, frames: Sequence[Frame]) -> Arrived | None:
-        """Returns a message, or the header of one whose body follows (None).
+        """Takes the next message. Returns it, or None if its body follows.
 
         Raises:
             ProtocolError: It is out of order, or its frames are not what it announces.
@@ -92,7 +93,7 @@ class Inbox:
         return self._take_arrays(announced, frames[1:])
 
     def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
-        """Returns the next chunk of the body; the message, if it was the last one.
+        """Takes the next chunk of a body. Returns the message if it was the last one.
 
         Raises:
             ProtocolError: It is not the next one, or none was announced.
@@ -142,8 +143,8 @@ class Inbox:
         return _arrived((announced.request, message, is_heavy, None))
 
     def _sink(self, announced: Announced) -> Sink | None:
-        """Returns what works on the body while it arrives, if anything does. Only
-        requests have a sink: notices, answers and shipped bytes are wanted whole."""
+        """Returns the sink of the body, if it has one. Only requests have: notices,
+        answers and shipped bytes are wanted whole."""
         if self._absorb is None or announced.outside or not announced.request & 1:
             return None
         return self._absorb(announced.build(()), announced.specs)
@@ -231,7 +232,7 @@ class Backlog:
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
-        """Keeps a message unread, after the others.
+        """Keeps a message unread, as the newest one.
 
         Raises:
             ProtocolError: More than ``most`` bytes would be kept.
@@ -242,7 +243,7 @@ class Backlog:
         self.messages.append(frames)
 
     def take(self) -> Sequence[Frame]:
-        """Takes the message out that was kept first."""
+        """Removes and returns the oldest message."""
         frames = self.messages.popleft()
         self._nbytes -= _OBJECTS + sum(map(len, frames))
         return frames

@@ -81,12 +81,12 @@ class Outbox:
         """Ordered messages and chunks that were given out so far."""
 
     def __len__(self) -> int:
-        """Messages of the ordered kind that wait."""
+        """Returns the number of ordered messages that wait."""
         return len(self._ordered) + (self._body is not None)
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` gives out a message."""
+        """Whether `take` would return a message."""
         # As `take` decides, without taking: asked after each message of a flush.
         if self._urgent:
             return True

@@ -123,7 +123,8 @@ class Peer(Generic[Token]):
         absorb: Absorb | None = None,
         carrier: Carrier = _UNKNOWN,
     ) -> None:
-        """The network is connected: the initiator's first message is its HELLO."""
+        """Starts a connection on a network connection: the initiator says HELLO
+        first."""
         self.name = name
         self.hello: Hello | None = None
         self.state = OrderState.GREETING
@@ -219,8 +220,8 @@ class Peer(Generic[Token]):
         return ()
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
-        """Looks whether the peer is lost and which requests are late, and says what is
-        due. To be called at `due` at the latest."""
+        """Checks whether the peer is lost and which requests are late, and queues what
+        is due. To be called at `due` at the latest."""
         if self.state is OrderState.CLOSED:
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
@@ -252,7 +253,7 @@ class Peer(Generic[Token]):
 
     @property
     def due(self) -> float:
-        """When `tick` has to be called next."""
+        """The time at which `tick` has to be called next."""
         return min(self._life.due, self._requests.due)
 
     @property
@@ -298,9 +299,9 @@ class Peer(Generic[Token]):
         self._sent += 1
 
     def promise(self, number: int, nbytes: int) -> None:
-        """Counts the outcome of a request, which will have so many bytes, as one that
-        waits already: so a peer that asks for much with short messages is held back
-        before the answers take memory."""
+        """Counts the outcome of a request, which will have so many bytes, as waiting
+        already. So a peer that asks for much with short messages is held back before
+        the answers take memory."""
         if number in self._serving and number not in self._promised:
             self._promised[number] = nbytes
             self.outbox.nbytes += nbytes
@@ -336,7 +337,8 @@ class Peer(Generic[Token]):
         return self._close(str(error), refusal=error)
 
     def leave(self, reason: str, returns: float = 0.0) -> Sequence[Order[Token]]:
-        """Says `Goodbye`; the connection is over when `transmit` has given that out."""
+        """Queues a `Goodbye`; the connection is over once `transmit` has returned
+        it."""
         if self.state is OrderState.OPEN:
             self.outbox.say(Goodbye(reason, returns))
         return self._close(reason)
