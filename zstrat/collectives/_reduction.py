@@ -85,6 +85,8 @@ class Reduction:
     def reduce(self, some: np.ndarray, more: np.ndarray, out: np.ndarray) -> None:
         """Writes the reduction of both into ``out`` (of ``accumulator``), which may be
         one of them."""
+        # By identity, which is quick and nearly always enough; `widened` compares
+        # again.
         if some.dtype is not self.accumulator:
             some = self.widened(some)
         if more.dtype is not self.accumulator:

@@ -142,6 +142,7 @@ class Roster:
                 "stop one of the two, or give it another index"
             )
             return error, ()
+        # A worker without a number (-1) has no rivals: there may be several.
         is_single = hello.job in _SINGLE and hello.index >= 0
         replaced = self._rivals(hello) if is_single else ()
         # Two passes: a peer that is refused must not have replaced any task.

@@ -92,6 +92,7 @@ def refuse_newcomers(listener: int) -> None:
         )
     # A BPF program of one instruction, "return 0": drops each packet.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    # struct sock_fprog: the number of instructions, and their address.
     count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
     with borrowed(listener) as line:
         line.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, count_and_place)
@@ -168,6 +169,7 @@ def _has_other_end(line: socket.socket, pid: int) -> bool:
 
 def _inode_of_other_end(line: socket.socket) -> str | None:
     ends = _written(line, line.getpeername()), _written(line, line.getsockname())
+    # As the other end has it: its local address is our remote one.
     with open(f"/proc/net/{_TABLES[line.family]}", encoding="ascii") as table:
         for row in table:
             words = row.split()

@@ -394,6 +394,7 @@ class Dial:
         the address; sets `is_task` when an answer comes."""
         if self._speaks:
             return
+        # The previous one may still wait for its answer.
         self.end_question()
         try:
             socket = self._socket(zmq.STREAM)

@@ -57,6 +57,7 @@ def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memo
     # numpy makes the base of a view the base of its base, so long as that has the type
     # of the view: two types of our own keep an array from skipping its lease.
     lease = memory.view(_LeasedMemory).view(_Lease)
+    # At exit the memory goes with the process; a callback could only hold it up.
     weakref.finalize(lease, ended, what).atexit = False
     return lease.data
 
@@ -96,6 +97,7 @@ class Pool:
         """
         size = -(-nbytes // _STEP) * _STEP
         memory = self._take(size)
+        # The whole block comes back, whatever part of it the body took.
         return lend(memory[:nbytes], self._give_back, memory)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:

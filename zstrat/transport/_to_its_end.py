@@ -29,7 +29,8 @@ async def to_its_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:
-        _ = task.cancelled() or task.exception()  # an error is not what ends this
+        # An error is not what ends this; if it were not fetched, asyncio would log it.
+        _ = task.cancelled() or task.exception()
         raise asyncio.CancelledError
     return task.result()
 

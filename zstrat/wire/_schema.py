@@ -75,6 +75,7 @@ def message(cls: type[T]) -> type[T]:
     made.__init__ = _init_of(made)
     made.__eq__, made.__hash__, made.__repr__ = _equal, _hash, _shown
     made.__setattr__ = made.__delattr__ = _refuse
+    # By default pickle would set the slots by `setattr`, which is refused.
     made.__reduce__ = _reduced
     made_class: type[T] = made
     return made_class
@@ -201,6 +202,7 @@ def _usual(hint: Any) -> type:
     if hint in _NAMES:
         kind: type = hint
         return kind
+    # Records and arrays arrive as lists, too.
     return dict if get_origin(hint) is dict else list
 
 

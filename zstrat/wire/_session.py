@@ -60,8 +60,9 @@ ANY_TASK: Final = frozenset(Job)
 
 
 class Repeat(enum.Enum):
-    """Whether a client may repeat a request that a parameter server may have carried
-    out before its connection broke."""
+    """Whether a client of parameter servers may repeat a request that the server may
+    have carried out before its connection broke. No other sender goes by this: it
+    decides for itself what to send again."""
 
     NEVER = "never"
     SAFE = "safe"
@@ -250,6 +251,7 @@ class Ownership:
         # What proves that the owner lives counts from the next refusal.
         self._refused.clear()
         if owner is None or is_new:
+            # Keys are counted from the session that began, if this one continues it.
             self._owner = replace(asked, origin=asked.origin or asked.session)
             # Of the previous owner: their ends say nothing of this one.
             self._links = []
@@ -260,6 +262,7 @@ class Ownership:
                 hello=asked.hello,
                 alive=True,
                 program=owner.program or asked.program,
+                # An opening of an earlier connection may be read late.
                 sent=max(owner.sent, asked.sent),
             )
         if several:

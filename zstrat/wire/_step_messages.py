@@ -24,8 +24,6 @@ class Outcome(enum.IntEnum):
     DOUBTFUL = 3
 
 
-# `NEVER`, as all requests to workers: what a lost worker had is sent to another one,
-# with the closures that are retried.
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PutCode:
     """Sends a pickled object (a step function, a dataset function), named by its

@@ -321,7 +321,8 @@ class EngineExecutor:
     def _live(self) -> None:
         while True:
             with self._lock:
-                if self._is_closed:  # a `put` from now on fails by itself
+                # Only what was put before: a later `put` fails its operation itself.
+                if self._is_closed:
                     put = [each for each in self._queue if each.operation is not None]
                     self._queue = deque(put)
                     if not put:

@@ -111,6 +111,7 @@ class CallFactory:
             tuple(sizes),
             tag,
             options.compression,
+            # What a compression leaves out belongs to the next call of this name.
             f"{tag}/{self.words}/{part}",
             algorithm,
             is_frozen,
@@ -390,6 +391,7 @@ def _packed(
             source = POOL.empty(sum(bucket.counts), bucket.dtype)
         else:
             source = bucket.flat(flats, POOL.empty)
+        # A broadcast, an array of the user and a pack take the result in place.
         target = source
         if not (is_broadcast or is_own or bucket.is_packed):
             target = POOL.empty(source.size, source.dtype)

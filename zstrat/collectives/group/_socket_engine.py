@@ -198,6 +198,7 @@ class SocketEngine:
     def _keep(self, call: CollectiveCall, key: int, hop: EarlyHop) -> None:
         self._early.setdefault(key, []).append(hop)
         self._early_bytes += hop.data.nbytes
+        # More than a call ahead: the ranks have lost each other's order.
         if self._early_bytes > EARLY:
             raise BusyError(
                 f"{call.words}: {self._early_bytes >> 20} MiB arrived, the last from "

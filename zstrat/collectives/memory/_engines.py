@@ -345,6 +345,7 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
     hosts: list[int] = []
     for rank in range(len(reached)):
         machine = rank
+        # The first machine of which this rank has mapped all, and all of it this rank.
         for first in dict.fromkeys(hosts):
             others = [at for at, host in enumerate(hosts) if host == first]
             if all(reached[rank][at] and reached[at][rank] for at in others):

@@ -240,6 +240,7 @@ class ChunkArithmetic:
         """Makes the final values of a chunk."""
         have = block.have[chunk]
         result = None if block.result is None else block.part(block.result, chunk)
+        # Nobody gets the block from this rank: its values go straight to the result.
         if not block.forwards:
             if result is not None:
                 values = self._latest(block, chunk)
@@ -254,6 +255,7 @@ class ChunkArithmetic:
                 self._take(data, result, place)  # as all others will have it
             return
         block.have[chunk] = finished
+        # The values of a broadcast in place are there already.
         if result is not None and not (block.is_same and self._reduction is None):
             result[...] = finished
 

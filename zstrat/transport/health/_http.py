@@ -205,6 +205,7 @@ class HttpServer:
         Raises:
             OSError: The address cannot be bound.
         """
+        # Beyond the limit the reader raises LimitOverrunError, and keeps no more.
         serve = partial(
             asyncio.start_server, self._converse, limit=HEAD, backlog=CONNECTIONS
         )

@@ -187,6 +187,7 @@ class HealthServer:
     async def _probed(self, *, ready: bool) -> HttpAnswer:
         registered = REGISTER.present()
         states = await asyncio.gather(*(self._state(each) for each in registered))
+        # A process without tasks is alive, but not ready.
         lines, fails = [], ready and not registered
         for each, (turns, reason) in zip(registered, states, strict=True):
             # Alive is a loop that turns; ready is a task without a reason to wait.
@@ -353,6 +354,7 @@ def dashboard(
     token = token or settings_from(environment()).http_token or None
     with _PRESENT.lock:
         server = _PRESENT.server
+    # Wherever it is: a process has one port for all.
     if address is None and server is not None and server.is_open:
         server.open_page(token)
         return server

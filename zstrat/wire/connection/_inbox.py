@@ -163,6 +163,7 @@ class Inbox:
                 f"no {assembly.nbytes} bytes at {placed.offset} of memory that we share"
             )
         assembly.adopt(memory)
+        # A credit for the whole body, as its sender has paid one.
         self.taken += 1
 
     def _whole(self) -> Arrived | None:

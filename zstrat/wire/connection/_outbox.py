@@ -224,6 +224,7 @@ class Outbox:
             self.nbytes -= waiting.nbytes
         else:
             self._number, self._body = waiting.number, waiting.body
+            # It counts as waiting until its last chunk has left.
             self._leaving = waiting.nbytes
             self._advance()
         return waiting.frames
