@@ -148,18 +148,19 @@ class Endpoint:
 
         Cancellation: nothing is bound.
         """
-        if self._closed or self._pump is not None:
-            raise ClosedError(
-                f"{task_name(self._me)}: this endpoint was bound before or is closed: "
-                "create another one"
-            )
+        self._require_new()
         _require_descriptors(task_name(self._me))
         where = await bindable(parse(address), task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
+        # It may have been closed while the name was looked up.
+        self._require_new()
         self._loop = asyncio.get_running_loop()
         sockets = self._sockets
         self._context = sockets.context()
         socket = sockets.socket(self._context, zmq.ROUTER, where, self._settings)
+        # Before the bind: libzmq keeps no events for a monitor that comes later, and a
+        # newcomer that was missed would have no time limit.
+        self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
         try:
             if self._security is not None:
                 # Before the bind: libzmq asks it about the first handshake already, and
@@ -168,7 +169,8 @@ class Endpoint:
             task = task_name(self._me)
             self._binding = BoundSocket(socket, where, self._security, task)
         except zmq.ZMQError as error:
-            # The socket first: a context waits until its last socket is closed.
+            self._monitor.close()
+            # The sockets first: a context waits until its last one is closed.
             socket.close(linger=0)
             if self._authenticator is not None:
                 self._authenticator.close()
@@ -178,7 +180,6 @@ class Endpoint:
                 f"{task_name(self._me)} cannot bind {address}: {error.strerror}"
                 f"{_BINDING.get(error.errno or 0, '')}",
             ) from error
-        self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
         self._pump = sockets.pump(socket, self._received, header=1)
         self._timer = self._loop.call_later(self._interval, self._tick)
         return sockets.bound_to(socket).removeprefix("tcp://")
@@ -233,6 +234,13 @@ class Endpoint:
             },
             "pool": POOL.statistics(),
         }
+
+    def _require_new(self) -> None:
+        if self._closed or self._pump is not None:
+            raise ClosedError(
+                f"{task_name(self._me)}: this endpoint was bound before or is closed: "
+                "create another one"
+            )
 
     def _admits(self, key: str) -> bool:
         security = self._security

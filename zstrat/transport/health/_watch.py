@@ -349,8 +349,10 @@ class RunWatch:
             yield b"event: end\ndata: {}\n\n"
         finally:
             self._viewers -= 1
-            if self._deserted is not None and not self._viewers:
-                self._deserted.set_result(None)
+            # Done if the page leaves later than `end` waits, which cancels it then.
+            deserted = self._deserted
+            if deserted is not None and not self._viewers and not deserted.done():
+                deserted.set_result(None)
 
     def _event(self, after: int) -> bytes:
         is_next = 0 < after == self._picture.number - 1
