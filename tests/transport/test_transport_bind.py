@@ -1,6 +1,7 @@
 """Where an endpoint binds: not where others could command it."""
 
 import asyncio
+import errno
 import socket
 
 import numpy as np
@@ -130,3 +131,19 @@ async def test_an_endpoint_that_is_closed_while_its_name_is_looked_up(monkeypatc
     answered.set()
     with pytest.raises(ClosedError):
         await binding
+
+
+async def test_a_process_without_descriptors_says_so_and_keeps_nothing():
+    class Sockets(ZeroMQSockets):
+        def context(self):
+            self.made = ZeroMQSockets.context()
+            return self.made
+
+        def monitor(self, *_):
+            raise zmq.ZMQError(errno.EMFILE)
+
+    sockets = Sockets()
+    with pytest.raises(OSError, match="ps:0 cannot bind") as raised:
+        await new_endpoint(sockets=sockets).bind("127.0.0.1:0")
+    assert raised.value.errno == errno.EMFILE
+    assert sockets.made.closed

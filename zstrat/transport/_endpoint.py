@@ -15,6 +15,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -140,7 +141,7 @@ class Endpoint:
             ValueError: ``address`` is not an address.
             PermissionDeniedError: Other machines can reach the address, and there are
                 neither keys nor ``settings.insecure``.
-            OSError: The limit of open files is too low (EMFILE); the address is taken,
+            OSError: There are too few descriptors (EMFILE); the address is taken,
                 does not belong to this machine, or its name cannot be resolved
                 (EADDRNOTAVAIL: that may change); or other users may enter the folder of
                 an ipc address.
@@ -157,27 +158,30 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         sockets = self._sockets
         self._context = sockets.context()
-        socket = sockets.socket(self._context, zmq.ROUTER, where, self._settings)
-        # Before the bind: libzmq keeps no events for a monitor that comes later, and a
-        # newcomer that was missed would have no time limit.
-        self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
+        task = task_name(self._me)
         try:
-            if self._security is not None:
-                # Before the bind: libzmq asks it about the first handshake already, and
-                # refuses every peer while nobody answers.
-                self._authenticator = Authenticator(self._context, self._admits)
-            task = task_name(self._me)
-            self._binding = BoundSocket(socket, where, self._security, task)
+            async with AsyncExitStack() as undo:
+                # Last of all: a context waits until its last socket is closed.
+                undo.push_async_callback(sockets.end, self._context)
+                socket = sockets.socket(
+                    self._context, zmq.ROUTER, where, self._settings
+                )
+                undo.callback(socket.close, linger=0)
+                # Before the bind: libzmq keeps no events for a monitor that comes
+                # later, and a newcomer that was missed would have no time limit.
+                self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
+                undo.callback(self._monitor.close)
+                if self._security is not None:
+                    # Before the bind: libzmq asks it about the first handshake already,
+                    # and refuses every peer while nobody answers.
+                    self._authenticator = Authenticator(self._context, self._admits)
+                    undo.callback(self._authenticator.close)
+                self._binding = BoundSocket(socket, where, self._security, task)
+                undo.pop_all()
         except zmq.ZMQError as error:
-            self._monitor.close()
-            # The sockets first: a context waits until its last one is closed.
-            socket.close(linger=0)
-            if self._authenticator is not None:
-                self._authenticator.close()
-            await self._sockets.end(self._context)
             raise OSError(
                 error.errno,
-                f"{task_name(self._me)} cannot bind {address}: {error.strerror}"
+                f"{task} cannot bind {address}: {error.strerror}"
                 f"{_BINDING.get(error.errno or 0, '')}",
             ) from error
         self._pump = sockets.pump(socket, self._received, header=1)
