@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final, cast, final
 from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
-from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream, PageToken, document
+from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream
+from ._page import PageToken, document
 from ._register import REGISTER, exposition
 from ._watch import VIEWERS, RunWatch
 
