@@ -270,6 +270,8 @@ def buckets(
         if alone is not None and size >= alone:
             packs.append({dtype: [(member, count)]})
             continue
+        # Looked at before an array is added, so a pack ends above the limit, as in
+        # TensorFlow.
         if pack is None or (bytes_per_pack and filled > bytes_per_pack):
             packs.append(pack := {})
             filled = 0

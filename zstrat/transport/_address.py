@@ -52,6 +52,7 @@ def parse(text: str) -> Address:
         scheme, rest = "tcp", text
     if scheme == "ipc":
         return _parse_ipc(text, rest)
+    # The last colon: an IPv6 address has others.
     host, colon, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if scheme != "tcp" or not colon or _HOST.fullmatch(host) is None:
@@ -187,6 +188,7 @@ async def is_local(address: Address) -> bool:
             infos = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
         except OSError:
             return False
+        # Every address of the name, as libzmq chooses which one it binds.
         return all(ipaddress.ip_address(each[4][0]).is_loopback for each in infos)
 
 

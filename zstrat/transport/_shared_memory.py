@@ -358,6 +358,7 @@ class ShmChannel:
             view = self._mapping.body(offset, nbytes, self.unread.append)
         except ValueError:
             return None
+        # By the latest body: senders of large ones wait for their memory.
         self.most_unread = 1 if nbytes >= _LARGE else _RELEASED
         SHARED.got += nbytes
         return view

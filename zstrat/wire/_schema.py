@@ -330,6 +330,7 @@ def _record(cls: type) -> Check:
             raise Mismatch(f"a list of {', '.join(names)}", value)
         for at, inner in row.checks_of(value):
             try:
+                # In place: the list is msgpack's, and nobody else has it.
                 value[at] = inner(value[at])
             except Mismatch as wrong:
                 raise wrong.inside(f".{names[at]}") from None

@@ -156,6 +156,7 @@ def positive(name: str, given: float | None, default: float) -> float:
         ValueError: They are not above 0.
     """
     value = default if given is None else given
+    # Not `<= 0`, which NaN would pass.
     if not value > 0:
         raise ValueError(f"{name}={given}: expected seconds above 0")
     return float(value)

@@ -198,6 +198,7 @@ class Group(GroupCalls):
             Exception: As the constructor; the group stays broken, and this may be
                 called again.
         """
+        # First: a wrong argument must not cost the group its generation.
         wanted = self._next(*args, **kwargs)
         self._leave(_REFORMS)
         try:

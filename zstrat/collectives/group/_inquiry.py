@@ -60,6 +60,7 @@ class FailureInquiry:
 
     def ask(self, ranks: Iterable[int]) -> list[int]:
         """Returns the ranks among ``ranks`` that were not asked yet."""
+        # Each rank once, or ranks that wait for each other would be asked without end.
         fresh = sorted(set(ranks) - self._known)
         self._known.update(fresh)
         return fresh
@@ -146,6 +147,7 @@ async def inquire(
     try:
         ask_all(inquiry.ask(ranks))
         while asking:
+            # As answers come: a silent rank must not hold up questions to others.
             done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 ask_all(_follow_up(inquiry, asking.pop(future), future))

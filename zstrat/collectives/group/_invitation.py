@@ -65,6 +65,7 @@ def seats_of(
     spec = query_cluster_spec(resolver)
     if not spec:
         return (ALONE,)
+    # Without tasks=, all that compute: chief and workers, not parameter servers.
     if tasks is None:
         default = tuple(
             GroupSeat(job, index, spec.task_address(job, index))

@@ -209,6 +209,7 @@ class MembershipState(Generic[Token]):
         generation = max(applicant.request.generation for applicant in self._applicants)
         members = [applicants[rank].request.member for rank in range(len(seats))]
         answer = GroupFormed(self._draw(), generation, members, self._choices)
+        # Rank 0 opens the next generation, with other members perhaps.
         self._seats, self._applicants = None, []
         return [Formed(answer, tuple(applicants[r].token for r in range(len(seats))))]
 

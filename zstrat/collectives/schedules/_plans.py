@@ -103,6 +103,7 @@ def _blocks(call: CollectiveCall, rank: int, size: int, count: int) -> Blocks:
     match call.kind:
         case CallKind.ALL_REDUCE:
             sources = parts(call.source, count)
+            # The same views, so that a block sees at once that both are one memory.
             in_place = call.target is call.source
             return sources, sources if in_place else parts(call.target, count)
         case CallKind.REDUCE_SCATTER:
@@ -144,6 +145,7 @@ def chunk_of(block: int) -> int:
     return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
 
 
+# Schedules are pure and have no arrays, so one serves every call of its kind.
 @cache
 def _schedule_of(
     kind: CallKind, algorithm: str, root: int, rank: int, size: int

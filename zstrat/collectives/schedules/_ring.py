@@ -29,6 +29,7 @@ def ring_all_reduce(rank: int, size: int) -> Schedule:
         sequence = [Action(Act.REDUCE, left, step - 1)] if step else []
         if last:
             sequence.append(Action(Act.FINISH))
+            # The rank that finishes a block takes no copy of it: distance 0 below.
             step = -1
         if not last or size > 1:
             sequence.append(Action(Act.SEND, right, step if not last else size - 1))
@@ -114,6 +115,7 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
     first = Action(Act.FINISH)
     if number:
         first = Action(Act.TAKE, (rank - 1) % size, number - 1)
+    # The last one of the chain sends nothing.
     if number == size - 1:
         return Schedule(((first,),), size - 1, (0,))
     send = Action(Act.SEND, (rank + 1) % size, number)

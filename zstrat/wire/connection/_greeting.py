@@ -84,6 +84,7 @@ def mismatch(
             f"expected {wanted}, but {described(other)} answers there: "
             "check the addresses of the cluster"
         )
+    # Last, as it concerns only tasks that send code to each other.
     return _python_mismatch(me, other)
 
 

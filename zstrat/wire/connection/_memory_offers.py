@@ -35,6 +35,7 @@ class MemoryOffers:
     def offer(self, to: Hello) -> None:
         """Offers our memory, the first time that there is a use for it."""
         self._outbox.wants_channel = False
+        # Once: the peer takes a second offer for a breach of the protocol.
         if self._channel is not None and not self._is_offered:
             self._is_offered = True
             offer = self._channel.offer(to)
