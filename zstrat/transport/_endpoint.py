@@ -388,8 +388,8 @@ class Endpoint:
             self._pump.drain()  # before silent peers are judged
         now = self._loop.time()
         POOL.age(now)
-        # libzmq's handshake timeout does not cover these: they speak its protocol, but
-        # send no HELLO.
+        # libzmq gives up peers that do not speak its protocol. These may speak it, but
+        # have not said HELLO.
         for line in self._newcomers.late(now):
             self._refused("it did not greet")
             line.hang_up()
