@@ -217,7 +217,9 @@ class _TopK:
         _expect(data, 8 * kept)
         chosen = data[: 4 * kept].view(np.uint32)
         if kept and int(chosen.max()) >= count:
-            raise ProtocolError(f"top-k names value {chosen.max()} of {count}")
+            raise ProtocolError(
+                f"top-k: got the index {chosen.max()}, expected less than {count}"
+            )
         values = np.zeros(count, _F32)
         values[chosen] = data[4 * kept :].view(_F32)
         return values

@@ -98,7 +98,7 @@ HANDSHAKE_FAILED: Final = (
 NOTHING: Final = "nothing answers there"
 NOTHING_AT_IPV4: Final = (
     "nothing answers there by IPv4, and a name that has addresses of both kinds is not "
-    "tried by IPv6: a task that listens there alone is named by its number"
+    "tried by IPv6: if the task listens only there, give its address as a number"
 )
 SILENT: Final = (
     "something accepts the connection, but does not answer: the process is stopped or "

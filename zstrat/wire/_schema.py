@@ -122,7 +122,7 @@ def _bound(cls: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any
 
 
 def _refuse(message: Any, name: str, *value: object) -> NoReturn:
-    raise FrozenInstanceError(f"{type(message).__name__}.{name} stays as it is")
+    raise FrozenInstanceError(f"{type(message).__name__}.{name} cannot be changed")
 
 
 def _reduced(message: Any) -> tuple[Any, ...]:

@@ -222,7 +222,7 @@ async def _bound(
             rank, generation.size, address, node.settings, node.security
         )
     except (OSError, PermissionDeniedError) as error:
-        _LOG.info("%s goes by the messages of links: %s", generation.title, error)
+        _LOG.info("%s uses links, not data connections: %s", generation.title, error)
         return None
 
 
@@ -267,7 +267,7 @@ def _shut(connections: DataConnections, generation: Generation) -> bool:
     try:
         connections.shut()
     except OSError as error:
-        _LOG.info("%s goes by the messages of links: %s", generation.title, error)
+        _LOG.info("%s uses links, not data connections: %s", generation.title, error)
         return False
     return True
 

@@ -298,7 +298,7 @@ class Generation:
             return
         if rank in self.leavers:
             return
-        why = f"{reason}; {self.title} has ended: call reform() to go on without it"
+        why = f"{reason}; {self.title} has ended: call reform() to continue without it"
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
     def cut_off(self, rank: int) -> None:
@@ -332,7 +332,7 @@ class Generation:
                 return
 
     def _abort_left(self, rank: int) -> None:
-        why = f"it left {self.title}; call reform() to go on without it"
+        why = f"it left {self.title}; call reform() to continue without it"
         self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
 
     def refusal(self) -> ZstratError:
@@ -343,7 +343,7 @@ class Generation:
             return copied_error(self.broken)
         return UnavailableError(
             f"{self.title} has ended: {self.broken}; call reform() on all ranks that "
-            "go on, for a new generation"
+            "continue, for a new generation"
         )
 
     async def close(self, reason: str, deadline: float) -> None:

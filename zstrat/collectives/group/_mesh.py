@@ -154,7 +154,7 @@ class Mesh:
 
     def _open_again(self, rank: int, hello: Hello) -> None:
         if rank in self._opened:
-            reason = "its connection broke, and came back without what was on it"
+            reason = "its connection broke, and messages on it may be lost"
             self._on_lost(rank, reason, False)
 
     def _lost(self, rank: int, error: PeerLostError) -> None:

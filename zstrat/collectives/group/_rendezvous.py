@@ -247,7 +247,7 @@ class MembershipState(Generic[Token]):
             if rank not in present
         ]
         return CollectiveTimeoutError(
-            f"{waited}{listed(missing)} did not come, {len(present)} of "
+            f"{waited}{listed(missing)} did not join, {len(present)} of "
             f"{len(self._seats)} ranks did: start the missing ranks, or wait longer "
             "(ZSTRAT_CONNECT_TIMEOUT=SECONDS, rendezvous_timeout= of a Group, timeout= "
             "of reform)"

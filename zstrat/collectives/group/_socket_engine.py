@@ -112,7 +112,9 @@ class SocketEngine:
             self._error = self._error or error
             raise
         except BaseException as error:  # Ctrl-C in a blocking call
-            self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
+            self._error = ClosedError(
+                f"a call was interrupted by {type(error).__name__}"
+            )
             raise
         self._progress = None  # after a failure others ask whom it waited for
         # Once a call: the counters of the process take a lock.

@@ -225,7 +225,9 @@ class ShmBarrier:
         if isinstance(error, Exception):
             self._error = self._error or error
         else:  # Ctrl-C in a blocking call
-            self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
+            self._error = ClosedError(
+                f"a call was interrupted by {type(error).__name__}"
+            )
 
     def post(self) -> None:
         """Announces that this rank's slot is written. The next one may be written after

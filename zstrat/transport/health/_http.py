@@ -259,7 +259,7 @@ class HttpServer:
             raise
         except Exception:  # a defect of ours: to the log, and this one request fails
             log.exception("answering over HTTP")
-            answer = HttpAnswer(500, "an error that the log of this process has")
+            answer = HttpAnswer(500, "an internal error: see the log of this process")
         if isinstance(answer, HttpStream):
             await self._stream(writer, answer, is_head)
         else:

@@ -458,7 +458,7 @@ def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
         for direction, amount in _dict(transports, transport).items():
             if isinstance(amount, int | float):
                 labels = {"transport": transport, "direction": direction}
-                words = "Of messages, by the way they take."
+                words = "Bytes of messages, by transport and direction."
                 value = (float(amount),)
                 yield Sample(
                     Kind.COUNTER, "zstrat_transport_bytes", words, value, labels

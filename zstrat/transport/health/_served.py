@@ -160,7 +160,7 @@ class HealthServer:
                 return await self._probed(ready=True)
             case "/metrics":
                 return await self._metrics(asked.accept)
-        return HttpAnswer(404, "here are /, /healthz, /readyz and /metrics")
+        return HttpAnswer(404, "not found; there are /, /healthz, /readyz and /metrics")
 
     def _page(self, path: str) -> HttpAnswer | HttpStream:
         if path == "/":

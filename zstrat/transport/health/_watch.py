@@ -402,7 +402,7 @@ class RunWatch:
             if entry.is_over:  # its loop was closed meanwhile
                 return RunLook()
             log.exception("asking %s for its numbers", entry.name)
-            words = "an error that the log of this process has"
+            words = "an internal error: see the log of this process"
             return RunLook(run, entry.name, state="hangs", words=words)
 
     def _seen_in(

@@ -435,7 +435,7 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         kind = announced.message_kind
         if announced.outside:
-            raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
+            raise ProtocolError(f"{kind.__name__}: its bytes have to be in the header")
         if kind is Chunk and self.held:  # it stays after the header of its body
             self._backlog.keep(frames)
             return ()
