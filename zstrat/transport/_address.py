@@ -20,7 +20,8 @@ _HOST: Final = re.compile(r"[0-9A-Za-z._%:*-]{1,255}")
 
 
 class Address(NamedTuple):
-    """``scheme`` is "tcp" or "ipc"; ``port`` is 0 for ipc and for "any free port".
+    """An address to bind or to connect to. ``scheme`` is "tcp" or "ipc"; ``port`` is 0
+    for ipc and for "any free port".
 
     ``is_ipv6``: a socket for the address is an IPv6 socket. A socket bound to all
     interfaces ("*") accepts IPv4, too, and is an IPv4 socket where the system has only

@@ -115,7 +115,8 @@ proxy or a published port whose daemon is about to start."""
 
 
 class Opening:
-    """Callers that wait until a task greets, and what is known if it does not.
+    """What a link knows before its task has greeted, and the callers that wait for
+    that.
 
     ``target`` is the name of the task in errors: "/job:ps/task:0 at 10.0.0.1:2222".
     """

@@ -183,7 +183,7 @@ class Remote:
 
 
 class Connection:
-    """A connection of a peer. ``accepted`` is its descriptor, and ``user`` the public
+    """A connection of a peer. ``accepted`` is its descriptor; ``user`` is the public
     key whose secret the peer has proved to have."""
 
     __slots__ = (

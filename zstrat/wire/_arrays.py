@@ -81,8 +81,8 @@ class ArraySpec:
 
 @final
 class RawView(np.ndarray):
-    """The bytes of ``source``, which lives at least as long: an owner that watches the
-    array it gave away sees when the last of its bytes has left."""
+    """The bytes of ``source``, which lives at least as long. So an owner that watches
+    the array it gave away sees when the last of its bytes has left."""
 
     source: np.ndarray | None = None
 

@@ -32,9 +32,10 @@ _FIELDS: Final = ("call", "algorithm", "ranks", "bytes", "one_host")
 
 
 class Rule(NamedTuple):
-    """``call`` is carried out by ``algorithm`` in groups of at most ``ranks``, on
-    arrays of at most ``nbytes``; None: of any size. ``one_host``: only if all ranks are
-    on one host, or only if they are not; None: wherever they are."""
+    """A rule of the table: ``call`` is carried out by ``algorithm`` in groups of at
+    most ``ranks``, on arrays of at most ``nbytes``; None: of any size. ``one_host``:
+    only if all ranks are on one host, or only if they are not; None: wherever they
+    are."""
 
     call: str
     algorithm: str

@@ -62,8 +62,8 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """The subject of a request: ``query`` is what follows the question mark, and
-    ``accept``, ``host``, ``cookie`` and ``authorization`` are headers."""
+    """What a request asks for. ``query`` follows the question mark, and ``accept``,
+    ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str
     accept: str
@@ -76,8 +76,8 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """``headers`` are added to those that every answer has; ours alone, for nothing
-    looks for line ends in them."""
+    """An answer. ``headers`` are added to those that every answer has; only ours, as
+    nothing checks them for line ends."""
 
     status: int
     body: str
@@ -87,15 +87,15 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HttpStream:
-    """An answer of 200 in ``pieces``, each of which is sent when it is there, until
-    there are no more."""
+    """An answer in ``pieces``, with the status 200. Each is sent when it is there,
+    until there are no more."""
 
     pieces: AsyncGenerator[bytes, None]
     kind: str
 
 
 class BadRequest(ValueError):
-    """The other side sent something else than a request that is answered here."""
+    """The client sent something that is not a request, or is not answered here."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)

@@ -61,7 +61,8 @@ class RunLook:
 
 @dataclass
 class RunHistory:
-    """Rows ``[seconds, steps/s, bytes/s into ps, bytes/s out of ps, memory]``."""
+    """The history of a run: rows ``[seconds, steps/s, bytes/s into ps, bytes/s out of
+    ps, memory]``."""
 
     rows: Rows = field(default_factory=list)
     _each: int = 1
@@ -85,7 +86,7 @@ class RunHistory:
 
 
 class RunPicture:
-    """The last picture of the newest run; it stays when the run has ended.
+    """What pages show of the newest run; it stays when the run has ended.
 
     Args:
         process: A name that no other process has, so that a page that comes back knows
@@ -183,8 +184,8 @@ class RunPicture:
 
 
 def added(before: Rows, now: Rows, columns: int | None = None) -> Rows:
-    """Returns the rows that came after ``before``, of which the oldest may be gone from
-    ``now``. Rows are the same if their first ``columns`` are, None: if all are."""
+    """Returns the rows of ``now`` that came after ``before``; the oldest of ``before``
+    may be gone. Rows are the same if their first ``columns`` are, None: if all are."""
     old, new = ([_cut(row, columns) for row in rows] for rows in (before, now))
     for common in range(min(len(old), len(new)), 0, -1):
         # The first row decides almost always.
