@@ -157,6 +157,7 @@ async def test_reforms_that_are_cancelled_at_any_moment_of_the_other_threads():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_anywhere_in_the_life_of_a_group_leaves_nothing_bound():
     files = "group/_group.py", "group/_runtime.py", "group/_calls.py"
+    files = *files, "group/_invitation.py"
     more = "transport/_loop.py", "zstrat/threads.py", "group/_scheduler.py"
     with ranks_of(1, over="tcp") as ranks:
         made = []

@@ -14,7 +14,7 @@ from collectives_groups import ranks_of
 from tiers import combined
 
 import zstrat as zs
-from zstrat.collectives.group import _calls
+from zstrat.collectives.group import _invitation
 from zstrat.errors import ClosedError, InvalidArgumentError
 from zstrat.threads import ThreadBell
 
@@ -423,7 +423,7 @@ async def test_making_a_group_that_is_cancelled_leaves_nothing_bound(monkeypatch
         may_bind.wait(100)
         return Bound
 
-    monkeypatch.setattr(_calls, "runtime_for", bind)
+    monkeypatch.setattr(_invitation, "runtime_for", bind)
     with ranks_of(1) as ranks:
         making = asyncio.create_task(
             zs.collectives.Group.create(ranks.resolver(0)), name="making"

@@ -177,7 +177,9 @@ def test_where_a_port_cannot_be_shut_all_goes_by_links(monkeypatch, caplog) -> N
 
     monkeypatch.setattr(DataConnections, "shut", shut)
     said = goes_by_links(2, caplog)
-    assert sum("messages of links: no such filter" in each for each in said) == 2
+    assert (
+        sum("links, not data connections: no such filter" in each for each in said) == 2
+    )
 
 
 def test_a_large_group_goes_by_links(monkeypatch, caplog) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from zstrat.collectives import Pending
 from zstrat.collectives.group import CallTurns
+from zstrat.collectives.group._executors import EngineExecutor, StartedOperation
+from zstrat.errors import ClosedError
 from zstrat.threads import ThreadBell
 
 TIMEOUT = 100.0
@@ -71,3 +75,56 @@ def test_who_is_interrupted_when_its_turn_has_come_passes_it_on(interrupted):
     interrupted.undo()
     assert is_through(third)
     assert is_through(turns.draw())
+
+
+class Engine:
+    """Runs one call, which the test lets end."""
+
+    def __init__(self):
+        self.runs, self.may_end = threading.Event(), threading.Event()
+
+    def takes(self, call):
+        return True
+
+    def run(self, call):
+        self.runs.set()
+        assert self.may_end.wait(TIMEOUT)
+
+    def waits(self):
+        return ()
+
+    def waited(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def test_an_operation_that_comes_after_the_end_is_over_once():
+    engine, over = Engine(), []
+    generation = SimpleNamespace(
+        group="g", broken=None, wait_broken=lambda seconds: ClosedError("it has ended")
+    )
+    messages = SimpleNamespace(soon=lambda function, *args: [function(*args)])
+    executor = EngineExecutor(messages, generation, engine)
+
+    def put(calls):
+        turn = executor.draw(blocking=False)
+        pending = Pending("call", lambda: over.append(calls))
+        executor.put(turn, StartedOperation(iter(()), calls, pending))
+        return pending
+
+    put(["first"])
+    assert engine.runs.wait(TIMEOUT)
+    generation.broken = ClosedError("it has ended")
+    closing = threading.Thread(target=executor.close, daemon=True)
+    closing.start()
+    while not executor._is_closed:
+        closing.join(0.001)
+    late = put(["late"])
+    engine.may_end.set()
+    closing.join(TIMEOUT)
+    assert not closing.is_alive()
+    with pytest.raises(ClosedError):
+        late.result(TIMEOUT)
+    assert over == [["late"], ["first"]]

@@ -20,6 +20,7 @@ from zstrat.transport.health import (
     VIEWERS,
     HttpServer,
     HttpStream,
+    _watch,
     register,
     serve_http,
     unregister,
@@ -272,3 +273,12 @@ async def test_who_does_not_read_is_dropped_and_holds_one_piece():
         await asyncio.wait_for(over.wait(), 60)
     assert made < 4  # the kernel may have taken a piece or two
     server.close()
+
+
+async def test_a_page_that_leaves_too_late_for_the_end_is_no_error(monkeypatch):
+    monkeypatch.setattr(_watch, "_PARTING", 0.01)
+    watch = _watch.RunWatch(60.0)
+    pieces = watch.events()
+    assert (await anext(pieces)).startswith(b"retry:")
+    await watch.end()
+    await pieces.aclose()

@@ -1,15 +1,30 @@
 """Where an endpoint binds: not where others could command it."""
 
+import asyncio
+import errno
 import socket
 
 import numpy as np
 import pytest
+import zmq
 from transport_talk import pull
 
 from zstrat.config import Settings
-from zstrat.errors import PermissionDeniedError
-from zstrat.transport import reached_as
+from zstrat.errors import ClosedError, PermissionDeniedError
+from zstrat.transport import (
+    Endpoint,
+    ZeroMQSockets,
+    _endpoint,
+    hello,
+    new_incarnation,
+    reached_as,
+)
 from zstrat.wire import Inspect
+
+
+def new_endpoint(**options):
+    me = hello("ps", 0, new_incarnation())
+    return Endpoint(me, lambda *_: None, settings=Settings(), **options)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "*:0", "tcp://[::]:0"])
@@ -83,3 +98,52 @@ async def test_a_socket_file_in_an_open_directory_is_refused(net, tmp_path):
 )
 def test_another_endpoint_of_a_process_is_reached_where_it_is(bound, known, reached):
     assert reached_as(bound, known) == reached
+
+
+async def test_connections_are_watched_from_the_first_one_on():
+    class Sockets(ZeroMQSockets):
+        def monitor(self, socket, *args):
+            self.was_bound = socket.get(zmq.LAST_ENDPOINT).strip(b"\0") != b""
+            return ZeroMQSockets.monitor(socket, *args)
+
+    sockets = Sockets()
+    endpoint = new_endpoint(sockets=sockets)
+    address = await endpoint.bind("127.0.0.1:0")
+    assert not sockets.was_bound
+    with pytest.raises(OSError, match="cannot bind"):
+        await new_endpoint(sockets=sockets).bind(address)
+    await endpoint.close()
+
+
+async def test_an_endpoint_that_is_closed_while_its_name_is_looked_up(monkeypatch):
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def bindable(address, task):
+        asked.set()
+        await answered.wait()
+        return address
+
+    monkeypatch.setattr(_endpoint, "bindable", bindable)
+    endpoint = new_endpoint()
+    binding = asyncio.ensure_future(endpoint.bind("127.0.0.1:0"))
+    await asked.wait()
+    await endpoint.close()
+    answered.set()
+    with pytest.raises(ClosedError):
+        await binding
+
+
+async def test_a_process_without_descriptors_says_so_and_keeps_nothing():
+    class Sockets(ZeroMQSockets):
+        def context(self):
+            self.made = ZeroMQSockets.context()
+            return self.made
+
+        def monitor(self, *_):
+            raise zmq.ZMQError(errno.EMFILE)
+
+    sockets = Sockets()
+    with pytest.raises(OSError, match="ps:0 cannot bind") as raised:
+        await new_endpoint(sockets=sockets).bind("127.0.0.1:0")
+    assert raised.value.errno == errno.EMFILE
+    assert sockets.made.closed

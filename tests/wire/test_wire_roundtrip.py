@@ -276,7 +276,7 @@ def test_header_may_be_a_memoryview() -> None:
         (Failure(object()), TypeError, "Failure.error cannot be sent"),  # type: ignore[arg-type]
         (PutCode(1, b"", "text"), TypeError, "PutCode"),  # type: ignore[arg-type]
         (Failure(["x" * 300_000]), ValueError, "Failure: the header is .* at most"),
-        ("text", TypeError, "str is no message"),
+        ("text", TypeError, "str is not a message"),
     ],
     ids=lambda given: type(given).__name__,
 )

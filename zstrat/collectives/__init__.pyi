@@ -7,10 +7,10 @@ from ._leaves import buckets as buckets
 from ._reduction import ReduceOp as ReduceOp
 from ._reduction import narrow as narrow
 from ._reduction import reduction_of as reduction_of
-from .group._arguments import Pending as Pending
 from .group._group import Group as Group
 from .group._node import GROUP_MESSAGES as GROUP_MESSAGES
 from .group._node import GroupNode as GroupNode
+from .group._pending import Pending as Pending
 from .group._runtime import announce as announce
 from .group._runtime import withdraw as withdraw
 from .memory._engines import SharedMemory as SharedMemory

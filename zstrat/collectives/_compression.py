@@ -70,6 +70,7 @@ class Residuals:
         if before is not None:
             self.nbytes -= before.nbytes
         elif self._gone and hash(key) in self._gone:
+            # It came back: the bound was too small for the program.
             del self._gone[hash(key)]
             self._room += values.nbytes
         self._kept[key] = values
@@ -172,7 +173,8 @@ class _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Int8:
-    """A scale, then a byte per value, with an error of at most half the scale."""
+    """Encodes a scale, then a byte per value, with an error of at most half the
+    scale."""
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         data = np.zeros(4 + len(values), np.uint8)
@@ -193,7 +195,8 @@ class _Int8:
 
 @dataclass(frozen=True, slots=True)
 class _TopK:
-    """The indices of the largest values, then these values; the others are zero."""
+    """Encodes the indices of the largest values, then these values; the others are
+    zero."""
 
     fraction: float
 
@@ -214,7 +217,9 @@ class _TopK:
         _expect(data, 8 * kept)
         chosen = data[: 4 * kept].view(np.uint32)
         if kept and int(chosen.max()) >= count:
-            raise ProtocolError(f"top-k names value {chosen.max()} of {count}")
+            raise ProtocolError(
+                f"top-k: got the index {chosen.max()}, expected less than {count}"
+            )
         values = np.zeros(count, _F32)
         values[chosen] = data[4 * kept :].view(_F32)
         return values
@@ -236,9 +241,12 @@ class _Feedback:
         with np.errstate(all="ignore"):  # inf and NaN propagate, as in `Reduction`
             wanted = values.astype(_F32)
             before = self.residuals.get((self.name, place))
+            # Of another length it belongs to other arrays of the same name.
             if before is not None and len(before) == len(wanted):
                 wanted += before
             data = self.codec.encode(wanted)
+            # By what the others will decode, not by what was meant: the difference is
+            # what is lost.
             wanted -= self.codec.decode(data, len(wanted))
         # NaN and inf would stay in the residual forever.
         np.nan_to_num(wanted, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

@@ -170,7 +170,7 @@ class Started(Protocol):
 
 
 class Between(Protocol):
-    """Messages, as an engine uses them to reach other hosts."""
+    """Starts calls by messages, for engines that have to reach other hosts."""
 
     def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
         """Starts ``call`` among ``ranks`` (ascending, this one among them) alone.

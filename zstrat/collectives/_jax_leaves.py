@@ -20,8 +20,8 @@ _SPELT: Final = 3
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
-    """Leaves of a pytree, what makes the same pytree of others, and where the leaves
-    are, as text that is equal in every process."""
+    """Returns the leaves of a pytree, a function that makes such a pytree of other
+    leaves, and the paths of the leaves, as text that is equal in every process."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_leaf)
     rebuild = partial(jax.tree_util.tree_unflatten, structure)
     try:
@@ -33,6 +33,7 @@ def flatten(
 
 @lru_cache(maxsize=64)
 def _paths(structure: Any) -> str:
+    # jax gives paths of trees, not of structures.
     numbered = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
     pairs, _ = jax.tree_util.tree_flatten_with_path(numbered)
     paths = [jax.tree_util.keystr(path) for path, _ in pairs]
@@ -45,7 +46,7 @@ def is_array(leaf: object) -> bool:
     """Returns whether it is a jax array.
 
     Raises:
-        TypeError: It is one that is being traced, and has no values.
+        TypeError: It is a traced array, which has no values.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise TypeError(
@@ -56,8 +57,10 @@ def is_array(leaf: object) -> bool:
 
 
 def put(values: np.ndarray, like: jax.Array) -> jax.Array:
-    """Returns a jax array of these values, where ``like`` is."""
+    """Returns a jax array of these values on the device of ``like``."""
     devices = like.devices()
+    # A sharding over several devices may not fit another shape: one of its devices
+    # does.
     where = like.sharding if len(devices) == 1 else next(iter(devices))
     moved: jax.Array = jax.device_put(values, where)
     return moved

@@ -83,7 +83,10 @@ class Reduction:
     size: int
 
     def reduce(self, some: np.ndarray, more: np.ndarray, out: np.ndarray) -> None:
-        """``out`` (of ``accumulator``) becomes both together; it may be one of them."""
+        """Writes the reduction of both into ``out`` (of ``accumulator``), which may be
+        one of them."""
+        # By identity, which is quick and nearly always enough; `widened` compares
+        # again.
         if some.dtype is not self.accumulator:
             some = self.widened(some)
         if more.dtype is not self.accumulator:
@@ -92,7 +95,8 @@ class Reduction:
             _UFUNCS[self.op](some, more, out=out)
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """``out`` (of ``dtype``) becomes the result; it may be ``total`` itself."""
+        """Writes the result into ``out`` (of ``dtype``), which may be ``total``."""
+        # By one would be exact, and cost a pass.
         if self.op is ReduceOp.MEAN and self.size > 1:
             if total.dtype != self.accumulator:
                 total = self.widened(total)
@@ -100,6 +104,7 @@ class Reduction:
                 with _quiet():
                     np.divide(total, self._ranks, out=out)
                 return
+            # In the accumulator, so that a mean is rounded once, as a sum is.
             total = total / self._ranks
         if out is not total:
             if out.dtype == total.dtype:
@@ -108,7 +113,8 @@ class Reduction:
                 narrow(total, out)
 
     def widened(self, values: np.ndarray) -> np.ndarray:
-        """Contributions as parts: exact; new memory unless the dtype is the same."""
+        """Converts contributions to the accumulator's dtype, exactly; new memory unless
+        they have that dtype."""
         return widened(values, self.accumulator)
 
     @property
@@ -135,12 +141,14 @@ def widened(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def narrow(values: np.ndarray, out: np.ndarray) -> None:
-    """Writes into ``out``; f32 is rounded to the nearest of fewer bits, ties even."""
+    """Writes the values into ``out``; f32 is rounded to the nearest number of fewer
+    bits, ties to even."""
     if out.dtype != _BF16 or values.dtype != _F32:
         with _quiet():
             out[...] = values
         return
     bits = values.view(np.uint32)
+    # Round half to even: the last kept bit is added to half of a unit, less one.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF

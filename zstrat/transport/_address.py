@@ -20,7 +20,8 @@ _HOST: Final = re.compile(r"[0-9A-Za-z._%:*-]{1,255}")
 
 
 class Address(NamedTuple):
-    """``scheme`` is "tcp" or "ipc"; ``port`` is 0 for ipc and for "any free port".
+    """An address to bind or to connect to. ``scheme`` is "tcp" or "ipc"; ``port`` is 0
+    for ipc and for "any free port".
 
     ``is_ipv6``: a socket for the address is an IPv6 socket. A socket bound to all
     interfaces ("*") accepts IPv4, too, and is an IPv4 socket where the system has only
@@ -52,6 +53,7 @@ def parse(text: str) -> Address:
         scheme, rest = "tcp", text
     if scheme == "ipc":
         return _parse_ipc(text, rest)
+    # The last colon: an IPv6 address has others.
     host, colon, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if scheme != "tcp" or not colon or _HOST.fullmatch(host) is None:
@@ -99,10 +101,14 @@ def reached_as(bound: str, known: str) -> str:
     Raises:
         ValueError: One of them is not an address.
     """
-    there, here = parse(bound), parse(known)
-    if there.scheme != "tcp" or here.scheme != "tcp" or not _is_any(there.host):
+    listening, reached = parse(bound), parse(known)
+    if (
+        listening.scheme != "tcp"
+        or reached.scheme != "tcp"
+        or not _is_any(listening.host)
+    ):
         return bound
-    return here._replace(port=there.port).endpoint
+    return reached._replace(port=listening.port).endpoint
 
 
 def _is_any(host: str) -> bool:
@@ -126,8 +132,8 @@ async def looked_up(address: Address) -> tuple[Address, bool]:
         OSError: The name cannot be resolved, so far.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
-    kinds = {each[0] for each in found}
+    infos = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    kinds = {each[0] for each in infos}
     return address._replace(is_ipv6=kinds == {socket.AF_INET6}), len(kinds) > 1
 
 
@@ -147,6 +153,7 @@ async def bindable(address: Address, task: str) -> Address:
     try:
         return (await looked_up(address))[0]
     except OSError as error:
+        # libzmq binds the names of interfaces (eth0), too.
         if address.host in (name for _, name in socket.if_nameindex()):
             return address
         raise OSError(
@@ -179,10 +186,11 @@ async def is_local(address: Address) -> bool:
     except ValueError:  # a name
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+            infos = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
         except OSError:
             return False
-        return all(ipaddress.ip_address(each[4][0]).is_loopback for each in found)
+        # Every address of the name, as libzmq chooses which one it binds.
+        return all(ipaddress.ip_address(each[4][0]).is_loopback for each in infos)
 
 
 def check_directory(address: Address) -> None:
@@ -227,6 +235,8 @@ def check_unused(address: Address) -> None:
     with socket.socket(
         socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
     ) as knock:
+        # EAGAIN: its backlog is full. A refusal means that the process which made the
+        # file has ended.
         if knock.connect_ex(address.host) in (0, errno.EAGAIN):
             raise OSError(
                 errno.EADDRINUSE,

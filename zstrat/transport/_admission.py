@@ -74,6 +74,8 @@ def role_of(
 ) -> tuple[Job, ZstratError | None]:
     """Returns the role of a peer with the key ``user``, and the error if refused."""
     job = Job(hello.job)
+    # Without keys only this machine, or a network that the user trusts, gets here; see
+    # `check_exposure`.
     if security is None or user is None:
         return job, None
     role = security.role_of(user)
@@ -140,6 +142,7 @@ class Roster:
                 "stop one of the two, or give it another index"
             )
             return error, ()
+        # A worker without a number (-1) has no rivals: there may be several.
         is_single = hello.job in _SINGLE and hello.index >= 0
         replaced = self._rivals(hello) if is_single else ()
         # Two passes: a peer that is refused must not have replaced any task.
@@ -169,9 +172,9 @@ class Roster:
             self._fenced.popitem(last=False)
 
 
-def _taken(there: Hello, hello: Hello) -> ZstratError:
+def _taken(present: Hello, hello: Hello) -> ZstratError:
     return BusyError(
-        f"{described(hello)} is refused: {described(there)} is connected as the same "
+        f"{described(hello)} is refused: {described(present)} is connected as the same "
         "task, and answers. Stop one of the two, or give it another index; if you did "
         "not start it, somebody has the key of your tasks (`zstrat keygen --per-task`)"
     )
@@ -221,6 +224,7 @@ class Admission:
         """
         peer = connection.outlet.peer
         role, error = role_of(hello, self._security, connection.user)
+        # The key first: a peer without the right one must not replace anybody.
         if error is None:
             error, replaced = self._roster.admit(hello, self._answers)
             for identity in replaced:
@@ -233,6 +237,7 @@ class Admission:
         if remote is None:
             remote = self._remotes[identity] = Remote(hello, role, connection)
         else:  # it reconnected before it was lost
+            # Its order, which would report a loss, is dropped: the remote lives on.
             remote.connection.outlet.peer.leave("it has a newer connection")
             self._drop(remote.connection)
             remote.connection = connection
@@ -248,6 +253,7 @@ class Admission:
             self._refused(reason)
             return
         connection.remote = None
+        # Before `on_lost`: what that sends to the remote has to fail.
         remote.alive = False
         identity = identity_of(remote.hello)
         self._roster.leave(identity)
@@ -278,6 +284,7 @@ class Admission:
     def _drop(self, connection: Connection) -> None:
         self._connections.pop(connection.routing, None)
         self._ended[connection.routing] = None
+        # Bounded, as a stranger may open and end connections at will.
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
         connection.hang_up()

@@ -110,9 +110,10 @@ class Security:
         if stamp == self._keys.stamp:
             return
         try:
-            found = self._source.read()
+            keys = self._source.read()
         except (OSError, ValueError, ZstratError) as error:
             folder = self._source.folder
+            # Once for each state of the files: this runs at every beat.
             if stamp == self._warned:
                 return
             if folder.exists():
@@ -121,11 +122,13 @@ class Security:
                 _LOG.debug("%s is gone: the keys in use stay in use", folder)
             self._warned = stamp
             return
-        if self._is_settled(found):
-            self._keys = found
+        if self._is_settled(keys):
+            self._keys = keys
             _LOG.info("read the keys in %s again", self._source.folder)
         else:
-            both = {**self._keys.owners, **found.owners}
+            # New keys count at once, removed ones not yet; the stamp stays, so that the
+            # next tick looks again.
+            both = {**self._keys.owners, **keys.owners}
             self._keys = replace(self._keys, owners=both)
 
     def look_again(self) -> None:
@@ -199,13 +202,14 @@ class Security:
         Raises:
             ValueError: The folder has no key of that task or role.
         """
+        # The link may be older than the present keys of its task.
         self.refresh()
-        found = self._keys.of(server, index)
-        if not found:
+        server_keys = self._keys.of(server, index)
+        if not server_keys:
             raise ValueError(
                 f"key folder {self._source.folder}: {server}.public is missing"
             )
-        socket.curve_serverkey = found[failed % len(found)].encode()
+        socket.curve_serverkey = server_keys[failed % len(server_keys)].encode()
         socket.curve_publickey = self._keys.public.encode()
         socket.curve_secretkey = self._keys.secret.encode()
 
@@ -231,7 +235,6 @@ class Authenticator:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Admits) -> None:
         self._context, self._admits = context, admits
         self._pump: Pump | None = None
-        self.refused = 0
         self.revive()
 
     def revive(self) -> None:
@@ -257,16 +260,17 @@ class Authenticator:
         request = parts[1] if len(parts) > 1 else b""
         key = self._admitted(parts)
         if key is None:
-            self.refused += 1
             verdict = b"400", b"this key is not in the key folder", b""
         else:
             verdict = b"200", b"", key.encode()
+        # The key becomes the User-Id of each frame, by which `Endpoint` knows the peer.
         self._pump.send((b"1.0", request, *verdict, b""))
 
     def _admitted(self, parts: list[bytes]) -> str | None:
         match parts:
             case [b"1.0", _, domain, _, _, b"CURVE", raw] if domain == DOMAIN.encode():
                 word = z85.encode(raw)
+            # Passwords of data connections in a cluster without keys.
             case [b"1.0", _, domain, _, _, b"PLAIN", _, word] if (
                 domain == DOMAIN.encode()
             ):

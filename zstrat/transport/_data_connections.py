@@ -126,6 +126,7 @@ class DataConnections:
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waker, False)
+        # Without pyzmq's wrapper, which costs as much as the call; see `Pump`.
         self._receive = super(zmq.Socket, self._router).recv
         self._wanted: list[tuple[Any, int]] = [(self._router, _IN), (self._woken, _IN)]
         self._sent = self._got = 0
@@ -149,8 +150,8 @@ class DataConnections:
         settings: Settings,
         security: Security | None,
     ) -> DataConnections:
-        """Returns those to so many ``members`` at the host of ``address``, which may be
-        a name.
+        """Returns the data connections of a member to all others, so many ``members``,
+        bound at the host of ``address``, which may be a name.
 
         Raises:
             OSError: As the constructor; or the process may not open as many files.
@@ -184,6 +185,7 @@ class DataConnections:
         if is_name(where):
             where, _ = await looked_up(where)
         line = self._socket(zmq.DEALER, where)
+        # Never again: the ranks of a generation that lost a connection form a new one.
         line.reconnect_ivl = -1
         line.routing_id = b"%d" % self._member
         if self._secret:
@@ -232,6 +234,8 @@ class DataConnections:
             member = self._met.get(routing)
             if member is None:
                 member = self._meet(routing, frames[-1])
+            # Anything else is dropped: routing id, header and data are what members
+            # send.
             if member is not None and len(frames) == 3:
                 data = frames[2].buffer
                 self._got += len(data)
@@ -241,11 +245,11 @@ class DataConnections:
         """Waits until something arrives, one of the ``full`` connections may have room,
         or `wake` is called; at most ``seconds`` and `IDLE`. Returns whether any of
         these happened."""
-        wanted = self._wanted
+        polled = self._wanted
         if full:
-            wanted = [*wanted, *[(self._outward[member], _OUT) for member in full]]
+            polled = [*polled, *[(self._outward[member], _OUT) for member in full]]
         seconds = min(max(seconds, 0.0), IDLE)
-        ready = zmq_poll(wanted, math.ceil(seconds * 1000))
+        ready = zmq_poll(polled, math.ceil(seconds * 1000))
         if any(each == self._woken for each, _ in ready):
             os.read(self._woken, 4096)
         return bool(ready)
@@ -257,6 +261,7 @@ class DataConnections:
         return [
             each
             for each in known
+            # Another inode, or none, has the number: libzmq has closed the connection.
             if accepted(self._accepted[each].descriptor) != self._accepted[each]
         ]
 
@@ -273,8 +278,8 @@ class DataConnections:
         self._sent = self._got = 0
 
     def close(self, linger: float = LINGER) -> None:
-        """Ends all connections; blocks until what was sent has left, or for so long. If
-        they were not shut: on the loop."""
+        """Ends all connections. Blocks until what was sent has left, at most ``linger``
+        seconds. To be called on the loop if they were not shut."""
         with self._closing:
             if self._is_closed:
                 return
@@ -283,18 +288,20 @@ class DataConnections:
             os.close(self._waker)
         self._authenticator.close()
         self.settle()
+        # What this member sent lingers; nobody gets more from it, so the ROUTER need
+        # not.
         for line in self._outward.values():
             line.close(linger=int(linger * 1000))
         self._router.close(linger=0)
         self._context.term()
 
     def forget(self) -> None:
-        """In a forked process: they have ended here."""
+        """Marks the connections as closed in a forked process."""
         self._closing, self._is_closed = threading.Lock(), True
 
     def _meet(self, routing: bytes, frame: zmq.Frame) -> int | None:
-        """Returns the member whose first message this is, if its credential says so,
-        too."""
+        """Returns the member whose first message this is; None if the credential is not
+        that of the member."""
         member = self._known.get(str(frame.get("User-Id")))
         if member is None or routing != b"%d" % member:
             return None
@@ -303,13 +310,14 @@ class DataConnections:
         return member
 
     def _bind(self, where: Address) -> int:
-        """Binds; the descriptor that listens."""
+        """Binds, and returns the descriptor of the listening socket."""
         router = self._router
         if self._secret:
             router.curve_server, router.curve_secretkey = True, self._secret
         else:
             router.plain_server = True
         router.zap_domain, router.zap_enforce_domain = DOMAIN.encode(), True
+        # No option of libzmq gives the descriptor that listens; this event does.
         monitor = router.get_monitor_socket(int(EventKind.LISTENING.value))
         try:
             router.bind(where.endpoint)
@@ -327,7 +335,8 @@ class DataConnections:
 
 
 def _require_room(members: int) -> None:
-    """Asks beforehand: libzmq ends a process in which it cannot open what it needs.
+    """Checks that enough descriptors are free: libzmq ends a process in which it cannot
+    open what it needs.
 
     Raises:
         OSError: EMFILE; says how many descriptors there are.
@@ -336,12 +345,12 @@ def _require_room(members: int) -> None:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:  # not Linux
         return
-    wanted = _OWN_FILES + _FILES * members
-    if used + wanted > allowed():
+    needed = _OWN_FILES + _FILES * members
+    if used + needed > allowed():
         raise OSError(
             errno.EMFILE,
             f"{used} of {allowed()} descriptors are open, and separate connections "
-            f"to {members} ranks take {wanted}: raise `ulimit -n`",
+            f"to {members} ranks take {needed}: raise `ulimit -n`",
         )
 
 
@@ -356,7 +365,7 @@ def _close_all() -> None:
 
 
 def _forget() -> None:
-    """After a fork: they are the parent's."""
+    """Forgets all connections after a fork: they are the parent's."""
     for connections in list(_open):
         connections.forget()
     _open.clear()

@@ -2,7 +2,7 @@
 
 libzmq has no call that ends one connection of a socket, or says how much it has moved,
 so its descriptor is borrowed as a socket. A descriptor may belong to another connection
-by now, so `Accepted` compares the inode.
+by now, so the inode is compared before one is ended.
 
 *The other end.* A silent peer on this machine is not cut off: no network and no relay
 is in between. It hangs, or gets no processor. `Accepted.is_held_by` finds out, on Linux
@@ -52,6 +52,7 @@ class Accepted(NamedTuple):
         with suppress(OSError):
             if os.fstat(self.descriptor).st_ino == self.inode:
                 with borrowed(self.descriptor) as line:
+                    # Not closed, as it is libzmq's: the shutdown makes libzmq close it.
                     line.shutdown(socket.SHUT_RDWR)
 
     def carried(self) -> Carried:
@@ -91,6 +92,7 @@ def refuse_newcomers(listener: int) -> None:
         )
     # A BPF program of one instruction, "return 0": drops each packet.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    # struct sock_fprog: the number of instructions, and their address.
     count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
     with borrowed(listener) as line:
         line.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, count_and_place)
@@ -122,6 +124,7 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
     try:
         yield line
     finally:
+        # Otherwise the garbage collector would close libzmq's descriptor.
         line.detach()
 
 
@@ -154,8 +157,8 @@ def _is_stopped(pid: int) -> bool:
 def _has_other_end(line: socket.socket, pid: int) -> bool:
     if line.family is socket.AF_UNIX:
         size = _CREDENTIALS.size
-        found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return bool(_CREDENTIALS.unpack(found)[0] == pid)
+        credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return bool(_CREDENTIALS.unpack(credentials)[0] == pid)
     inode = _inode_of_other_end(line)
     folder = f"/proc/{pid}/fd"
     return inode is not None and any(
@@ -166,6 +169,7 @@ def _has_other_end(line: socket.socket, pid: int) -> bool:
 
 def _inode_of_other_end(line: socket.socket) -> str | None:
     ends = _written(line, line.getpeername()), _written(line, line.getsockname())
+    # As the other end has it: its local address is our remote one.
     with open(f"/proc/net/{_TABLES[line.family]}", encoding="ascii") as table:
         for row in table:
             words = row.split()
@@ -219,8 +223,8 @@ def _give_up_sockets() -> None:
     _addresses.clear()
     if own:
         # Linux and macOS have this folder.
-        found = [int(number) for number in os.listdir("/dev/fd")]
-        give_up([each for each in found if not own.isdisjoint(_names_of(each))])
+        descriptors = [int(number) for number in os.listdir("/dev/fd")]
+        give_up([each for each in descriptors if not own.isdisjoint(_names_of(each))])
 
 
 def _name_in(endpoint: str) -> SocketName:
@@ -231,14 +235,15 @@ def _name_in(endpoint: str) -> SocketName:
 def _names_of(descriptor: int) -> set[SocketName]:
     """Returns the names of both ends of a stream socket; empty for other
     descriptors."""
-    found: set[SocketName] = set()
+    names: set[SocketName] = set()
     with suppress(OSError), borrowed(descriptor) as line:
         if line.type == socket.SOCK_STREAM:
-            found = _names(line.getsockname())
-            here = {("", port) for _, port in found if port}
-            found |= here
-            found |= _names(line.getpeername())
-    return found
+            names = _names(line.getsockname())
+            # A listener on all interfaces was noted without a host.
+            anywhere = {("", port) for _, port in names if port}
+            names |= anywhere
+            names |= _names(line.getpeername())
+    return names
 
 
 def _names(name: Any) -> set[SocketName]:

@@ -65,6 +65,7 @@ class Echo:
         with self._lock:
             if self._closed:
                 return
+            # Dropped lines are reported before the next text that fits.
             if self._size > MAX_PENDING_CHARACTERS:
                 self._dropped += dropped + text.count("\n")
                 return
@@ -88,6 +89,8 @@ class Echo:
         with self._writing:
             while True:
                 with self._lock:
+                    # Not held while writing: the loop queues text meanwhile, whatever
+                    # the stream does.
                     shown = list(self.waiting)
                     self.waiting.clear()
                     self._size = 0
@@ -126,6 +129,7 @@ class Echo:
             else:
                 place.copy().run(self.show)
             with self._lock:
+                # Under the lock: text that comes after this look finds a bell to ring.
                 if main.is_alive() and not (self._closed or self.waiting):
                     self._bell = ThreadBell()
             if self._bell is not None:

@@ -15,6 +15,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -43,7 +44,6 @@ from ._pump import Outlet, Pump, parts_of
 from ._rate_limited_log import RateLimitedLog
 from ._remote import (
     IN_ALL,
-    BoundSocket,
     Connection,
     Goodbyes,
     Handler,
@@ -52,7 +52,7 @@ from ._remote import (
     RequestDispatcher,
 )
 from ._shared_memory import channel_of
-from ._socket import LINGER, ZEROMQ, Event, EventKind, Sockets
+from ._socket import LINGER, ZEROMQ, BoundSocket, Event, EventKind, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +101,8 @@ class Endpoint:
     ) -> None:
         self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
+        # The limits of a stranger's messages, until `_obey` lifts them for an admitted
+        # task.
         self._brief = replace(settings.limits, header=header, body=header)
         self._absorber, self._on_waited = absorb, on_waited
         self._security = security
@@ -139,7 +141,7 @@ class Endpoint:
             ValueError: ``address`` is not an address.
             PermissionDeniedError: Other machines can reach the address, and there are
                 neither keys nor ``settings.insecure``.
-            OSError: The limit of open files is too low (EMFILE); the address is taken,
+            OSError: There are too few descriptors (EMFILE); the address is taken,
                 does not belong to this machine, or its name cannot be resolved
                 (EADDRNOTAVAIL: that may change); or other users may enter the folder of
                 an ipc address.
@@ -147,34 +149,41 @@ class Endpoint:
 
         Cancellation: nothing is bound.
         """
-        if self._closed or self._pump is not None:
-            raise ClosedError(
-                f"{task_name(self._me)}: this endpoint was bound before or is closed: "
-                "create another one"
-            )
+        self._require_new()
         _require_descriptors(task_name(self._me))
         where = await bindable(parse(address), task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
+        # It may have been closed while the name was looked up.
+        self._require_new()
         self._loop = asyncio.get_running_loop()
         sockets = self._sockets
         self._context = sockets.context()
-        socket = sockets.socket(self._context, zmq.ROUTER, where, self._settings)
+        task = task_name(self._me)
         try:
-            if self._security is not None:
-                self._authenticator = Authenticator(self._context, self._admits)
-            task = task_name(self._me)
-            self._binding = BoundSocket(socket, where, self._security, task)
+            async with AsyncExitStack() as undo:
+                # Last of all: a context waits until its last socket is closed.
+                undo.push_async_callback(sockets.end, self._context)
+                socket = sockets.socket(
+                    self._context, zmq.ROUTER, where, self._settings
+                )
+                undo.callback(socket.close, linger=0)
+                # Before the bind: libzmq keeps no events for a monitor that comes
+                # later, and a newcomer that was missed would have no time limit.
+                self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
+                undo.callback(self._monitor.close)
+                if self._security is not None:
+                    # Before the bind: libzmq asks it about the first handshake already,
+                    # and refuses every peer while nobody answers.
+                    self._authenticator = Authenticator(self._context, self._admits)
+                    undo.callback(self._authenticator.close)
+                self._binding = BoundSocket(socket, where, self._security, task)
+                undo.pop_all()
         except zmq.ZMQError as error:
-            socket.close(linger=0)
-            if self._authenticator is not None:
-                self._authenticator.close()
-            await self._sockets.end(self._context)
             raise OSError(
                 error.errno,
-                f"{task_name(self._me)} cannot bind {address}: {error.strerror}"
+                f"{task} cannot bind {address}: {error.strerror}"
                 f"{_BINDING.get(error.errno or 0, '')}",
             ) from error
-        self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
         self._pump = sockets.pump(socket, self._received, header=1)
         self._timer = self._loop.call_later(self._interval, self._tick)
         return sockets.bound_to(socket).removeprefix("tcp://")
@@ -203,8 +212,11 @@ class Endpoint:
             self._goodbyes = Goodbyes()
             await self._goodbyes.say_to(connections, reason, returns)
         finally:
+            # Even if the goodbyes were cancelled: the next process of this task needs
+            # the address.
             self._monitor.close()
             if self._binding is not None:
+                # While it is bound: later another process may have the path.
                 self._binding.remove_file()
             pump.close(LINGER)
             if self._authenticator is not None:
@@ -212,7 +224,7 @@ class Endpoint:
             await self._sockets.end(self._context)
 
     def statistics(self) -> dict[str, object]:
-        """Counts since the start, and what is connected now."""
+        """Returns counts since the start, and what is connected now."""
         return {
             "remotes": self._admission.names,
             "handlers": len(self._dispatcher),
@@ -226,6 +238,13 @@ class Endpoint:
             },
             "pool": POOL.statistics(),
         }
+
+    def _require_new(self) -> None:
+        if self._closed or self._pump is not None:
+            raise ClosedError(
+                f"{task_name(self._me)}: this endpoint was bound before or is closed: "
+                "create another one"
+            )
 
     def _admits(self, key: str) -> bool:
         security = self._security
@@ -253,16 +272,21 @@ class Endpoint:
         elif (
             connection.user is not None and frames[-1].get("User-Id") != connection.user
         ):
+            # A routing id is a claim of libzmq's peer; the key is proved, and every
+            # frame carries it.
             self._impostors += 1
             return
         outlet = connection.outlet
+        # For strangers, whose bound is low, at each message; for others at each tick,
+        # which saves a system call per message.
         if outlet.peer.incoming is self._brief:
-            connection.heard()
+            connection.note_received()
         else:
             connection.has_spoken = True
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
         outlet.flush()
+        # Held messages are handled a few per turn, or other peers would have to wait.
         if outlet.peer.held:
             self._catch_up_soon(connection)
 
@@ -276,6 +300,7 @@ class Endpoint:
                 self._obey(connection, order)
             outlet.flush()
         if peer.held:
+            # Its unread answers are in the way: looks again whenever some have left.
             outlet.on_flushed = partial(self._catch_up_soon, connection)
             if peer.may_resume:
                 self._catch_up_soon(connection)
@@ -298,6 +323,8 @@ class Endpoint:
         # before it is checked: the HELLO may be of the task that had one of them.
         self._monitor.drain()
         try:
+            # libzmq reports this number with the end of the connection, too, which is
+            # how the two are matched.
             descriptor = int(frames[1].get("__fd"))
             user = str(frames[1].get("User-Id")) if self._security is not None else None
         except zmq.ZMQError:  # it does not speak ZMTP 3, so it is not a zstrat task
@@ -361,21 +388,26 @@ class Endpoint:
             self._pump.drain()  # before silent peers are judged
         now = self._loop.time()
         POOL.age(now)
+        # libzmq gives up peers that do not speak its protocol. These may speak it, but
+        # have not said HELLO.
         for line in self._newcomers.late(now):
             self._refused("it did not greet")
             line.hang_up()
         for line in self._endless():
             self._refused("it sends a message without an end")
             line.hang_up()
+            # A single one may have filled as much of the heap as a crowd.
             self._gone = _CROWD
         if self._gone >= _CROWD and self._trimmed_at + _FREED <= now:
             # libzmq takes some 40 KB for each connection, in pieces all over its heap.
             self._gone, self._trimmed_at = 0, now
             self._loop.call_later(_FREED, trim)
+        # A copy: an order may end a connection.
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
             connection.outlet.flush()
+            # A send has failed because the peer is gone; libzmq's event may come later.
             if connection.outlet.is_gone:
                 connection.outlet.peer.disconnected("", now)
 
@@ -392,7 +424,7 @@ class Endpoint:
         """
         limits, brief = self._settings.limits, self._brief
         usual = _BODIES_UNREAD * limits.window * limits.chunk
-        found = [
+        endless = [
             line
             for line in self._newcomers.lines
             if line.carried().received > UNFINISHED
@@ -400,8 +432,8 @@ class Endpoint:
         for connection in self._connections.values():
             is_brief = connection.outlet.peer.incoming is brief
             if connection.unfinished() > (UNFINISHED if is_brief else usual):
-                found.append(connection.accepted)
-        return found
+                endless.append(connection.accepted)
+        return endless
 
     def _obey(self, connection: Connection, order: Order[None]) -> None:
         match order:
@@ -411,6 +443,8 @@ class Endpoint:
                 self._dispatcher.dispatch(connection, None, message)
             case Greeted(hello):
                 self._admission.greet(connection, hello, self._loop.time())
+                # None: the task was refused, and keeps the limits of a stranger until
+                # it has gone.
                 if connection.remote is not None:
                     self._newcomers.gone(connection.accepted.descriptor)
                     if connection.remote.role is not Job.OBSERVER:

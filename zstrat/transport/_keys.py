@@ -85,14 +85,14 @@ class KeyFolder:
         stamp = self.stamp()  # first: later changes are then read the next time
         publics = _publics(self.folder)
         if not publics:
-            there = "holds no keys" if self.folder.is_dir() else "does not exist"
+            problem = "holds no keys" if self.folder.is_dir() else "does not exist"
             if self.folder.is_file():
                 raise ValueError(
                     f"key folder {self.folder} is a file: give the folder that "
                     "`zstrat keygen` has made"
                 )
             raise ValueError(
-                f"key folder {self.folder} {there}: give the folder that `zstrat "
+                f"key folder {self.folder} {problem}: give the folder that `zstrat "
                 "keygen` has made for this cluster, or a copy of it; where none was "
                 f"made yet, make one with `zstrat keygen {self.folder}`"
             )
@@ -115,6 +115,7 @@ class KeyFolder:
     def _secret(self, name: str) -> str:
         file = self.folder / f"{name}.secret"
         secret = _read(file)
+        # After the read: a missing file gets the error that says so.
         if not self._guarded:
             check_private(file)
         return secret
@@ -171,13 +172,13 @@ def _make_folder(folder: Path) -> None:
     with explained("key folder", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-    there = sorted(
+    present = sorted(
         file.name for kind in ("secret", "public") for file in folder.glob(f"*.{kind}")
     )
-    if there:
+    if present:
         raise FileExistsError(
-            f"{folder} holds keys already ({', '.join(there)}): a running cluster may "
-            "need them; remove them, or choose another folder"
+            f"{folder} holds keys already ({', '.join(present)}): a running cluster "
+            "may need them; remove them, or choose another folder"
         )
 
 
@@ -190,6 +191,8 @@ def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> Non
             file = folder / f"{name}.{suffix}"
             written.append(file)
             try:
+                # Created with its mode, then written: a secret is never readable for
+                # others, not even for a moment.
                 file.touch(mode=mode, exist_ok=False)
             except FileExistsError:  # written by another process
                 written.remove(file)
@@ -234,6 +237,8 @@ def rotate_keys(path: str | PathLike[str]) -> str:
     if previous.exists():
         shutil.rmtree(previous)
         return ""
+    # Made elsewhere and renamed: tasks read the folder at any time, and must not find
+    # half of it.
     _write_pairs(making, names, [])
     making.rename(following)
     return NEXT
@@ -247,6 +252,8 @@ def _switch(folder: Path, following: Path, previous: Path) -> None:
         making.mkdir(mode=0o700)
         for name in key_names(folder):
             shutil.copy(folder / f"{name}.public", making)
+        # Complete before any pair is replaced: a key that is in neither folder is
+        # revoked.
         making.rename(previous)
     for file in sorted(following.iterdir()):
         file.replace(folder / file.name)
@@ -283,6 +290,7 @@ def _states(folders: Iterable[Path]) -> Iterator[tuple[str, int, int, int]]:
                 state = file.stat()
             except OSError:  # gone meanwhile, or a link to nothing
                 continue
+            # `next` and `previous` are listed themselves.
             if not stat.S_ISDIR(state.st_mode):
                 # Ctime: modes count, too.
                 yield file.path, state.st_ino, state.st_size, state.st_ctime_ns
@@ -399,5 +407,6 @@ def _is_own(group: int) -> bool:
         members = {pwd.getpwnam(name).pw_uid for name in grp.getgrgid(group).gr_mem}
     except KeyError:  # a number without a name: given by the engine
         members = set()
+    # `gr_mem` leaves out users whose primary group it is.
     members |= {each.pw_uid for each in pwd.getpwall() if each.pw_gid == group}
     return members <= {user_id}

@@ -145,6 +145,8 @@ class Link:
         self._where = parse(address)
         if self._where.scheme == "tcp" and not self._where.port:
             raise ValueError(f"address {address!r}: expected a port above 0")
+        # Without the number the task could not tell a second link of this process from
+        # one that reconnects, whose old connection it ends.
         self._me = replace(me, link=next(_NUMBERS))
         self._settings, self._security, self._expect = settings, security, expect
         self._idle_timeout = settings.timeouts.request
@@ -254,6 +256,7 @@ class Link:
             BusyError: Too many requests are open.
             ClosedError: The link was closed.
         """
+        # Not `is_open`: this runs for every request, and a property costs a call.
         outlet = self._outlet
         if outlet is None or outlet.peer.state is not _OPEN:
             self._check_usable()
@@ -267,6 +270,7 @@ class Link:
             deadline = self._loop.time() + idle_timeout
         outlet.peer.request(message, future, deadline, idle_timeout)
         outlet.flush()
+        # Most deadlines are later than the timer's, which is set again when it fires.
         if deadline < self._armed_for:
             self._arm(outlet.peer.due)
         return future
@@ -308,12 +312,15 @@ class Link:
         """
         if self._is_closed:
             return
+        # First: `_redial` may be scheduled, and must find the link closed.
         self._is_closed = True
         error = ClosedError(f"the link to {self.name} was closed")
         for timer in (self._timer, self._watch):
             if timer is not None:
                 timer.cancel()
         if self._outlet is not None:
+            # Only its failures: `on_lost` is not for an end that the owner of the link
+            # wants.
             for order in self._outlet.peer.leave(reason):
                 if isinstance(order, Failed) and not order.token.done():
                     order.token.set_exception(copied_error(error))
@@ -359,6 +366,7 @@ class Link:
             case EventKind.UNAUTHORISED:
                 assert self._security is not None
                 self._opening.refuse(self._security.denied(self._target))
+                # Not from here: `_redial` closes the monitor that calls.
                 self._loop.call_soon(self._redial)
             case EventKind.MISMATCHED:
                 self._handshake_failed(by_task=True)
@@ -371,6 +379,8 @@ class Link:
                     self._handshake_failed(by_task=self._dial.is_task)
             case EventKind.RETRIED:
                 self.is_refused = True
+                # The name may have IPv6 addresses alone: this socket did not look for
+                # them.
                 self._dial.look_up(self._redial, self._opening.looked_up)
             case EventKind.CONNECTED:
                 self._line = self._sockets.accepted(event.value)
@@ -404,6 +414,7 @@ class Link:
         pump = self._dial.pump
         assert pump is not None
         assert self._line is not None
+        # One for each connection: numbers, order and credits begin again with it.
         peer: Peer[Reply] = Peer(
             self.name,
             self._me,
@@ -496,10 +507,12 @@ class Link:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+        # The loss of the old process is reported before the new one is.
         reason = self._continuity.opened(hello)
         if reason is not None:
             self._call(self._on_lost, PeerLostError(self.name, reason))
         self._opening.opened(hello)
+        # Last: the callback may send requests.
         self._call(self._on_open, hello)
 
     def _ended(self, closed: Closed) -> None:
@@ -516,6 +529,7 @@ class Link:
         reason = self._continuity.closed(closed.reason, closed.broken, now)
         self._watch_reconnect()
         self._dial.later()
+        # Last: the callback may close this link.
         if reason is not None:
             error = PeerLostError(self.name, reason, closed.left, closed.returns)
             self._call(self._on_lost, error)

@@ -65,6 +65,7 @@ Result = TypeVar("Result")
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Returns a loop that does not run yet."""
+    # uvloop aborts the process if it has to close a descriptor below 3.
     occupy_descriptors()
     loop = _make_loop()
     _loops.add(loop)
@@ -105,8 +106,7 @@ def warn_of_blocking(twin: str) -> None:
 
 
 def _outside() -> int:
-    """Returns how far the first line that is not of zstrat is from the caller of
-    this."""
+    """Returns how many frames above this one the first line outside of zstrat is."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
@@ -121,6 +121,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
         with runner:
             return runner.run(main)
     finally:
+        # Threads may have asked for something while the runner ended its tasks.
         _abandon_calls(loop)
 
 
@@ -267,6 +268,8 @@ class Portal:
             self._why = why
         self.retire()
         if threading.current_thread() is not self._thread:
+            # The close callback has `_CLOSING` seconds, and so have the tasks that are
+            # left.
             self._thread.join(2 * _CLOSING)
             if self._thread.is_alive():
                 log.error("the thread %s did not end", self._thread.name)
@@ -282,6 +285,7 @@ class Portal:
 
     def _require_open(self, work: Coroutine[Any, Any, T], what: str) -> None:
         if self.is_here:
+            # A coroutine that never runs would warn when it is collected.
             work.close()
             raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
         if self._closed:
@@ -298,6 +302,7 @@ class Portal:
         try:
             self.loop.run_forever()
         finally:
+            # First: calls from now on are refused, not posted to a loop that has ended.
             self._closed = True
             self.loop.run_until_complete(_end_tasks())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -305,6 +310,7 @@ class Portal:
             _abandon_calls(self.loop)
 
     def _leave(self) -> None:
+        # On the loop, so that two closers need no lock.
         if self._leaving is None:
             self._leaving = self.loop.create_task(
                 self._run_close_callback(), name="close the portal"
@@ -421,7 +427,8 @@ class LoopCall(Generic[T]):
         return ClosedError(f"{self._what}: {self._ended}")
 
     def _give_up(self) -> None:
-        """Posted after the beginning; if there was none, nothing is left to begin."""
+        """Cancels the work if it has not ended. Posted after `_begin`: the work has
+        begun by then, or never will."""
         _under_way.discard(self)
         if not self._is_over:
             with contextlib.suppress(ClosedError):
@@ -439,8 +446,8 @@ _under_way: Final[set[LoopCall[Any]]] = set()
 
 
 def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:
-    """The loop is closed: wakes the waiters of calls posted after the last look
-    at its tasks, or did not end when it was cancelled."""
+    """Wakes the waiters of a closed loop: their calls came after its tasks were
+    cancelled, or did not end then."""
     for call in list(_under_way):
         call.abandon_if_of(loop)
 
@@ -458,13 +465,14 @@ _open: Final[weakref.WeakSet[Portal]] = weakref.WeakSet()
 
 
 def close_portals() -> None:
-    """Closes all that are open, as the exit of the interpreter does."""
+    """Closes all open portals, as the exit of the interpreter does."""
     for portal in list(_open):
         portal.close()
 
 
 def _forget() -> None:
-    """After a fork: no loop runs here, and nobody waits."""
+    """Forgets portals, loops and calls after a fork: no loop runs here, and nobody
+    waits."""
     for portal in list(_open):
         portal.forget()
     _of_parent.update(_loops)

@@ -81,7 +81,7 @@ def hello(job: str, index: int, incarnation: int) -> Hello:
 
 
 def program_name() -> str:
-    """Returns what runs in this process, for words to a person: "train.py"."""
+    """Returns the name of this program, for messages to persons: "train.py"."""
     path = Path(sys.argv[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     name = f"python {name}" if name in ("-c", "-m") else name
@@ -98,7 +98,7 @@ HANDSHAKE_FAILED: Final = (
 NOTHING: Final = "nothing answers there"
 NOTHING_AT_IPV4: Final = (
     "nothing answers there by IPv4, and a name that has addresses of both kinds is not "
-    "tried by IPv6: a task that listens there alone is named by its number"
+    "tried by IPv6: if the task listens only there, give its address as a number"
 )
 SILENT: Final = (
     "something accepts the connection, but does not answer: the process is stopped or "
@@ -115,7 +115,8 @@ proxy or a published port whose daemon is about to start."""
 
 
 class Opening:
-    """Callers that wait until a task greets, and what is known if it does not.
+    """What a link knows before its task has greeted, and the callers that wait for
+    that.
 
     ``target`` is the name of the task in errors: "/job:ps/task:0 at 10.0.0.1:2222".
     """
@@ -143,6 +144,7 @@ class Opening:
         if self._refusal is not None:
             raise copied_error(self._refusal)
         loop = asyncio.get_running_loop()
+        # A future each: a cancelled caller must not cancel the others.
         waiter: asyncio.Future[Hello] = loop.create_future()
         self._waiters.add(waiter)
         started = loop.time()
@@ -228,6 +230,8 @@ class Opening:
         if not self._waiters and not self._is_logged:
             self._is_logged = True
             _LOG.warning("%s", error)
+        # Kept for later callers: a link that is refused dials on, and may be admitted
+        # later.
         self._refusal = error
         self.fail(error)
 
@@ -269,6 +273,8 @@ class Continuity:
         if self._hello is None:
             return None
         if broken:
+            # The first break counts: attempts that fail meanwhile give the task no more
+            # time.
             if self._broken is None:
                 self._broken = reason, now
             return self.tick(now)
@@ -294,13 +300,13 @@ _SIGNATURE: Final = b"\xff"
 
 
 class Dial:
-    """Connects to ``where``.
+    """Connects to ``where``, and again after each end of the connection.
 
     Args:
         arm: Sets the keys of a socket before it connects.
         happened: Called with each event of the connection.
         received: Called with each message.
-        failed: Called with the reason if no socket could be opened; another attempt
+        failed: Called with the reason if no socket could be opened. Another attempt
             follows.
         sockets: Creates the sockets; ``context`` must be one of its contexts.
     """
@@ -349,6 +355,7 @@ class Dial:
     def _again(self) -> None:
         try:
             self.now()
+        # Only here: at the first attempt `Link.start` raises it to its caller.
         except ValueError as error:  # a key file has gone meanwhile
             self._failed(error)
             self.later()
@@ -363,6 +370,8 @@ class Dial:
                 socket is an IPv6 socket.
             learned: Called with a description of why nothing answers at the address.
         """
+        # Once, unless it fails: libzmq resolves names itself, and lacks only the kind
+        # of address.
         if self._look_up is None and is_name(self._where):
             look_up = self._looked_up(has_changed, learned)
             self._look_up = self._loop.create_task(look_up, name="looks up a name")
@@ -371,14 +380,14 @@ class Dial:
         self, has_changed: Callable[[], None], learned: Callable[[str], None]
     ) -> None:
         try:
-            found, has_both = await looked_up(self._where)
+            address, has_both = await looked_up(self._where)
         except OSError as error:
             learned(unknown(self._where.host, error))
             self._look_up = None  # tried again at the next failure
             return
         learned(NOTHING_AT_IPV4 if has_both else NOTHING)
-        if found != self._where:
-            self._where = found
+        if address != self._where:
+            self._where = address
             has_changed()
 
     def ask(self) -> None:
@@ -386,6 +395,7 @@ class Dial:
         the address; sets `is_task` when an answer comes."""
         if self._speaks:
             return
+        # The previous one may still wait for its answer.
         self.end_question()
         try:
             socket = self._socket(zmq.STREAM)
@@ -413,6 +423,7 @@ class Dial:
     def drop(self, linger: float) -> None:
         """Closes the socket; sent messages have ``linger`` seconds to leave."""
         if self.pump is not None:
+            # First: closing a monitor calls the socket.
             self._monitor.close()
             self.pump.close(linger)
             self.pump = None
@@ -431,11 +442,13 @@ class Dial:
             undo.callback(socket.close, 0)
             self._arm(socket)
             watched = tuple(EventKind)
+            # Before it connects: libzmq keeps no events for a monitor that comes later.
             monitor = self._sockets.monitor(socket, watched, self._happened)
             undo.callback(monitor.close)
             socket.connect(self._where.endpoint)
             self.pump = self._sockets.pump(socket, self._received)
             self._monitor = monitor
+            # From here on `drop` closes them.
             undo.pop_all()
 
     def _socket(self, kind: int) -> Any:

@@ -57,6 +57,7 @@ def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memo
     # numpy makes the base of a view the base of its base, so long as that has the type
     # of the view: two types of our own keep an array from skipping its lease.
     lease = memory.view(_LeasedMemory).view(_Lease)
+    # At exit the memory goes with the process; a callback could only hold it up.
     weakref.finalize(lease, ended, what).atexit = False
     return lease.data
 
@@ -96,6 +97,7 @@ class Pool:
         """
         size = -(-nbytes // _STEP) * _STEP
         memory = self._take(size)
+        # The whole block comes back, whatever part of it the body took.
         return lend(memory[:nbytes], self._give_back, memory)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -118,6 +120,8 @@ class Pool:
             return
         with self._lock:
             for size, idle in list(self._idle.items()):
+                # `allocate` sets a flag alone, as it has no clock: the time of use is
+                # that of the next tick.
                 if idle.is_used:
                     idle.is_used, idle.used_at = False, now
                 elif now - idle.used_at > SPARE:
@@ -131,6 +135,7 @@ class Pool:
         with self._lock:
             self._leases += 1
             idle = self._idle.get(size)
+            # Marked even if none of this size is idle: the caller returns one soon.
             if idle is not None:
                 idle.is_used = True
                 if idle.memories:
@@ -144,6 +149,7 @@ class Pool:
         size = memory.nbytes
         with self._lock:
             self._leases -= 1
+            # Not kept: the memory is freed with its last reference, here.
             if self._idle_bytes + size > self._kept and not self._make_room(size):
                 return
             idle = self._idle.get(size)

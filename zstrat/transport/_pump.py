@@ -53,7 +53,8 @@ def count_direct(sent: int, got: int) -> None:
 
 
 def transports() -> dict[str, dict[str, int]]:
-    """``in`` and ``out`` of each transport, in bytes since the process began."""
+    """Returns ``in`` and ``out`` of each transport, in bytes since the process
+    began."""
     return {
         "socket": {"in": SOCKET.got + _DIRECT.got, "out": SOCKET.sent + _DIRECT.sent},
         "shm": {"in": SHARED.got, "out": SHARED.sent},
@@ -111,8 +112,9 @@ _DONE: Final = Sending.DONE  # a look at a member of an enum costs as much as a 
 
 
 class Pump:
-    """Owns ``socket``. ``receive`` gets each message whole and must not raise; which of
-    its frames is the header, ``header`` says."""
+    """Moves messages between ``socket``, which it owns, and the loop. ``receive`` gets
+    each message whole, and must not raise. ``header`` is the index of the header among
+    its frames."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], receive: Receive, header: int = 0
@@ -134,9 +136,12 @@ class Pump:
         if self._closed:
             return Sending.GONE
         send = self._send
+        # The send may swallow the news of a message that has arrived; see above.
         if not self._scheduled:
             self._look_again()
         try:
+            # Only the first frame may be refused for want of room: libzmq takes the
+            # rest of a message whose beginning it has taken.
             for frame in to:
                 send(frame, _MORE)
             nbytes = 0
@@ -176,6 +181,8 @@ class Pump:
             self._closed = True
             self._blocked.clear()
             self._loop.remove_reader(self._descriptor)
+            # After the reader: the descriptor may be some other file's as soon as it is
+            # closed.
             self._socket.close(linger=int(linger * 1000))
 
     def _look_again(self) -> None:
@@ -224,6 +231,8 @@ class Pump:
                 self._scheduled = before
             else:
                 self._look_again()
+        # Any change of the socket may mean room; each one that still does not fit
+        # registers again.
         if self._blocked:
             blocked, self._blocked = self._blocked, {}
             for outlet in blocked:
@@ -231,7 +240,7 @@ class Pump:
 
 
 class Outlet:
-    """Sends what one peer wants to say, in order, as far as the socket takes it.
+    """Sends the messages of one peer, in order, as far as the socket takes them.
 
     Args:
         on_flushed: Called after each flush: there may be room for more.
@@ -273,6 +282,8 @@ class Outlet:
     def flush(self) -> None:
         """Sends all that may be sent now."""
         peer, now = self.peer, self._loop.time()
+        # What did not fit goes first: the peer numbers messages in the order of
+        # `transmit`.
         frames = self._stuck or peer.transmit(now)
         while frames is not None and not self.is_gone:
             sending = self._pump.send(frames, self._to)
@@ -288,6 +299,7 @@ class Outlet:
         self._stuck = None
         if self._outbox.is_copying and not self._is_copying:
             self._is_copying = True
+            # A step of a large copy into shared memory per turn of the loop.
             self._loop.call_soon(self._copy)
         if self._since is not None or len(self._outbox):
             self._waited(now)

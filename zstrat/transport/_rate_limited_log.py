@@ -13,7 +13,8 @@ PAUSE: Final = 10.0
 
 
 class RateLimitedLog:
-    """Writes one line to ``logger`` in `PAUSE` seconds, and counts all of them."""
+    """Writes at most one line to ``logger`` in `PAUSE` seconds, and counts all of
+    them."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger, self._written_at = logger, -PAUSE

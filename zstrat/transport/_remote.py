@@ -1,13 +1,8 @@
-"""The connections of an endpoint: those that have greeted, and those that have not.
+"""The peers of an endpoint: tasks, their connections, and those that have not greeted.
 
 A `Remote` is a task, and a `Connection` is how it is reached at present. An endpoint
 that closes says goodbye and lets its peers close their connections first (`Goodbyes`):
 closing a socket with unread data resets the connection, and the goodbye may be lost.
-
-When the keys of the folder change, the socket is bound again: libzmq gives a listener
-the options that the socket has at its bind. That ends all connections, including those
-with a removed key; other peers reconnect, and send unanswered requests again. libzmq
-closes a listener on its own thread, and reports when the address is free.
 
 Any host that reaches the port may open connections and send nothing. Each connection
 costs a descriptor, and without a free one nobody can connect. So the number of
@@ -19,16 +14,12 @@ it the honest one. `Newcomers` decides that without I/O.
 from __future__ import annotations
 
 import asyncio
-import enum
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast, final, get_args
-
-import zmq
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, get_args
 
 from zstrat.errors import CancelledError, PeerLostError, ZstratError
 from zstrat.wire import Done, Message
@@ -43,107 +34,11 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Hello, Job, Sink
 
-    from ._address import Address
-    from ._curve import Security
     from ._descriptors import Accepted
     from ._pump import Outlet
 
 
 _LOG: Final = logging.getLogger("zstrat.transport")
-
-
-class _State(enum.Enum):
-    """States of a bound socket::
-
-    FREE -- bind --> BOUND -- unbind --> LEAVING -- libzmq has closed it --> FREE
-    """
-
-    BOUND = enum.auto()
-    LEAVING = enum.auto()
-    FREE = enum.auto()
-
-
-@final
-class BoundSocket:
-    """Binds ``socket`` to an address, and again when its keys have changed.
-
-    Args:
-        task: Name of the task in the log.
-
-    Raises:
-        ZMQError: The address cannot be bound.
-    """
-
-    def __init__(
-        self, socket: Any, where: Address, security: Security | None, task: str
-    ) -> None:
-        self._socket, self._where, self._security = socket, where, security
-        self._task = task
-        self._endpoint = where.endpoint
-        self._keys = None if security is None else security.keys
-        if security is not None:
-            security.arm_server(socket)
-        self._state = _State.FREE
-        self._bind()
-
-    def tick(self) -> None:
-        """Binds again if the keys have changed. Call it at every tick."""
-        if self._state is _State.FREE:
-            self.freed()
-        elif self._state is _State.LEAVING:
-            self._state = _State.FREE  # not reported so far: the next tick binds
-        elif self._state is _State.BOUND and self._must_renew():
-            assert self._security is not None
-            _LOG.info("%s binds again: its keys have changed", self._task)
-            self._security.arm_server(self._socket)
-            # The bound port, where port 0 was asked for.
-            self._endpoint = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-            self._state = _State.LEAVING
-            with suppress(zmq.ZMQError):  # it is no longer bound
-                self._socket.unbind(self._endpoint)
-
-    def freed(self) -> None:
-        """Binds again after libzmq has closed the old listener. If another process has
-        taken the address, logs that, and tries again at the next tick."""
-        if self._state is _State.BOUND:
-            return
-        self._state = _State.FREE
-        try:
-            self._bind()
-        except zmq.ZMQError as error:
-            _LOG.error(
-                "%s cannot bind %s again: %s; it will keep trying",
-                self._task,
-                self._endpoint,
-                error.strerror,
-            )
-
-    def remove_file(self) -> None:
-        """Removes the file of an ipc address, which libzmq leaves, unless another
-        socket has taken the path. Call it while the socket is bound."""
-        if self._inode is not None:
-            with suppress(OSError):
-                path = Path(self._where.host)
-                if path.stat().st_ino == self._inode:
-                    path.unlink()
-
-    def _bind(self) -> None:
-        self._socket.bind(self._endpoint)
-        self._state = _State.BOUND
-        self._inode: int | None = None
-        """Of the file of an ipc address."""
-        if self._where.scheme == "ipc":
-            with suppress(OSError):  # the file may be removed at any time
-                self._inode = Path(self._where.host).stat().st_ino
-
-    def _must_renew(self) -> bool:
-        """Returns whether its own key has changed, or another key was removed."""
-        if self._security is None or self._keys is None:
-            return False
-        self._security.refresh()
-        before, self._keys = self._keys, self._security.keys
-        has_lost = not before.owners.keys() <= self._keys.owners.keys()
-        return has_lost or before.secret != self._keys.secret
 
 
 Line = TypeVar("Line")
@@ -192,8 +87,10 @@ class Newcomers(Generic[Line]):
         self._waiting[descriptor] = line, address, now
         self._from.setdefault(address, []).append(descriptor)
         if len(self._from[address]) > self._per_address:
+            # The new one itself may be drawn: all of one address are alike.
             return self._drawn(address)
         if len(self._waiting) > self._in_all:
+            # From the address that has most: a flood displaces its own connections.
             return self._drawn(max(self._from, key=lambda each: len(self._from[each])))
         return None
 
@@ -286,7 +183,7 @@ class Remote:
 
 
 class Connection:
-    """A connection of a peer. ``accepted`` is its descriptor, and ``user`` the public
+    """A connection of a peer. ``accepted`` is its descriptor; ``user`` is the public
     key whose secret the peer has proved to have."""
 
     __slots__ = (
@@ -313,7 +210,7 @@ class Connection:
         self._whole: int | None = 0
         """Bytes received up to the last whole message; None if not known."""
 
-    def heard(self) -> None:
+    def note_received(self) -> None:
         """Notes that a whole message has come. Costs a system call, so it is not called
         for each chunk of an admitted peer."""
         self._whole = self.accepted.carried().received
@@ -325,6 +222,7 @@ class Connection:
             self.has_spoken, self._whole = False, None
             return 0
         received = self.accepted.carried().received
+        # No whole message since the last tick: what arrives from now on is of one.
         if self._whole is None:
             self._whole = received
         return received - self._whole
@@ -334,6 +232,8 @@ class Connection:
         honest peer has closed it before."""
         self.outlet.flush()
         loop = asyncio.get_running_loop()
+        # Later: shutting the descriptor down drops what is still unsent, such as the
+        # reason of a refusal.
         loop.call_later(LINGER, self.accepted.hang_up)
         if self.outlet.peer.unread > _MUCH:
             loop.call_later(_SOON, trim)
@@ -415,6 +315,8 @@ class RequestDispatcher:
             remote.promised = 0
             self._fail(connection, number, error)
             return
+        # Taken over at once: the handler may answer after others of this remote have
+        # run, which announce sizes of their own.
         if remote.promised:
             if number is not None:
                 connection.outlet.peer.promise(number, remote.promised)
@@ -423,6 +325,7 @@ class RequestDispatcher:
             if number is not None:
                 answer = Done() if result is None else cast("Message", result)
                 connection.outlet.peer.reply(number, answer)
+        # Not owned here: who made it ends it, so `close` does not cancel it.
         elif isinstance(result, asyncio.Future):
             result.add_done_callback(partial(self._finished, connection, number))
         elif inspect.iscoroutine(result):
@@ -458,6 +361,7 @@ class RequestDispatcher:
     ) -> None:
         error: BaseException | None
         if future.cancelled():
+            # A CancelledError of asyncio has no code on the wire.
             error = CancelledError("the task cancelled the request")
         else:
             error = future.exception()
@@ -465,6 +369,7 @@ class RequestDispatcher:
             self._fail(connection, number, error)
         elif number is not None:
             connection.outlet.peer.reply(number, future.result())
+        # At the close `Goodbyes` flushes, after all outcomes.
         if not self._is_over:
             connection.outlet.flush()
 

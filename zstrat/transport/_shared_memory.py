@@ -81,7 +81,8 @@ class Blocks:
         self._taken: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """Offset of a block at a multiple of a page, or None if nothing fits."""
+        """Returns the offset of a block, a multiple of a page, or None if nothing
+        fits."""
         size = -(-nbytes // _PAGE) * _PAGE
         for i, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -107,10 +108,6 @@ class Blocks:
             start = self._free.pop(i)[0]
         self._free.insert(i, (start, end))
         return True
-
-    @property
-    def taken(self) -> int:
-        return len(self._taken)
 
 
 class Quota:
@@ -158,6 +155,7 @@ class Arena:
         self.word, self.proof = secrets.token_bytes(_WORD), secrets.token_bytes(_WORD)
         try:
             os.ftruncate(self.descriptor, capacity)
+            # After the size is set: the seals forbid growing, too.
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory = np.frombuffer(mmap.mmap(self.descriptor, capacity), np.uint8)
         except OSError:
@@ -167,8 +165,8 @@ class Arena:
         self._blocks = Blocks(_PAGE, capacity)
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
-        """Copies a body (uint8 [n] each, aligned one after the other) into the arena;
-        its offset, or None if it does not fit now."""
+        """Copies a body (uint8 [n] each, aligned one after the other) into the arena.
+        Returns its offset, or None if it does not fit now."""
         start = self._reserve(nbytes)
         if start is not None:
             for _ in self._copy(raws, start, nbytes):
@@ -178,12 +176,13 @@ class Arena:
     def begin(
         self, raws: Sequence[np.ndarray], nbytes: int
     ) -> tuple[int, Iterator[None]] | None:
-        """Begins to copy a body: its offset, and an iterator that copies `_STEP` bytes
-        with each step, so that a large body does not hold up the loop."""
+        """Begins to copy a body, so that a large one does not hold up the loop. Returns
+        its offset, and an iterator that copies `_STEP` bytes with each step."""
         start = self._reserve(nbytes)
         return None if start is None else (start, self._copy(raws, start, _STEP))
 
     def _reserve(self, nbytes: int) -> int | None:
+        # A block first: which pages it touches depends on where it is.
         start = self._blocks.take(nbytes)
         if start is None:
             return None
@@ -198,6 +197,7 @@ class Arena:
         left, memory = step, self.memory
         for raw in raws:
             position = aligned(position)
+            # Small arrays need no slices, which cost as much as their copy.
             if raw.nbytes < left:
                 end = position + raw.nbytes
                 memory[position:end] = raw
@@ -223,7 +223,8 @@ class Arena:
         self._touched = _PAGE
 
     def _may_touch(self, end: int) -> bool:
-        """Pages that were written once stay: those beyond count against the quota."""
+        """Takes the pages up to ``end`` from the quota, or returns False. A page that
+        was written once stays, and is not counted again."""
         more = end - self._touched
         if more > 0:
             if not self._quota.take(more):
@@ -251,6 +252,8 @@ class Mapping:
             memory = mmap.mmap(file, capacity, prot=mmap.PROT_READ)
         finally:
             os.close(file)
+        # By the content: the number may be of another file if the pid is that of
+        # another container.
         if memory[: len(word)] != word or len(word) != _WORD:
             raise OSError("the memory does not hold the word of the peer")
         self.memory = np.frombuffer(memory, np.uint8)
@@ -295,8 +298,6 @@ class ShmChannel:
         # Arrays may die on any thread; appending and taking from the left are atomic.
         self.unread: deque[int] = deque()
         self.most_unread = _RELEASED
-        self.placed = 0
-        """Bodies that were sent through our arena."""
 
     def offer(self, to: Hello) -> Offer | None:
         if to.host != self._host:
@@ -313,6 +314,7 @@ class ShmChannel:
         if self._arena is None:
             return not proof
         self._agreed = secrets.compare_digest(proof, self._arena.proof)
+        # It has mapped nothing, or something else. Nothing was written for it yet.
         if not self._agreed:
             self._close_arena()
         return self._agreed or not proof
@@ -335,7 +337,8 @@ class ShmChannel:
         if not self._agreed or self._arena is None:
             return None
         offset = self._arena.place(raws, nbytes)
-        self._sent(nbytes, offset is not None)
+        if offset is not None:
+            SHARED.sent += nbytes
         return offset
 
     def begin(
@@ -344,19 +347,21 @@ class ShmChannel:
         if not self._agreed or self._arena is None:
             return None
         begun = self._arena.begin(raws, nbytes)
-        self._sent(nbytes, begun is not None)
+        if begun is not None:
+            SHARED.sent += nbytes
         return begun
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
         if self._mapping is None:
             return None
         try:
-            found = self._mapping.body(offset, nbytes, self.unread.append)
+            view = self._mapping.body(offset, nbytes, self.unread.append)
         except ValueError:
             return None
+        # By the latest body: senders of large ones wait for their memory.
         self.most_unread = 1 if nbytes >= _LARGE else _RELEASED
         SHARED.got += nbytes
-        return found
+        return view
 
     def released(self, offsets: Sequence[int]) -> None:
         if self._arena is not None:
@@ -370,11 +375,6 @@ class ShmChannel:
     def close(self) -> None:
         self._agreed, self._mapping = False, None
         self._close_arena()
-
-    def _sent(self, nbytes: int, taken: bool) -> None:
-        if taken:
-            self.placed += 1
-            SHARED.sent += nbytes
 
     def _close_arena(self) -> None:
         if self._arena is not None:

@@ -3,6 +3,11 @@
 An endpoint has its own context, and so its own I/O thread; all links of the process
 share another one, which lives as long as the last of them. What ZeroMQ says about the
 connections of one socket comes as events on the loop.
+
+When the keys of the folder change, a bound socket is bound again: libzmq gives a
+listener the options that the socket has at its bind. That ends all connections,
+including those with a removed key; other peers reconnect, and send unanswered requests
+again. libzmq closes a listener on its own thread, and reports when the address is free.
 """
 
 from __future__ import annotations
@@ -10,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import logging
 import math
 import os
 import struct
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 import zmq
@@ -29,7 +36,10 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._address import Address
+    from ._curve import Security
     from ._pump import Receive
+
+_LOG: Final = logging.getLogger("zstrat.transport")
 
 LINGER: Final = 0.2
 """Seconds that a goodbye has to leave when its socket is closed."""
@@ -78,12 +88,13 @@ async def return_context() -> None:
     with _lock:
         _users -= 1
         last = _shared.pop() if _users == 0 else None
+    # Outside of the lock: it may take `LINGER`, and others want a context meanwhile.
     if last is not None:
         await end_context(last)
 
 
 def _forget() -> None:
-    """After a fork: the context's thread is the parent's."""
+    """Forgets the links' context after a fork: its thread is the parent's."""
     global _lock, _users
     _lock, _users = threading.Lock(), 0
     # Kept, because what ends a context would wait for that thread.
@@ -111,9 +122,11 @@ async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with suppress(RuntimeError):  # the loop is gone: nobody waits
             loop.call_soon_threadsafe(ended.set)
 
+    # On a thread: `term` blocks until the last socket has sent what it may.
     thread = threading.Thread(target=term, name="zstrat-zmq-term", daemon=True)
     try:
         thread.start()
+    # Nothing else runs by then, so it may block.
     except RuntimeError:  # Python >= 3.12 starts none when a program ends
         context.term()
         return
@@ -130,6 +143,8 @@ def new_socket(
     """Returns a ROUTER or DEALER, not yet bound or connected."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     times, limits = settings.timeouts, settings.limits
+    # The default has no limit, and the end of the context would wait. Who closes a
+    # socket says how long a goodbye may take.
     socket.linger = 0
     socket.maxmsgsize = max(limits.frame, limits.chunk, limits.header)
     # Messages, not bytes: those with large bodies are bounded by credits before.
@@ -150,6 +165,7 @@ def new_socket(
     if address.scheme == "ipc":
         socket.sndbuf = socket.rcvbuf = _LOCAL_BUFFER
     if kind == zmq.ROUTER:
+        # Otherwise messages to a peer that is gone vanish without an error.
         socket.router_mandatory = 1
         socket.backlog = 1024
     else:
@@ -168,6 +184,100 @@ def bound_to(socket: zmq.Socket[bytes]) -> str:
     endpoint = name.rstrip(b"\0").decode()
     note_address(socket, endpoint)
     return endpoint
+
+
+class _BindState(enum.Enum):
+    """States of a bound socket::
+
+    FREE -- bind --> BOUND -- unbind --> LEAVING -- libzmq has closed it --> FREE
+    """
+
+    BOUND = enum.auto()
+    LEAVING = enum.auto()
+    FREE = enum.auto()
+
+
+@final
+class BoundSocket:
+    """Binds ``socket`` to an address, and again when its keys have changed.
+
+    Args:
+        task: Name of the task in the log.
+
+    Raises:
+        ZMQError: The address cannot be bound.
+    """
+
+    def __init__(
+        self, socket: Any, where: Address, security: Security | None, task: str
+    ) -> None:
+        self._socket, self._where, self._security = socket, where, security
+        self._task = task
+        self._endpoint = where.endpoint
+        self._keys = None if security is None else security.keys
+        if security is not None:
+            security.arm_server(socket)
+        self._state = _BindState.FREE
+        self._bind()
+
+    def tick(self) -> None:
+        """Binds again if the keys have changed. Call it at every tick."""
+        if self._state is _BindState.FREE:
+            self.freed()
+        elif self._state is _BindState.LEAVING:
+            self._state = _BindState.FREE  # not reported so far: the next tick binds
+        elif self._state is _BindState.BOUND and self._must_renew():
+            assert self._security is not None
+            _LOG.info("%s binds again: its keys have changed", self._task)
+            self._security.arm_server(self._socket)
+            # The bound port, where port 0 was asked for.
+            self._endpoint = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+            self._state = _BindState.LEAVING
+            with suppress(zmq.ZMQError):  # it is no longer bound
+                self._socket.unbind(self._endpoint)
+
+    def freed(self) -> None:
+        """Binds again after libzmq has closed the old listener. If another process has
+        taken the address, logs that, and tries again at the next tick."""
+        if self._state is _BindState.BOUND:
+            return
+        self._state = _BindState.FREE
+        try:
+            self._bind()
+        except zmq.ZMQError as error:
+            _LOG.error(
+                "%s cannot bind %s again: %s; it will keep trying",
+                self._task,
+                self._endpoint,
+                error.strerror,
+            )
+
+    def remove_file(self) -> None:
+        """Removes the file of an ipc address, which libzmq leaves, unless another
+        socket has taken the path. Call it while the socket is bound."""
+        if self._inode is not None:
+            with suppress(OSError):
+                path = Path(self._where.host)
+                if path.stat().st_ino == self._inode:
+                    path.unlink()
+
+    def _bind(self) -> None:
+        self._socket.bind(self._endpoint)
+        self._state = _BindState.BOUND
+        self._inode: int | None = None
+        """Of the file of an ipc address."""
+        if self._where.scheme == "ipc":
+            with suppress(OSError):  # the file may be removed at any time
+                self._inode = Path(self._where.host).stat().st_ino
+
+    def _must_renew(self) -> bool:
+        """Returns whether its own key has changed, or another key was removed."""
+        if self._security is None or self._keys is None:
+            return False
+        self._security.refresh()
+        before, self._keys = self._keys, self._security.keys
+        has_lost = not before.owners.keys() <= self._keys.owners.keys()
+        return has_lost or before.secret != self._keys.secret
 
 
 _NUMBERS: Final = itertools.count()
@@ -190,17 +300,17 @@ class EventKind(enum.Enum):
 
 
 class Event(NamedTuple):
-    """``value`` is the file descriptor of the connection for ACCEPTED, CONNECTED and
-    BROKEN, that of the listener for LISTENING, else a detail: of FAILED the error
-    number that was the last one, so EPIPE or ECONNRESET where the other side has ended
-    the connection."""
+    """An event of a connection. ``value`` is the file descriptor of the connection for
+    ACCEPTED, CONNECTED and BROKEN, that of the listener for LISTENING, else a detail:
+    of FAILED the last error number, so EPIPE or ECONNRESET where the other side has
+    ended the connection."""
 
     kind: EventKind
     value: int
 
 
 def event_of(parts: Sequence[bytes]) -> Event:
-    """Returns what a message of libzmq's monitor says."""
+    """Returns the event in a message of libzmq's monitor."""
     number, value = _HEAD.unpack(parts[0])
     return Event(EventKind(zmq.Event(number)), value)
 
@@ -227,7 +337,7 @@ class Monitor:
         self._pump = Pump(listener, self._received)
 
     def drain(self) -> None:
-        """Takes what has been said so far, now."""
+        """Handles, at once, all events so far."""
         self._pump.drain()
 
     def close(self) -> None:
@@ -255,7 +365,7 @@ class Sockets(Protocol):
         ...
 
     async def give_back(self) -> None:
-        """Says that a link needs the shared context no more."""
+        """Gives back the context that `lease` returned."""
         ...
 
     def socket(

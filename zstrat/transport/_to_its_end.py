@@ -24,11 +24,13 @@ async def to_its_end(work: Awaitable[T]) -> T:
     task, is_cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
+            # `wait` does not cancel what it waits for, as awaiting the task would.
             await asyncio.wait([task])
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:
-        _ = task.cancelled() or task.exception()  # an error is not what ends this
+        # An error is not what ends this; if it were not fetched, asyncio would log it.
+        _ = task.cancelled() or task.exception()
         raise asyncio.CancelledError
     return task.result()
 
@@ -45,18 +47,18 @@ async def on_own_thread(
     bell = LoopBell()
     pool = ThreadPoolExecutor(1, "zstrat call")
     try:
-        made = pool.submit(function)
-        made.add_done_callback(lambda _: bell.ring())
+        future = pool.submit(function)
+        future.add_done_callback(lambda _: bell.ring())
         try:
             await bell.future
         except BaseException:  # to the caller: nobody gets the result
-            pool.submit(partial(_undo, undo, made))
+            pool.submit(partial(_undo, undo, future))
             raise
-        return made.result()
+        return future.result()
     finally:
         pool.shutdown(wait=False)
 
 
-def _undo(undo: Callable[[T], object], made: Future[T]) -> None:
-    if made.exception() is None:
-        undo(made.result())
+def _undo(undo: Callable[[T], object], future: Future[T]) -> None:
+    if future.exception() is None:
+        undo(future.result())

@@ -74,13 +74,15 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         nbytes = self.dtype.itemsize * math.prod(self.shape)
+        # Computed once: specs are remembered (`_seen`) and asked for it at every
+        # message.
         object.__setattr__(self, "nbytes", nbytes)
 
 
 @final
 class RawView(np.ndarray):
-    """The bytes of ``source``, which lives at least as long: an owner that watches the
-    array it gave away sees when the last of its bytes has left."""
+    """The bytes of ``source``, which lives at least as long. So an owner that watches
+    the array it gave away sees when the last of its bytes has left."""
 
     source: np.ndarray | None = None
 
@@ -101,6 +103,7 @@ def dtype_named(name: str) -> np.dtype:
 def name_of(dtype: np.dtype) -> str | None:
     """Returns the name that a dtype travels by, in whatever order its bytes are, or
     None. To ask numpy for the name takes microseconds."""
+    # Native order is found at once; only other orders need a second dtype.
     return _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("<"))
 
 
@@ -138,6 +141,7 @@ def raw(array: np.ndarray) -> np.ndarray:
     if not array.flags.c_contiguous or array.dtype not in _NAMES:
         array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
     view = array.reshape(-1).view(_BYTE, RawView)
+    # numpy would refer to the owner of the memory alone, see above.
     view.source = array
     return view
 
@@ -156,6 +160,8 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
             f"expected {spec.nbytes} bytes, got a frame of {got}"
         )
     array = np.ndarray(spec.shape, spec.dtype, buffer)
+    # Even if the buffer may be written: its memory may be that of other arrays, or of
+    # the peer.
     array.setflags(write=False)
     return array
 
@@ -210,6 +216,7 @@ def _spec(announced: Any) -> ArraySpec:
         raise Mismatch("an array that fits into memory", size)
     spec = ArraySpec(dtype, tuple(dims))
     if len(_seen) >= _REMEMBERED:
+        # All at once: to know which one is oldest would cost every lookup.
         _seen.clear()
     _seen[name, *dims] = spec
     return spec

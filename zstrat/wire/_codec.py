@@ -88,6 +88,8 @@ class Announced(NamedTuple):
         if outside:
             blobs, arrays = arrays[-len(outside) :], arrays[: -len(outside)]
             for at, blob in zip(outside, blobs, strict=True):
+                # A copy: whoever keeps code or a pickle must not keep a frame of the
+                # socket.
                 fields[at] = blob.tobytes()
         if form.arrays is not None:
             fields[form.arrays] = arrays
@@ -120,7 +122,7 @@ def encode(
         limit: The largest header that the other side takes.
 
     Raises:
-        TypeError: No message, or a field that cannot travel; names it.
+        TypeError: Not a message, or a field that cannot travel; names it.
         ValueError: A number beyond 64 bits, or a header above ``limit``.
     """
     form = _BY_CLASS[type(message)]
@@ -131,6 +133,7 @@ def encode(
     values = (form.kind, request, *fields)
     try:
         header = _packer.pack(values)
+    # The whole header first: which field is at fault is only asked if there is one.
     except (TypeError, ValueError, OverflowError) as error:
         header = _pack_odd(form, values, error)
     if len(header) > limit:
@@ -187,6 +190,7 @@ def decode(
     """
     announced = decode_header(header, limits)
     specs, cls = announced.specs, announced.message_kind
+    # All frames have to be there; a connection takes bodies in chunks, too.
     if len(buffers) != len(specs):
         raise ProtocolError(
             f"{cls.__name__}: expected {len(specs)} frames, got {len(buffers)}"
@@ -224,6 +228,7 @@ def _extract(
         if not isinstance(blob, bytes):
             place = f"{form.cls.__name__}.{form.names[at]}"
             raise TypeError(f"{place}: expected bytes, got {type(blob).__name__}")
+        # The header keeps the length, so that the receiver knows of the frame.
         if len(blob) > INLINE:
             fields[at] = len(blob)
             frames.append(np.frombuffer(blob, np.uint8))
@@ -302,13 +307,15 @@ def _announced(
             specs = [*specs, ArraySpec(_BYTE, (fields[at],))]
     if specs:
         total = sum([spec.nbytes for spec in specs])
+        # Before anything is allocated: the specs are only what a peer claims.
         if total > limits.body:
             raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))
     return tuple(specs), outside
 
 
 def _check_blob(value: Any) -> bytes | int:
-    """Bytes, or how many of them follow in a frame of their own."""
+    """Checks bytes, or the number of bytes that follow in a frame."""
+    # Shorter ones have no frame, so a length is of a long one.
     if type(value) is bytes or (type(value) is int and value > INLINE):
         return value
     raise Mismatch("bytes", value)
@@ -329,7 +336,7 @@ class _FormsByClass(dict[type, _Form]):
 
     def __missing__(self, cls: type) -> _Form:
         if cls not in _CLASSES:
-            raise TypeError(f"{cls.__name__} is no message")
+            raise TypeError(f"{cls.__name__} is not a message")
         form = self[cls] = _Form(cls)
         return form
 

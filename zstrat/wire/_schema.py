@@ -75,6 +75,7 @@ def message(cls: type[T]) -> type[T]:
     made.__init__ = _init_of(made)
     made.__eq__, made.__hash__, made.__repr__ = _equal, _hash, _shown
     made.__setattr__ = made.__delattr__ = _refuse
+    # By default pickle would set the slots by `setattr`, which is refused.
     made.__reduce__ = _reduced
     made_class: type[T] = made
     return made_class
@@ -82,6 +83,7 @@ def message(cls: type[T]) -> type[T]:
 
 def _init_of(cls: Any) -> Callable[..., None]:
     known = fields(cls)
+    # The slots themselves: `setattr` is refused, as messages are frozen.
     puts = [getattr(cls, each.name).__set__ for each in known]
     defaults = tuple([x.default for x in known if x.default is not MISSING])
     count, needed = len(known), len(known) - len(defaults)
@@ -120,7 +122,7 @@ def _bound(cls: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any
 
 
 def _refuse(message: Any, name: str, *value: object) -> NoReturn:
-    raise FrozenInstanceError(f"{type(message).__name__}.{name} stays as it is")
+    raise FrozenInstanceError(f"{type(message).__name__}.{name} cannot be changed")
 
 
 def _reduced(message: Any) -> tuple[Any, ...]:
@@ -200,6 +202,7 @@ def _usual(hint: Any) -> type:
     if hint in _NAMES:
         kind: type = hint
         return kind
+    # Records and arrays arrive as lists, too.
     return dict if get_origin(hint) is dict else list
 
 
@@ -288,6 +291,7 @@ def _list(item: Any) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
+        # All at once first; one by one only to say which of them is wrong.
         if not column(value):
             _each(value, each)
         return value
@@ -313,10 +317,11 @@ def _dict(item: Any) -> Check:
 
 
 def _record(cls: type) -> Check:
-    """Returns a NamedTuple from a list of as many values."""
+    """Returns the check that makes a NamedTuple of a list of as many values."""
     hints = get_type_hints(cls)
     if any(map(is_record, hints.values())):
         raise TypeError(f"{cls.__name__}: a record inside a record is not supported")
+    # `tuple.__new__`: a NamedTuple's own constructor is a function of Python.
     names, size, make = list(hints), len(hints), partial(tuple.__new__, cls)
     row = Row(list(hints.values()), list(map(check_for, hints.values())))
 
@@ -325,6 +330,7 @@ def _record(cls: type) -> Check:
             raise Mismatch(f"a list of {', '.join(names)}", value)
         for at, inner in row.checks_of(value):
             try:
+                # In place: the list is msgpack's, and nobody else has it.
                 value[at] = inner(value[at])
             except Mismatch as wrong:
                 raise wrong.inside(f".{names[at]}") from None
@@ -341,6 +347,7 @@ def _records(cls: type) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
+        # Before its items are looked at, which takes the time that this limits.
         if len(value) > most:
             raise Mismatch(f"a list of at most {most}", value)
         if len(value) > _ROWS and _all_right(columns, value):
@@ -353,6 +360,7 @@ def _records(cls: type) -> Check:
 def _all_right(columns: list[Column], rows: list[Any]) -> bool:
     """Returns whether every column holds what it should; False may also mean: look
     closer."""
+    # One call into C per property; a row that is wrong is looked for later.
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(columns)}:
         return False
     for right, column in zip(columns, zip(*rows, strict=True), strict=True):

@@ -60,8 +60,9 @@ ANY_TASK: Final = frozenset(Job)
 
 
 class Repeat(enum.Enum):
-    """Whether a client may repeat a request that a parameter server may have carried
-    out before its connection broke."""
+    """Whether a client of parameter servers may repeat a request that the server may
+    have carried out before its connection broke. No other sender goes by this: it
+    decides for itself what to send again."""
 
     NEVER = "never"
     SAFE = "safe"
@@ -117,7 +118,7 @@ def check_sender(task: str, sender: str, role: Job, message: object) -> None:
 
 
 class OwnerPeer(Protocol):
-    """A connection of a coordinator, by identity."""
+    """A connection of a coordinator; connections are compared by identity."""
 
     @property
     def is_heard(self) -> bool:
@@ -247,9 +248,12 @@ class Ownership:
             is_other = not owner.is_of(asked.hello)
             is_alive = is_other and self._has_proved_alive(owner, asked.session)
             raise HeldError(words) if is_alive else BusyError(words)
+        # What proves that the owner lives counts from the next refusal.
         self._refused.clear()
         if owner is None or is_new:
+            # Keys are counted from the session that began, if this one continues it.
             self._owner = replace(asked, origin=asked.origin or asked.session)
+            # Of the previous owner: their ends say nothing of this one.
             self._links = []
         else:
             self._owner = replace(
@@ -258,6 +262,7 @@ class Ownership:
                 hello=asked.hello,
                 alive=True,
                 program=owner.program or asked.program,
+                # An opening of an earlier connection may be read late.
                 sent=max(owner.sent, asked.sent),
             )
         if several:
@@ -274,6 +279,7 @@ class Ownership:
             False, without a change, if there is no such session.
         """
         owner = self._owner
+        # A living owner keeps its session, and nobody adopts its own.
         if owner is None or owner.alive or owner.session == asked.session:
             return False
         if not asked.name or owner.name != asked.name:
@@ -287,6 +293,7 @@ class Ownership:
         """Continues the session of the previous process of this task. Its coordinator
         counts as alive, as it will reconnect; if it is known to be lost, the caller
         calls `lost`."""
+        # The links of the old process have ended with it.
         self._owner, self._links = owner, []
 
     def lost(self, peer: object) -> bool:
@@ -327,6 +334,7 @@ class Ownership:
         if owner is None:
             return False
         self.check(session)
+        # After the number: an old order of another session is stale in any case.
         if sent < owner.sent:
             raise StaleSessionError(
                 f"{self._task} serves session {session:#x}, which {owner} has opened "

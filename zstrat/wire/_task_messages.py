@@ -284,6 +284,7 @@ class MemberEntry(NamedTuple):
     word: bytes
 
 
+# The node of a rank asks again by itself: rank 0 may be another process by then.
 @request(by=TRAINING, repeat=Repeat.NEVER)
 class JoinGroup:
     """Asks rank 0 to form a generation of a group. Answered by `GroupFormed` once all

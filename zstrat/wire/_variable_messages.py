@@ -192,8 +192,7 @@ class TableSizes:
     """Answers `AskTables`, one number per table each: rows; bytes of rows, ids, index
     and slots; rows that were born, and removed or evicted, since the server has the
     table; ids that wait for admission; gradients of rows that were dropped, as their
-    ids were not admitted; changes
-    of rows, 0 if these are not noted."""
+    ids were not admitted; changes of rows, 0 if these are not noted."""
 
     kind: ClassVar = 131
     rows: list[int]
@@ -205,6 +204,7 @@ class TableSizes:
     cuts: list[int] = field(default_factory=list)
 
 
+# A second one would find nothing to delete: a client repeats it with ``again``.
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DeleteVariables:
     """Frees the variables of these keys, and their slots. Answered by `Done`. All have
@@ -299,9 +299,9 @@ class Pulled:
     """Answers a pull: one version per read, in order, and one per set. ``arrays`` has
     the values of those whose version differs from the known one, in order, of sets
     ``[elements]``, and then the rows ``[n, ...]`` for each of `PullRows.rows`.
-    ``clock`` is the number of pushes to any
-    variables that the server has applied: the difference of two clocks is the number of
-    pushes in between. It is ignored in comparisons."""
+    ``clock`` is the number of pushes to any variables that the server has applied: the
+    difference of two clocks is the number of pushes in between. It is ignored in
+    comparisons."""
 
     kind: ClassVar = 36
     versions: list[int]

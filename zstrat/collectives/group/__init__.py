@@ -1,4 +1,4 @@
-"""The members of a group: how they come together, call, and part."""
+"""The members of a group: how they form it, make calls, and leave it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from zstrat.collectives._engine import Overdue as Overdue
 
 from ._executors import CallTurns as CallTurns
 from ._generation import Generation as Generation
-from ._mesh import FORGOTTEN as FORGOTTEN
-from ._mesh import FailureInquiry as FailureInquiry
+from ._inquiry import FORGOTTEN as FORGOTTEN
+from ._inquiry import FailureInquiry as FailureInquiry
+from ._inquiry import verdict as verdict
 from ._mesh import Mesh as Mesh
-from ._mesh import verdict as verdict
 from ._rendezvous import Formed as Formed
 from ._rendezvous import GroupSeat as GroupSeat
 from ._rendezvous import MembershipState as MembershipState

@@ -1,11 +1,10 @@
-"""Checks the arguments of a group's operations, and holds the results to wait for."""
+"""Checks the arguments of a group's operations, and describes them as text."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,16 +12,12 @@ from zstrat.collectives._compression import Compression, Compressor
 from zstrat.collectives._leaves import described
 from zstrat.collectives._reduction import ReduceOp, reduction_of
 from zstrat.collectives.schedules._algorithms import algorithm_named
-from zstrat.errors import DeadlineExceededError, ZstratError
-from zstrat.threads import ThreadBell
-from zstrat.transport import LoopBell, copied_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from zstrat.collectives._engine import CallKind
     from zstrat.collectives._leaves import ArrayLeaf
-    from zstrat.transport import Bell
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +61,8 @@ def words_of(
 
 def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
     if options.algorithm not in (None, "auto"):
-        found = algorithm_named(kind.value, options.algorithm)
-        if options.compression is not None and not found.is_compressible:
+        algorithm = algorithm_named(kind.value, options.algorithm)
+        if options.compression is not None and not algorithm.is_compressible:
             raise ValueError(
                 f"algorithm {options.algorithm!r} with "
                 f"compression={options.compression!r}: this algorithm would round "
@@ -81,6 +76,7 @@ def check_reducible(
     for dtype in {leaf.flat.dtype for leaf in leaves}:
         reduction = reduction_of(op, dtype, size)
         if compression is not None:
+            # Made only to be checked: before any rank has begun the call.
             Compressor(Compression.of(compression)).codec("", reduction)
 
 
@@ -125,6 +121,7 @@ def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
         for start in [leaf.flat.ctypes.data]
         if leaf.flat.size
     )
+    # Sorted by start, so arrays that overlap are neighbours.
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         raise ValueError(
             "in_place: two arrays of the tree share memory: give each array once"
@@ -159,6 +156,7 @@ def positive(name: str, given: float | None, default: float) -> float:
         ValueError: They are not above 0.
     """
     value = default if given is None else given
+    # Not `<= 0`, which NaN would pass.
     if not value > 0:
         raise ValueError(f"{name}={given}: expected seconds above 0")
     return float(value)
@@ -173,100 +171,3 @@ def not_negative(name: str, given: int) -> int:
     if given < 0:
         raise ValueError(f"{name}={given}: expected 0 or more")
     return given
-
-
-T = TypeVar("T")
-
-
-class Pending(Generic[T]):
-    """Await it, on any event loop, or call `result`. Both may be done more than once.
-
-    Cancelling the wait does not cancel the collective, in which other ranks take part:
-    what was given to it must be left alone until it is over.
-
-    Args:
-        words: The operation that runs, as text for logs and errors.
-        over: Called once when the operation is over, before its waiters wake up.
-    """
-
-    __slots__ = (
-        "_bells",
-        "_error",
-        "_finish",
-        "_is_over",
-        "_lock",
-        "_over",
-        "_value",
-        "words",
-    )
-
-    def __init__(self, words: str, over: Callable[[], object] = lambda: None) -> None:
-        self.words, self._over = words, over
-        self._lock = threading.Lock()
-        self._bells: list[Bell] = []
-        self._is_over = False
-        self._finish: Callable[[], T] | None = None
-        self._value: T | None = None
-        self._error: Exception | None = None
-
-    def done(self) -> bool:
-        """Returns whether `result` would not wait."""
-        return self._is_over
-
-    def result(self, timeout: float | None = None) -> T:
-        """Blocks until the collective is over.
-
-        Raises:
-            DeadlineExceededError: ``timeout`` seconds have passed; it continues.
-            Exception: CollectiveTimeoutError, PeerLostError, InvalidArgumentError or
-                UnavailableError, as the blocking call.
-        """
-        if not self._is_over:
-            bell = ThreadBell()
-            if self._enlist(bell) and not bell.wait(timeout):
-                raise DeadlineExceededError(
-                    f"{self.words} is not over after {timeout} s"
-                )
-        return self._outcome()
-
-    def __await__(self) -> Generator[object, None, T]:
-        if not self._is_over:
-            bell = LoopBell()
-            if self._enlist(bell):
-                yield from bell.future
-        return self._outcome()
-
-    def settle(self, finish: Callable[[], T]) -> None:
-        """Notes that the collective has succeeded; ``finish`` makes the result, on the
-        thread that asks for it first."""
-        self._finish = finish
-        self._end()
-
-    def fail(self, error: Exception) -> None:
-        """Notes that the operation has failed."""
-        self._error = error
-        self._end()
-
-    def _enlist(self, bell: Bell) -> bool:
-        with self._lock:
-            if not self._is_over:
-                self._bells.append(bell)
-            return not self._is_over
-
-    def _end(self) -> None:
-        self._over()
-        with self._lock:
-            self._is_over = True
-            bells, self._bells = self._bells, []
-        for bell in bells:
-            bell.ring()
-
-    def _outcome(self) -> T:
-        if self._error is not None:
-            if not isinstance(self._error, ZstratError):
-                raise self._error
-            raise copied_error(self._error)
-        with self._lock:
-            if self._finish is not None:
-                self._value, self._finish = self._finish(), None
-        return cast("T", self._value)  # not None for want of one: `settle` was called

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from zstrat.collectives._engine import CollectiveCall, CollectiveEngine
 
-    from ._arguments import Pending
     from ._generation import Generation
     from ._operations import Steps
+    from ._pending import Pending
     from ._runtime import GroupRuntime
 
 
@@ -166,6 +166,7 @@ class EngineExecutor:
         """The start of the thread was requested."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        # The generation is asked for these when another rank inquires.
         generation.engine_waits = engine.waits
         generation.engine_waited = engine.waited
         generation.on_broken = self._ended
@@ -204,13 +205,16 @@ class EngineExecutor:
         """Queues an operation for the executor's thread."""
         with self._lock:
             is_lost = self._is_closed
-            turn.operation = operation
+            if not is_lost:  # else the thread may still end, and fail it a second time
+                turn.operation = operation
             is_first, self._is_begun = not self._is_begun, True
             self._wake()
         if is_first and not is_lost:
             # On the loop: Ctrl-C during the start would break a lock of `threading`.
             is_lost = not self._messages.soon(self._begin)
         if is_lost:
+            # The executor closes only after the generation has ended, so there is a
+            # reason.
             operation.pending.fail(self._generation.wait_broken(0.0))
 
     def _begin(self) -> None:
@@ -263,6 +267,7 @@ class EngineExecutor:
         calls = operation.calls
         with self._using:
             while True:
+                # Looked at for each step: between two steps nothing else would notice.
                 if self._generation.broken is not None:
                     raise self._generation.wait_broken(0.0)  # it began before the end
                 self._step(calls)
@@ -272,12 +277,14 @@ class EngineExecutor:
                     return end.value
 
     def _step(self, calls: Sequence[CollectiveCall]) -> None:
-        # Messages first: they travel while the engine keeps this thread busy.
-        by_message = [call for call in calls if not self._engine.takes(call)]
-        started = [self._messages.call(call) for call in by_message]
+        by_engine: list[CollectiveCall] = []
+        by_message: list[CollectiveCall] = []
         for call in calls:
-            if call not in by_message:
-                self._run(call)
+            (by_engine if self._engine.takes(call) else by_message).append(call)
+        # Messages first: they travel while the engine keeps this thread busy.
+        started = [self._messages.call(call) for call in by_message]
+        for call in by_engine:
+            self._run(call)
         for each in started:
             each.wait()
 
@@ -314,7 +321,8 @@ class EngineExecutor:
     def _live(self) -> None:
         while True:
             with self._lock:
-                if self._is_closed:  # a `put` from now on fails by itself
+                # Only what was put before: a later `put` fails its operation itself.
+                if self._is_closed:
                     put = [each for each in self._queue if each.operation is not None]
                     self._queue = deque(put)
                     if not put:
@@ -397,4 +405,5 @@ class CallTurns:
         if self._waiting:
             self._waiting.popleft().ring()
         else:
+            # Nobody waits: the next one who draws enters at once.
             self._is_taken = False

@@ -1,4 +1,4 @@
-"""Forms a generation of a group from a list of tasks: assigns ranks, agrees on a
+"""Forms a generation of a group: joins the other ranks, agrees with them on a
 transport, and opens data connections where ranks share no memory."""
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ import logging
 import struct
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.cluster import query_cluster_spec
 from zstrat.collectives._engine import (
     CallKind,
     CollectiveCall,
@@ -28,8 +26,6 @@ from zstrat.transport import DataConnections, reached_as
 from zstrat.wire import JoinGroup, MemberEntry
 
 from ._executors import MessageExecutor
-from ._rendezvous import GroupSeat, listed
-from ._runtime import only_daemon
 from ._scheduler import OperationScheduler
 from ._socket_engine import SocketEngine
 from ._traffic import FORMING, about
@@ -37,101 +33,24 @@ from ._traffic import FORMING, about
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.collectives._engine import Between, CollectiveEngine
     from zstrat.collectives.memory._engines import SharedMemory
-    from zstrat.collectives.schedules._choice import Choices
 
     from ._generation import Generation
+    from ._invitation import FormingRequest
     from ._runtime import GroupRuntime
 
-log = logging.getLogger("zstrat.collectives")
+_LOG: Final = logging.getLogger("zstrat.collectives")
 
-JOBS: Final = ("chief", "worker")
-"""Jobs whose tasks are the members by default, in this order."""
+_PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
+"""Keys of calls while forming; no operation has them."""
 
-ALONE: Final = GroupSeat("worker", 0, "")
-"""The only seat of a program without a cluster."""
+_PLACE: Final = struct.Struct("<H40s")
+"""Port and credential of a rank; port 0: it has no data port."""
 
-
-@dataclass(frozen=True, slots=True)
-class FormingRequest:
-    """The generation that a rank asks to join."""
-
-    group: str
-    generation: int
-    seats: tuple[GroupSeat, ...]
-    rank: int
-    transport: str
-    timeout: float
-    choices: Choices
-    """Table of algorithms; all ranks use that of rank 0."""
-
-    @property
-    def words(self) -> str:
-        """Description for errors."""
-        return f"forming group {self.group!r}"
-
-
-def seats_of(
-    resolver: ClusterResolver, tasks: Sequence[str] | None
-) -> tuple[GroupSeat, ...]:
-    """Returns the members of a group in the order of ranks.
-
-    Args:
-        tasks: Names such as "worker:0" or "/job:worker/task:0"; None: all of `JOBS`.
-
-    Raises:
-        ValueError: A task does not exist or is named twice, or there is no member.
-    """
-    spec = query_cluster_spec(resolver)
-    if not spec:
-        return (ALONE,)
-    if tasks is None:
-        found = tuple(
-            GroupSeat(job, index, spec.task_address(job, index))
-            for job in JOBS
-            if job in spec.jobs
-            for index in spec.task_indices(job)
-        )
-        if not found:
-            raise ValueError(
-                f"the cluster has no job {' or '.join(JOBS)}, but has "
-                f"{', '.join(spec.jobs)}: correct its job names (TF_CONFIG?), or name "
-                "the members with tasks="
-            )
-        return found
-    seats = tuple(_seat_named(spec, task) for task in tasks)
-    if len(set(seats)) != len(seats) or not seats:
-        raise ValueError(f"tasks={list(tasks)}: expected one or more tasks, each once")
-    return seats
-
-
-def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat:
-    """Returns the seat of this process.
-
-    Raises:
-        ValueError: The task of this process is not known, or not among the members.
-    """
-    if tuple(seats) == (ALONE,):
-        return ALONE
-    job, index = resolver.task_type, resolver.task_id
-    if job is None or index is None:
-        daemon = only_daemon()
-        if daemon is None:
-            raise ValueError(
-                "the resolver does not say which task this process is: give it "
-                'task_type and task_id (TF_CONFIG\'s "task", [task] of a cluster file)'
-            )
-        job, index = daemon
-    for seat in seats:
-        if (seat.job, seat.number) == (job, index):
-            return seat
-    raise ValueError(
-        f"this process is /job:{job}/task:{index}, expected one of the group's members "
-        f"{listed([seat.task for seat in seats])}: correct the task (TF_CONFIG?) or "
-        "the members"
-    )
+_BARRIER_TIMEOUT: Final = 2.0
+"""Seconds for the first messages on data connections. A firewall that drops them delays
+the forming of each generation by this."""
 
 
 async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationScheduler:
@@ -144,6 +63,7 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
     Cancellation: this rank has not joined.
     """
     node = runtime.node
+    # Before the ranks meet: its descriptor travels with the request to join.
     memory = host_memory(wanted.transport)
     try:
         request = JoinGroup(
@@ -186,9 +106,13 @@ async def _agree(
     mapped = [False] * size
     if memory is not None:
         mapped = memory.reach(rank, generation.members)
-    said = await exchange(generation, FORMING, np.packbits(mapped).tobytes(), timeout)
-    bits = np.frombuffer(b"".join(said), np.uint8).reshape(size, -1)
+    # Every rank sends what it could map, so that all come to the same result.
+    answers = await exchange(
+        generation, FORMING, np.packbits(mapped).tobytes(), timeout
+    )
+    bits = np.frombuffer(b"".join(answers), np.uint8).reshape(size, -1)
     reached = np.unpackbits(bits, axis=1, count=size).astype(bool).tolist()
+    # A rank without memory has not even reached itself.
     if memory is None or not all(reached[each][each] for each in range(size)):
         return None
     hosts = hosts_of(reached)
@@ -211,28 +135,6 @@ def _entry(
     )
 
 
-def _seat_named(spec: ClusterSpec, task: str) -> GroupSeat:
-    job, found, index = task.removeprefix("/job:").replace("/task:", ":").partition(":")
-    if not found or not index.isdecimal():
-        raise ValueError(
-            f"task {task!r}: expected a name such as 'worker:0' or '/job:worker/task:0'"
-        )
-    return GroupSeat(job, int(index), spec.task_address(job, int(index)))
-
-
-log = logging.getLogger("zstrat.collectives")
-
-_PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
-"""Keys of calls while forming; no operation has them."""
-
-_PLACE: Final = struct.Struct("<H40s")
-"""Port and credential of a rank; port 0: it has no data port."""
-
-_BARRIER_TIMEOUT: Final = 2.0
-"""Seconds for the first messages on data connections. A firewall that drops them delays
-the forming of each generation by this."""
-
-
 async def exchange(
     generation: Generation, key: int, word: bytes, timeout: float
 ) -> Sequence[bytes]:
@@ -253,13 +155,6 @@ async def exchange(
     return [bytes(each) for each in call.target.reshape(generation.size, -1)]
 
 
-async def all_agree(
-    generation: Generation, key: int, has: bool, timeout: float
-) -> bool:
-    """Returns whether ``has`` is true on all ranks. Raises, cancels as `exchange`."""
-    return b"\0" not in await exchange(generation, key, bytes([has]), timeout)
-
-
 async def connect_data(
     runtime: GroupRuntime, generation: Generation, timeout: float
 ) -> CollectiveEngine | None:
@@ -274,6 +169,7 @@ async def connect_data(
 
     Raises, cancellation: as `exchange`; no connection is left.
     """
+    # Equal on all ranks, so none waits for another one here.
     if not 1 < generation.size <= DataConnections.MOST:
         return None
     connections = await _bound(runtime, generation)
@@ -281,8 +177,8 @@ async def connect_data(
         place = _PLACE.pack(0, b"")
         if connections is not None:
             place = _PLACE.pack(connections.port, connections.credential)
-        said = await exchange(generation, _PORTS, place, timeout)
-        places = [_PLACE.unpack(each) for each in said]
+        answers = await exchange(generation, _PORTS, place, timeout)
+        places = [_PLACE.unpack(each) for each in answers]
         if connections is None or not all(port for port, _ in places):
             return None
         engine = SocketEngine(
@@ -298,14 +194,16 @@ async def connect_data(
         # A rank that connects before it is admitted would be refused for good.
         await exchange(generation, _ADMITTED, b"\1", timeout)
         ports = {rank: places[rank] for rank in others}
+        # No early return: whatever fails here, the others wait in the last exchange.
         is_ready = await _connected(connections, generation, ports)
         is_ready = is_ready and await _have_joined(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
         # Other ranks may have spent that much longer waiting for a first message.
-        if await all_agree(generation, _MET, is_ready, timeout + _BARRIER_TIMEOUT):
+        timeout += _BARRIER_TIMEOUT
+        if b"\0" not in await exchange(generation, _MET, bytes([is_ready]), timeout):
             connections = None  # the engine's
             return engine
-        log.info("%s: its ranks cannot reach each other's data port", generation.title)
+        _LOG.info("%s: its ranks cannot reach each other's data port", generation.title)
         return None
     finally:
         if connections is not None:
@@ -324,7 +222,7 @@ async def _bound(
             rank, generation.size, address, node.settings, node.security
         )
     except (OSError, PermissionDeniedError) as error:
-        log.info("%s goes by the messages of links: %s", generation.title, error)
+        _LOG.info("%s uses links, not data connections: %s", generation.title, error)
         return None
 
 
@@ -340,7 +238,7 @@ async def _connected(
         try:
             await connections.connect(rank, address, credential)
         except OSError as error:  # the name does not resolve any longer
-            log.info("%s: its rank %d: %s", generation.title, rank, error)
+            _LOG.info("%s: its rank %d: %s", generation.title, rank, error)
             return False
     return True
 
@@ -349,6 +247,8 @@ async def _have_joined(engine: SocketEngine, generation: Generation) -> bool:
     """Returns whether a message of every rank arrives on the data connections."""
     # In the algorithm "direct" all send to all, so that every connection is used.
     call = _gathering(generation, _MET, b"\1", _BARRIER_TIMEOUT, "direct")
+    # The engine blocks its thread, and the loop has to run the authenticators
+    # meanwhile.
     barrier = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
     try:
         await asyncio.shield(barrier)
@@ -367,7 +267,7 @@ def _shut(connections: DataConnections, generation: Generation) -> bool:
     try:
         connections.shut()
     except OSError as error:
-        log.info("%s goes by the messages of links: %s", generation.title, error)
+        _LOG.info("%s uses links, not data connections: %s", generation.title, error)
         return False
     return True
 

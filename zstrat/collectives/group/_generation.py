@@ -35,7 +35,8 @@ from zstrat.threads import Latch
 from zstrat.transport import copied_error
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
-from ._mesh import FORGOTTEN, FailureInquiry, Mesh, inquire, verdict, wait_received
+from ._inquiry import FORGOTTEN, FailureInquiry, inquire, verdict
+from ._mesh import Mesh, wait_received
 from ._traffic import FORMING, PARTS, Traffic, about, number_of
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Generation:
 
     def hop(self, incarnation: int, hop: Hop) -> None:
         """Passes an arrived hop to its call."""
+        # By incarnation: a rank that was restarted has another one, and is not a
+        # member.
         sender = self._ranks.get(incarnation)
         if sender is None or len(hop.arrays) != 1:
             self._counts["hops of strangers"] += 1
@@ -158,14 +161,14 @@ class Generation:
 
     def state(self, ask: AskCall) -> CallState:
         """Answers a rank that waits for this one."""
-        found = self.traffic.state(ask.call)
+        progress = self.traffic.state(ask.call)
         number = number_of(ask.call)
-        if found is not None:
-            if found.about == FORGOTTEN:
+        if progress is not None:
+            if progress.about == FORGOTTEN:
                 # The traffic does not know the calls of the engine.
                 words = dict(self._ended).get(number or 0, FORGOTTEN)
-                return replace(found, about=words)
-            return found
+                return replace(progress, about=words)
+            return progress
         words = self.begun.get(number, "") if number is not None else ""
         waits = list(self.engine_waits()) if words else []
         return CallState(words, waits, False, self.broken is not None)
@@ -182,6 +185,7 @@ class Generation:
         if words is None or about(words, hop.call % PARTS) == hop.about:
             return
         now = self._loop.time()
+        # A call that stands for the engine's in the inquiry, which needs no arrays.
         nothing = np.empty(0, np.uint8)
         call = CollectiveCall(
             *(hop.call, CallKind.BARRIER, nothing, nothing, 0, words, now, _ASKING)
@@ -209,6 +213,8 @@ class Generation:
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
         ask = partial(self.mesh.ask, message=question, deadline=deadline)
         await inquire(inquiry, ranks, ask)
+        # The notice has a better reason than silence, and may come a little later, as
+        # notices and answers travel on different connections.
         if inquiry.has_ended_elsewhere and self.broken is None:
             self._notice_came = self._loop.create_future()
             with suppress(TimeoutError):
@@ -243,6 +249,7 @@ class Generation:
         """
         if self.broken is not None:
             return
+        # First: what fails below may make the next call, which has to be refused.
         self.broken = error
         self._broken_flag.open()
         for waiting in (self._all_received, self._notice_came):
@@ -252,6 +259,7 @@ class Generation:
         if notify:
             plain = cast("PlainTree", to_wire(error))
             self.mesh.notify_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
+        # These calls raise the error; if there are none, the next call raises it.
         if self.traffic.running:
             self._is_known = True
         self.traffic.fail(partial(copied_error, error))
@@ -284,11 +292,13 @@ class Generation:
         waits first: the last messages of the member, and `LeaveGroup`, come on another
         connection and may be late."""
         if left:
+            # The goodbye of a link says nothing of calls: `LeaveGroup` does, if it left
+            # on purpose.
             self._loop.call_later(_GOODBYE_SECONDS, self.gone, rank, reason)
             return
         if rank in self.leavers:
             return
-        why = f"{reason}; {self.title} has ended: call reform() to go on without it"
+        why = f"{reason}; {self.title} has ended: call reform() to continue without it"
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
     def cut_off(self, rank: int) -> None:
@@ -304,6 +314,7 @@ class Generation:
         self.lost.add(sender)
         for running in list(self.traffic.running.values()):
             self.check_left(running)
+        # A copy: other threads begin and end operations.
         self.check_begun(max(list(self.begun), default=0))
 
     def check_begun(self, number: int) -> None:
@@ -321,7 +332,7 @@ class Generation:
                 return
 
     def _abort_left(self, rank: int) -> None:
-        why = f"it left {self.title}; call reform() to go on without it"
+        why = f"it left {self.title}; call reform() to continue without it"
         self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
 
     def refusal(self) -> ZstratError:
@@ -332,7 +343,7 @@ class Generation:
             return copied_error(self.broken)
         return UnavailableError(
             f"{self.title} has ended: {self.broken}; call reform() on all ranks that "
-            "go on, for a new generation"
+            "continue, for a new generation"
         )
 
     async def close(self, reason: str, deadline: float) -> None:
@@ -372,4 +383,5 @@ class Generation:
             self.abort(ClosedError(f"{self.title} was closed"), notify=False)
         if self._inquiry is not None:
             self._inquiry.cancel()
+        # Last: the notices above go by these links.
         await self.mesh.close(reason)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat.errors import ClosedError
 from zstrat.transport import on_own_thread
 
-from ._calls import GroupCalls, invitation_of, parameters_of
+from ._calls import GroupCalls, parameters_of
 from ._forming import form
+from ._invitation import invitation_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
 
-    from ._forming import FormingRequest
+    from ._invitation import FormingRequest
 
 _REFORMS: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"
@@ -111,6 +112,7 @@ class Group(GroupCalls):
         try:
             self._form_now(self._invited.wanted())
         except BaseException:  # to the caller, who has no group to close
+            # It may have a runtime, or a generation that the others count on.
             self.close()
             raise
 
@@ -123,6 +125,7 @@ class Group(GroupCalls):
         """
         group = cls.__new__(cls)
         group._invite(*args, **kwargs)
+        # Binding blocks; if the caller is cancelled, the runtime is released.
         group._runtime = await on_own_thread(
             group._invited.runtime, lambda runtime: runtime.release()
         )
@@ -195,6 +198,7 @@ class Group(GroupCalls):
             Exception: As the constructor; the group stays broken, and this may be
                 called again.
         """
+        # First: a wrong argument must not cost the group its generation.
         wanted = self._next(*args, **kwargs)
         self._leave(_REFORMS)
         try:
@@ -221,6 +225,7 @@ class Group(GroupCalls):
         Other ranks are notified. Idempotent; a second call completes one that Ctrl-C
         has interrupted.
         """
+        # Before the lock: calls are refused at once, though another close is under way.
         self._is_closed = True
         with self._closing:
             if self._is_released:

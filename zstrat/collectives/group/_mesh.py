@@ -1,4 +1,4 @@
-"""The other ranks of a generation: links to them, and whom to blame for a wait.
+"""Links to the other ranks of a generation.
 
 Every rank opens a link to every other rank: it sends over its own links, and receives
 through its endpoint. A connection that breaks and comes back may have lost messages, so
@@ -8,14 +8,6 @@ A rank leaves only after the others have received its messages. Closing a socket
 the last messages little time, and does not report lost ones. So the rank sends each
 other rank a request; the answer shows that all earlier messages were received. Each
 rank that has answered is notified at once that this rank leaves.
-
-To find the ranks that keep a call waiting, a rank that waits asks the ranks that it
-waits for about their progress, and then the ranks that these wait for, transitively. A
-rank is guilty if it does not answer, has not made the call, or makes another call. If
-all remaining ranks wait for each other, none is guilty: the data is under way, and the
-timeout was too short.
-
-`FailureInquiry` decides without I/O; `inquire` asks the ranks, all at the same time.
 """
 
 from __future__ import annotations
@@ -23,19 +15,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from zstrat.errors import (
     BusyError,
     ClosedError,
     CollectiveTimeoutError,
     DeadlineExceededError,
-    InvalidArgumentError,
     PeerLostError,
-    StaleSessionError,
     ZstratError,
 )
-from zstrat.wire import CallState
 
 from ._rendezvous import listed, rank_at, seat_of
 
@@ -102,16 +91,19 @@ class Mesh:
         """
         for link in self.links.values():
             link.start()
-        found = await asyncio.gather(
+        # All of them, even if one fails: the error names every silent rank.
+        answers = await asyncio.gather(
             *(link.wait_open(deadline) for link in self.links.values()),
             return_exceptions=True,
         )
         silent = []
-        for rank, hello in zip(self.links, found, strict=True):
+        for rank, hello in zip(self.links, answers, strict=True):
             if isinstance(hello, DeadlineExceededError):
                 silent.append(self.name(rank))
             elif isinstance(hello, BaseException):
                 raise hello
+            # Another process has its address by now, and knows nothing of this
+            # generation.
             elif hello.incarnation != self._members[rank].incarnation:
                 raise PeerLostError(self.name(rank), "it was restarted meanwhile")
         if silent:
@@ -156,12 +148,13 @@ class Mesh:
 
     async def close(self, reason: str) -> None:
         """Closes all links with a goodbye, even if cancelled."""
+        # A connection that comes back from here on is not a loss.
         self._opened.clear()
         await asyncio.gather(*(link.close(reason) for link in self.links.values()))
 
     def _open_again(self, rank: int, hello: Hello) -> None:
         if rank in self._opened:
-            reason = "its connection broke, and came back without what was on it"
+            reason = "its connection broke, and messages on it may be lost"
             self._on_lost(rank, reason, False)
 
     def _lost(self, rank: int, error: PeerLostError) -> None:
@@ -198,145 +191,6 @@ async def wait_received(
         if asked:
             await all_received
     finally:
+        # A copy: `over` is called for each one that is cancelled.
         for answer in list(asked):
             answer.cancel()
-
-
-FORGOTTEN: Final = "?"
-"""Description of an ended call whose real description is no longer kept."""
-
-
-class FailureInquiry:
-    """The inquiry of one rank about one call.
-
-    Args:
-        rank: The rank that asks.
-        words: Description of its call.
-    """
-
-    def __init__(self, rank: int, words: str) -> None:
-        self.rank, self._words = rank, words
-        self._known = {rank}
-        self.guilty: dict[int, str] = {}
-        """The fault of each guilty rank, as text."""
-        self.differs: dict[int, str] = {}
-        """The other call, by rank that makes another one."""
-        self._has_ended = False
-
-    @property
-    def has_ended_elsewhere(self) -> bool:
-        """Whether another rank has ended the generation, and no rank is guilty: its
-        notice with the reason is under way on another connection."""
-        return self._has_ended and not self.guilty
-
-    def ask(self, ranks: Iterable[int]) -> list[int]:
-        """Returns the ranks among ``ranks`` that were not asked yet."""
-        fresh = sorted(set(ranks) - self._known)
-        self._known.update(fresh)
-        return fresh
-
-    def answered(self, rank: int, state: CallState) -> list[int]:
-        """Notes the progress of a rank; returns further ranks to ask."""
-        self._has_ended = self._has_ended or state.is_broken
-        if not state.about:
-            if not state.is_broken:  # else it can no longer call it
-                self.guilty[rank] = "has not called it"
-            return []
-        if state.is_over and state.about == FORGOTTEN:
-            return []
-        if state.about != self._words:
-            self.differs[rank] = state.about
-            self.guilty[rank] = f"calls {state.about} instead"
-            return []
-        return [] if state.is_over else self.ask(state.waits)
-
-    def has_left(self) -> None:
-        """Notes that a rank has left the generation, and forms the next one."""
-        self._has_ended = True
-
-    def silent(self, rank: int, reason: str) -> None:
-        """Notes that a rank did not answer."""
-        self.guilty[rank] = reason
-
-
-def verdict(
-    inquiry: FailureInquiry, call: str, name: Callable[[int], str], timeout: float
-) -> ZstratError:
-    """Returns the error for all ranks.
-
-    Args:
-        call: Name of the call: operation, number and group.
-        name: Returns the name of a rank.
-    """
-    if inquiry.differs:
-        rank, words = next(iter(inquiry.differs.items()))
-        return InvalidArgumentError(
-            f"the ranks do not make the same calls: {name(inquiry.rank)} makes {call}; "
-            f"{name(rank)} makes {words} instead: make the same calls in the same "
-            "order on all ranks, or give calls that may overtake each other a tag"
-        )
-    if inquiry.has_ended_elsewhere:
-        return CollectiveTimeoutError(
-            f"{call}: another rank has ended the generation, and {name(inquiry.rank)} "
-            f"does not know why; it waited {timeout:g} s: call reform()"
-        )
-    if not inquiry.guilty:
-        return CollectiveTimeoutError(
-            f"{call}: all ranks take part, but {timeout:g} s were not enough: give the "
-            "call more (timeout=), or check the network between the ranks"
-        )
-    who = [f"{name(rank)} {what}" for rank, what in sorted(inquiry.guilty.items())]
-    return CollectiveTimeoutError(
-        f"{call}: {listed(who)}; {name(inquiry.rank)} waited {timeout:g} s. If that "
-        "rank is only slow, give calls more time (timeout=); if it is gone, call "
-        "reform()"
-    )
-
-
-async def inquire(
-    inquiry: FailureInquiry,
-    ranks: Sequence[int],
-    ask: Callable[[int], asyncio.Future[Message]],
-) -> None:
-    """Asks ``ranks`` and the ranks that they name, until all have answered or failed.
-
-    Cancellation: cancels the questions.
-    """
-    asking: dict[asyncio.Future[Message], int] = {}
-
-    def ask_all(more: Iterable[int]) -> None:
-        for rank in more:
-            try:
-                asking[ask(rank)] = rank
-            except ZstratError as error:  # the link is closed, or full of questions
-                inquiry.silent(rank, f"cannot be asked: {error}")
-
-    try:
-        ask_all(inquiry.ask(ranks))
-        while asking:
-            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                ask_all(_follow_up(inquiry, asking.pop(future), future))
-    finally:
-        for future in asking:
-            future.cancel()  # or asyncio logs errors that were not retrieved
-
-
-def _follow_up(
-    inquiry: FailureInquiry, rank: int, future: asyncio.Future[Message]
-) -> list[int]:
-    try:
-        state = future.result()
-    except DeadlineExceededError:
-        inquiry.silent(rank, "does not answer")
-    except PeerLostError as error:
-        inquiry.silent(rank, f"is gone: {error.reason}")
-    except StaleSessionError:
-        inquiry.has_left()
-    except ZstratError as error:
-        inquiry.silent(rank, f"answers with {error}")
-    else:
-        if isinstance(state, CallState):
-            return inquiry.answered(rank, state)
-        inquiry.silent(rank, f"answers with {type(state).__name__}")
-    return []

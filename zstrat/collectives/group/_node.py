@@ -102,6 +102,7 @@ class GroupNode:
                 in.
         """
         if type(message) is Hop:
+            # No `check_sender` per hop: a member is known by ticket and incarnation.
             generation = self._generations.get(message.ticket)
             if generation is not None:
                 generation.hop(remote.hello.incarnation, message)
@@ -139,6 +140,7 @@ class GroupNode:
         for generation in list(self._generations.values()):
             rank = generation.rank_of(remote.hello)
             if generation.group == message.group and rank is not None:
+                # Later: its own notice says why, and may arrive meanwhile.
                 self.loop.call_later(_GRACE, generation.gone, rank, "it gave up")
 
     def _question(self, remote: Remote, message: AskCall) -> CallState:
@@ -173,6 +175,7 @@ class GroupNode:
         """Returns counts since the start, and ``waited``: seconds that collectives of
         the present groups have waited, by the task waited for. From any thread."""
         waited: dict[str, float] = {}
+        # A copy: the loop adds and removes generations meanwhile.
         for generation in tuple(self._generations.values()):
             for rank, seconds in generation.waited.items():
                 waited[rank] = waited.get(rank, 0.0) + seconds
@@ -208,6 +211,7 @@ class GroupNode:
         settings = replace(self.settings, transport=transport)
         make = partial(Link, me=self.me, settings=settings, security=self.security)
         deadline = self.loop.time() + request.timeout
+        # From now on messages of a generation that is not known here are kept.
         self._forming += 1
         is_given_up = False
         try:
@@ -218,6 +222,7 @@ class GroupNode:
                 except asyncio.CancelledError:
                     if answer.cancelled():
                         raise
+                    # Raised once the others are notified, see `_open`.
                     is_given_up = True  # the others have got the answer, too
                 formed = _formed(answer.result())
             else:
@@ -229,6 +234,8 @@ class GroupNode:
         finally:
             self._forming -= 1
         try:
+            # Others may have got the answer earlier, and have sent their first
+            # messages.
             for remote, message in self._claim(formed.ticket):
                 self.handle(remote, message)
             await self._open(generation, deadline + _GRACE, is_given_up)
@@ -248,6 +255,7 @@ class GroupNode:
 
     async def close(self, reason: str) -> None:
         """Leaves all generations. Cancellation: as `leave`."""
+        # All at once: each one may wait for ranks that are slow.
         everything = list(self._generations.values())
         await asyncio.gather(*(self.leave(each, reason) for each in everything))
         self._rendezvous.close()
@@ -288,6 +296,8 @@ class GroupNode:
         except asyncio.CancelledError:
             if link.is_open:  # the answer may be on its way: see `_leave_earlier`
                 with suppress(BusyError):
+                    # It replaces the request that waits at rank 0, and is refused there
+                    # at once.
                     link.submit(replace(request, timeout=0.0)).cancel()
             raise
         except DeadlineExceededError as error:

@@ -111,6 +111,7 @@ class CallFactory:
             tuple(sizes),
             tag,
             options.compression,
+            # What a compression leaves out belongs to the next call of this name.
             f"{tag}/{self.words}/{part}",
             algorithm,
             is_frozen,
@@ -118,7 +119,7 @@ class CallFactory:
 
 
 class OperationRequest(NamedTuple):
-    """A checked call: its description, what makes its steps, and its algorithm."""
+    """A checked operation: its description, the maker of its steps, and its options."""
 
     words: str
     make: Callable[[CallFactory], Steps]
@@ -135,20 +136,22 @@ def all_reduce(
 ) -> OperationRequest:
     """Reduces every array over all ranks, and gathers IndexedSlices."""
     op = ReduceOp.of(op)
+    # The usual call of a training step: no tree, so most of what follows is saved.
     if type(tree) is np.ndarray and tree.dtype.isnative and tree.flags.c_contiguous:
         return _all_reduce_array(size, tree, op, in_place, options)
-    found, rebuild, where = flatten(tree)
+    nodes, rebuild, paths = flatten(tree)
     if densify:
-        found = [dense(x) if is_slices(x) else x for x in found]
-    sparse = {at: x for at, x in enumerate(found) if is_slices(x)}
-    leaves = [leaf_of(x) for at, x in enumerate(found) if at not in sparse]
+        nodes = [dense(x) if is_slices(x) else x for x in nodes]
+    sparse = {at: x for at, x in enumerate(nodes) if is_slices(x)}
+    leaves = [leaf_of(x) for at, x in enumerate(nodes) if at not in sparse]
     check_reducible(size, op, leaves, options.compression)
     if in_place:
         check_writable(leaves, sparse)
     rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
+    # The values alone: indices are gathered, not reduced.
     check_reducible(size, op, rows[::2])
     check_sparse(op, rows)
-    kind, more = CallKind.ALL_REDUCE, (op.value, packs(leaves, options), where)
+    kind, more = CallKind.ALL_REDUCE, (op.value, packs(leaves, options), paths)
     words = words_of(kind, [*leaves, *rows], options, *more, free=rows)
 
     def steps(factory: CallFactory) -> Steps:
@@ -169,7 +172,7 @@ def all_reduce(
                     with_rows(sparse[at], divisor, next(slices), next(slices))
                     if at in sparse
                     else next(arrays)
-                    for at in range(len(found))
+                    for at in range(len(nodes))
                 ]
             )
 
@@ -185,7 +188,7 @@ def _all_reduce_array(
     in_place: bool,
     options: CallOptions,
 ) -> OperationRequest:
-    """`all_reduce` of one array in C order, where there is nothing to pack."""
+    """Reduces one array in C order, as `all_reduce`: there is nothing to pack."""
     # Text, as it is a key; an unknown name is refused by an error that has it.
     compression = None if options.compression is None else str(options.compression)
     algorithm = None if options.algorithm is None else str(options.algorithm)
@@ -228,11 +231,11 @@ def broadcast(
     """Gives the arrays of the root to all ranks."""
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
-    found, rebuild, where = flatten(tree)
-    leaves = [leaf_of(each) for each in found]
+    nodes, rebuild, paths = flatten(tree)
+    leaves = [leaf_of(each) for each in nodes]
     if in_place:
         check_writable(leaves, ())
-    kind, more = CallKind.BROADCAST, (f"root={root}", packs(leaves, options), where)
+    kind, more = CallKind.BROADCAST, (f"root={root}", packs(leaves, options), paths)
     words = words_of(kind, leaves, options, *more)
 
     def steps(factory: CallFactory) -> Steps:
@@ -268,9 +271,9 @@ def broadcast(
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
     """Concatenates the arrays of all ranks, in the order of ranks."""
-    found, rebuild, where = flatten(tree)
+    nodes, rebuild, paths = flatten(tree)
     leaves, axes = [], []
-    for each in map(leaf_of, found):
+    for each in map(leaf_of, nodes):
         ndim = len(each.shape)
         if not -ndim <= axis < ndim:
             raise ValueError(
@@ -279,7 +282,7 @@ def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
             )
         axes.append(axis % ndim)
         leaves.append(each if not axis % ndim else each.moved(axis))
-    more = (f"axis={axis}", where)
+    more = (f"axis={axis}", paths)
     words = words_of(CallKind.ALL_GATHER, leaves, options, *more, free=leaves)
 
     def steps(factory: CallFactory) -> Steps:
@@ -295,12 +298,12 @@ def reduce_scatter(
     """Reduces every array over all ranks and cuts it along its first axis: rank r keeps
     the r-th part. The first ``n mod size`` ranks have one row more."""
     op = ReduceOp.of(op)
-    found, rebuild, where = flatten(tree)
-    leaves = [leaf_of(each) for each in found]
+    nodes, rebuild, paths = flatten(tree)
+    leaves = [leaf_of(each) for each in nodes]
     check_reducible(size, op, leaves)
     kind = CallKind.REDUCE_SCATTER
     check_axis(kind, leaves)
-    words = words_of(kind, leaves, options, op.value, where)
+    words = words_of(kind, leaves, options, op.value, paths)
 
     def steps(factory: CallFactory) -> Steps:
         calls, results = [], []
@@ -339,6 +342,7 @@ def all_to_all(
         else:
             rows = np.empty(size * size, _LENGTHS)
             counts, sizes = np.array(splits, _LENGTHS), [size] * size
+            # A rank knows what it sends, but not how much it gets.
             yield [factory.call(CallKind.ALL_GATHER, counts, rows, sizes=sizes)]
         incoming = int(rows[factory.rank :: size].sum())
         target = POOL.empty(incoming * leaf.row, leaf.flat.dtype)
@@ -371,8 +375,8 @@ def _packed(
     op: ReduceOp = ReduceOp.SUM,
     root: int = 0,
 ) -> tuple[list[CollectiveCall], dict[int, np.ndarray]]:
-    """Calls in which small leaves go together, the last ones first, and the result of
-    each leaf."""
+    """Returns the calls in which small leaves go together, the last ones first, and the
+    result of each leaf."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
     is_broadcast = kind is CallKind.BROADCAST
@@ -382,13 +386,17 @@ def _packed(
         first = leaves[bucket.members[0]]
         # The result is made where the user wants it.
         is_own = in_place and not bucket.is_packed and first.is_view
+        # Its values are not read here, so they are not copied together either.
         if is_broadcast and factory.rank != root and not is_own:
             source = POOL.empty(sum(bucket.counts), bucket.dtype)
         else:
             source = bucket.flat(flats, POOL.empty)
+        # A broadcast, an array of the user and a pack take the result in place.
         target = source
         if not (is_broadcast or is_own or bucket.is_packed):
             target = POOL.empty(source.size, source.dtype)
+        # jax arrays never change, so their memory may be sent without a copy; that of a
+        # pack is used again.
         frozen = first.is_jax and not bucket.is_packed
         calls.append(
             factory.call(kind, source, target, op=op, root=root, is_frozen=frozen)
@@ -400,12 +408,13 @@ def _packed(
 def _gathered(
     factory: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
 ) -> Steps:
-    """Leaves of all ranks, one after the other along their first axis, which is put
-    where ``axes`` says in the results."""
+    """Makes the steps of a gather: leaves of all ranks, one after the other along their
+    first axis, which is put where ``axes`` says in the results."""
     kind = CallKind.ALL_GATHER
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
     table = np.empty(factory.size * len(leaves), _LENGTHS)
     sizes = [len(leaves)] * factory.size
+    # First axes may differ, so lengths go first, of all leaves in one call.
     yield [factory.call(kind, lengths, table, sizes=sizes)]
     calls, results = [], []
     for at, leaf in enumerate(leaves):
@@ -442,6 +451,7 @@ def _delivered(
     ``in_place``."""
     if not in_place:
         return [x.back(results[at].reshape(x.shape)) for at, x in enumerate(leaves)]
+    # Through `origin`, where `flat` was a copy: of another byte order, or with gaps.
     for at, leaf in enumerate(leaves):
         result = results[at]
         if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:

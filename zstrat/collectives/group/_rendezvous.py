@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from zstrat.errors import (
@@ -139,6 +140,7 @@ class MembershipState(Generic[Token]):
         """Sets the seats that rank 0 expects, and refuses requests that do not fit.
         Rank 0 asks to join afterwards. ``choices``: see `GroupFormed`."""
         self._seats, self._choices = tuple(seats), choices or {}
+        # Until now nobody could tell whether these requests fit.
         refused = []
         for applicant in self._applicants:
             error = self._objection(applicant.request)
@@ -155,6 +157,8 @@ class MembershipState(Generic[Token]):
         if error is not None:
             return [Refused(token, error)]
         rank, incarnation = request.rank, request.member.incarnation
+        # The earlier request of this process: its connection broke, or its caller gave
+        # up.
         self._applicants = [
             applicant
             for applicant in self._applicants
@@ -191,7 +195,8 @@ class MembershipState(Generic[Token]):
             applicant for applicant in self._applicants if applicant.token not in tokens
         ]
         if any(applicant.request.rank == 0 for applicant in gone):
-            self._seats = None  # only rank 0 knows the members
+            # Only rank 0 knows the members; it opens the group again when it returns.
+            self._seats = None
 
     def _settle(self) -> list[Formed[Token] | Refused[Token]]:
         seats, applicants = (
@@ -200,9 +205,11 @@ class MembershipState(Generic[Token]):
         )
         if seats is None or len(applicants) < len(seats):
             return []
+        # A restarted process asks for 0, the survivors know the last number.
         generation = max(applicant.request.generation for applicant in self._applicants)
         members = [applicants[rank].request.member for rank in range(len(seats))]
         answer = GroupFormed(self._draw(), generation, members, self._choices)
+        # Rank 0 opens the next generation, with other members perhaps.
         self._seats, self._applicants = None, []
         return [Formed(answer, tuple(applicants[r].token for r in range(len(seats))))]
 
@@ -233,14 +240,14 @@ class MembershipState(Generic[Token]):
                 f"{waited}rank 0 runs, but has not created the group: check that its "
                 f"program calls Group(name={self._group!r}), and reform() as others do"
             )
-        here = {applicant.request.rank for applicant in self._applicants}
+        present = {applicant.request.rank for applicant in self._applicants}
         missing = [
             rank_at(rank, seat)
             for rank, seat in enumerate(self._seats)
-            if rank not in here
+            if rank not in present
         ]
         return CollectiveTimeoutError(
-            f"{waited}{listed(missing)} did not come, {len(here)} of "
+            f"{waited}{listed(missing)} did not join, {len(present)} of "
             f"{len(self._seats)} ranks did: start the missing ranks, or wait longer "
             "(ZSTRAT_CONNECT_TIMEOUT=SECONDS, rendezvous_timeout= of a Group, timeout= "
             "of reform)"
@@ -300,6 +307,7 @@ class RendezvousService:
             ProtocolError: The incarnation is not that of the task.
             BusyError: Too many groups wait to be formed.
         """
+        # Ranks know each other by it: whose hops are whose, and who is lost.
         if request.member.incarnation != remote.hello.incarnation:
             raise ProtocolError(
                 f"{remote.name} asks to join with the incarnation of another process"
@@ -331,6 +339,7 @@ class RendezvousService:
 
     def _ask(self, request: JoinGroup, future: asyncio.Future[Message]) -> None:
         rendezvous = self._rendezvous_of(request.group)
+        # Also for a request that is refused or cancelled: nothing of it stays.
         future.add_done_callback(lambda done: self._answered(request.group, done))
         for token in rendezvous.tokens:
             if token.done():  # cancelled just now: its process has gone
@@ -339,19 +348,20 @@ class RendezvousService:
         self._arm()
 
     def _rendezvous_of(self, group: str) -> MembershipState[asyncio.Future[Message]]:
-        found = self._groups.get(group)
-        if found is None:
+        rendezvous = self._groups.get(group)
+        if rendezvous is None:
             if len(self._groups) >= GROUPS:
                 raise BusyError(f"{GROUPS} groups wait to be formed at this task")
-            found = MembershipState(group, new_ticket)
-            self._groups[group] = found
-        return found
+            rendezvous = MembershipState(group, partial(secrets.randbits, 63))
+            self._groups[group] = rendezvous
+        return rendezvous
 
     def _answered(self, group: str, future: asyncio.Future[Message]) -> None:
         self._asked.pop(future, None)
         rendezvous = self._groups.get(group)
         if rendezvous is not None:
             rendezvous.leave(future)
+            # Nothing stays of groups that were formed, or that everybody has given up.
             if rendezvous.is_idle:
                 del self._groups[group]
 
@@ -383,8 +393,3 @@ class RendezvousService:
         for rendezvous in list(self._groups.values()):
             self._obey(rendezvous.tick(now))
         self._arm()
-
-
-def new_ticket() -> int:
-    """Draws the ticket of a generation: 63 random bits."""
-    return secrets.randbits(63)

@@ -85,6 +85,7 @@ class GroupRuntime:
             return
         self.is_ending = True
         self._portal.close()
+        # After the close: until the address is free, nobody may bind it again.
         for key in [key for key, each in _runtimes.items() if each is self]:
             del _runtimes[key]
 
@@ -164,11 +165,13 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
     """
     counted: GroupRuntime | None = None
     try:
+        # Binding included: two groups of one task must not bind its address twice.
         with _lock:
             with _announcing:
                 daemon = _daemons.get((seat.job, seat.number))
             runtime = _runtimes.get((seat.job, seat.number, bind))
             if runtime is not None and runtime.is_ending:
+                # Its end was interrupted: it may still hold the address.
                 runtime.end()
                 runtime = None
             runtime = runtime or daemon
@@ -176,6 +179,7 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
                 runtime = GroupRuntime.settle(seat, bind, settings)
                 _runtimes[seat.job, seat.number, bind] = runtime
             runtime.users += 1
+            # For Ctrl-C between here and the caller, who would never release it.
             counted = runtime
         return runtime
     except BaseException:  # to the caller that makes a group; of Ctrl-C

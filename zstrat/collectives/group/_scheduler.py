@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.collectives._engine import margin_of
 from zstrat.errors import BusyError, ClosedError
 
-from ._arguments import Pending
 from ._executors import EngineExecutor, MessageExecutor, StartedOperation
 from ._operations import CallFactory
+from ._pending import Pending
 
 if TYPE_CHECKING:
     from zstrat.collectives._engine import CollectiveEngine
@@ -67,6 +67,8 @@ class OperationScheduler:
         pending: Pending[Any] = Pending(request.words, partial(self._over, factory))
         try:
             steps = request.make(factory)
+            # The first calls are made here, so that wrong arguments raise in the
+            # caller.
             operation = StartedOperation(steps, next(steps), pending)
         except BaseException as error:  # to the caller; the others are notified first
             self._give_up(factory, turn, error)
@@ -79,6 +81,7 @@ class OperationScheduler:
                 self._by_engine.run(turn, operation)
                 return pending
             self._by_engine.put(turn, operation)
+        # The calls travel while the root copies what its user may change afterwards.
         if not blocking and factory.meanwhile is not None:
             factory.meanwhile()
         return pending
@@ -117,6 +120,8 @@ class OperationScheduler:
         words, tag, timeout = request.words, options.tag, options.timeout
         deadline = time.monotonic() + timeout - margin_of(timeout)
         turn = None
+        # One lock for number and turn: on all ranks the engine runs operations in the
+        # order of their numbers.
         with self._lock:
             if generation.broken is not None:
                 raise generation.refusal()
@@ -151,9 +156,10 @@ class OperationScheduler:
     def _give_up(
         self, factory: CallFactory, turn: CallTurn | None, error: BaseException
     ) -> None:
-        """The operation has a number, and the other ranks wait for it."""
-        what = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
-        self._messages.abort_by(what)
+        """Ends the generation: the operation has a number, and the other ranks wait for
+        it."""
+        reason = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
+        self._messages.abort_by(reason)
         self._over(factory)
         if turn is not None:
             assert self._by_engine is not None

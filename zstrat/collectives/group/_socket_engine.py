@@ -48,7 +48,7 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 
 class EarlyHop(NamedTuple):
-    """Part of a call, as it came."""
+    """A hop of a call that this rank has not made yet."""
 
     rank: int
     place: int
@@ -57,7 +57,7 @@ class EarlyHop(NamedTuple):
 
 
 class SocketEngine:
-    """Implements `zstrat.collectives._engine.CollectiveEngine`.
+    """Runs calls through data connections, in the thread that calls.
 
     Args:
         one_host: All ranks are on one machine, and share its cores.
@@ -112,9 +112,12 @@ class SocketEngine:
             self._error = self._error or error
             raise
         except BaseException as error:  # Ctrl-C in a blocking call
-            self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
+            self._error = ClosedError(
+                f"a call was interrupted by {type(error).__name__}"
+            )
             raise
         self._progress = None  # after a failure others ask whom it waited for
+        # Once a call: the counters of the process take a lock.
         self._connections.settle()
 
     def waits(self) -> Sequence[int]:
@@ -140,6 +143,7 @@ class SocketEngine:
     def _carry_out(self, call: CollectiveCall, progress: ScheduleProgress) -> None:
         for send in progress.start():
             self._send(call, send)
+            # A full connection: the peer may be waiting for us to read.
             while self._queues:
                 self._turn(call, progress)
         for hop in self._early.pop(call.key, ()):
@@ -196,6 +200,7 @@ class SocketEngine:
     def _keep(self, call: CollectiveCall, key: int, hop: EarlyHop) -> None:
         self._early.setdefault(key, []).append(hop)
         self._early_bytes += hop.data.nbytes
+        # More than a call ahead: the ranks have lost each other's order.
         if self._early_bytes > EARLY:
             raise BusyError(
                 f"{call.words}: {self._early_bytes >> 20} MiB arrived, the last from "
@@ -222,7 +227,7 @@ class SocketEngine:
             self._queues.setdefault(peer, deque()).append((head, data.data))
 
     def _flush(self) -> None:
-        """Sends what found no room."""
+        """Sends what found no room before."""
         for peer, queue in list(self._queues.items()):
             while queue and self._connections.send(peer, *queue[0]):
                 queue.popleft()

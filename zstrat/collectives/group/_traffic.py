@@ -25,7 +25,7 @@ from zstrat.config import MiB
 from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.wire import CallState, Hop
 
-from ._mesh import FORGOTTEN
+from ._inquiry import FORGOTTEN
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -60,7 +60,7 @@ def key_of(tag: str | None, number: int, part: int) -> int:
 
 
 def key_between(key: int, part: int) -> int:
-    """Returns the key of a part of a call among some of the ranks."""
+    """Returns the key of one part of a call, which only some of the ranks make."""
     return _digest(f"{key}/{part}")
 
 
@@ -75,8 +75,8 @@ def about(words: str, part: int = 0) -> int:
 
 
 def _digest(text: str) -> int:
-    found = blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little") % _NAMED | _NAMED
+    digest = blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _NAMED | _NAMED
 
 
 EARLY: Final = 1024 * MiB
@@ -207,9 +207,7 @@ class Traffic:
             return
         running = Running(call, progress, who, ended, self._loop.time())
         self.running[call.key] = running
-        running.timer = self._loop.call_at(
-            call.deadline, self._overdue, call.key, call.words
-        )
+        running.timer = self._loop.call_at(call.deadline, self._overdue, call.key)
         self._drawing.append(running)
         self.draw()
         for sender, hop in self._early.pop(call.key, ()):
@@ -226,6 +224,7 @@ class Traffic:
             self._take(running, sender, hop)
         elif self._owner.broken is None and not self._is_over(hop.call):
             self._keep(sender, hop)
+            # An engine may run this number here: then the sender makes another call.
             self._owner.check_same(sender, hop)
         else:
             self._counts["late hops"] += 1
@@ -238,8 +237,10 @@ class Traffic:
         try:
             while self._drawing:
                 running = self._drawing[0]
+                # A link is full: `on_flushed` calls this again.
                 if not self._draw_from(running):
                     return
+                # Sending may have ended the generation, which clears the queue.
                 if self._drawing and self._drawing[0] is running:
                     self._drawing.popleft()
                 running.draws = None
@@ -279,6 +280,8 @@ class Traffic:
     def _keep(self, sender: int, hop: Hop) -> None:
         self._early.setdefault(hop.call, []).append((sender, hop))
         self._early_bytes += _nbytes(hop)
+        # The generation ends, as the hops cannot be refused: the sender does not send
+        # twice.
         if self._early_bytes > EARLY:
             owner = self._owner
             error = BusyError(
@@ -292,6 +295,7 @@ class Traffic:
 
     def _take(self, running: Running, sender: int, hop: Hop) -> None:
         now = self._loop.time()
+        # Hops that came early were not waited for; they go straight to `_deliver`.
         self.waited[sender] += now - running.moved
         running.moved = now
         self._deliver(running, sender, hop)
@@ -338,10 +342,12 @@ class Traffic:
 
     def _end(self, running: Running, error: Exception | None) -> None:
         key = running.call.key
+        # It has ended already: an error and its last hop may meet.
         if self.running.pop(key, None) is None:
             return
         if running.timer is not None:
             running.timer.cancel()
+        # Ranks may ask about it later, if they wait for a third rank.
         self._over[key] = running.call.words
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
@@ -355,7 +361,7 @@ class Traffic:
             return False
         return self._owner.is_over(number)
 
-    def _overdue(self, key: int, words: str) -> None:
+    def _overdue(self, key: int) -> None:
         running = self.running.get(key)
         if running is not None:
             self._owner.inquire(running.call, running.waits)
@@ -364,6 +370,7 @@ class Traffic:
         name = call.compression
         if name is None:
             return None
+        # One for the generation, as it keeps what each call has left out.
         if name not in self._compressors:
             self._compressors[name] = Compressor(Compression.of(name))
         return self._compressors[name]

@@ -1,3 +1,6 @@
-"""Collectives in memory that ranks of one host share; first ranks speak for hosts."""
+"""Collectives in memory that the ranks of one host share.
+
+Where a group has several hosts, the first rank of each exchanges messages for it.
+"""
 
 from __future__ import annotations

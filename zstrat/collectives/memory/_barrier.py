@@ -1,4 +1,4 @@
-"""Ranks of one host go from step to step together.
+"""A barrier in the memory that ranks of one host share: they take each step together.
 
 Every rank counts its steps in a word of its own memory that the others see. Before a
 step a rank writes into its own slot (`_shm_collectives`), then it posts the step, waits
@@ -14,6 +14,11 @@ is called is compared at the first step of each call.
 A wait looks for a moment, as the others are mostly just as far (`SpinPolicy`), and then
 sleeps on the word of the rank that it waits for. A rank that dies wakes nobody: the
 others learn of its death by messages, and call `abort`.
+
+*Order of memory.* A rank that sees a step has to see the slot that was written before
+it. x86 keeps stores in order, and loads in order, and CPython calls between any two of
+them what no compiler looks through. Processors that order weakly (aarch64) need a
+barrier on both sides, between the slot and the word that announces it: `fence`.
 """
 
 from __future__ import annotations
@@ -77,8 +82,9 @@ def _syscall() -> ctypes._NamedFuncPointer:
 
 
 _futex: Final = _syscall() if IS_AVAILABLE else None
-_NOBODYS: Final = np.zeros(1, np.uint64)
-_NOBODYS_ADDRESS: Final = _NOBODYS.ctypes.data
+_PRIVATE_WORD: Final = np.zeros(1, np.uint64)
+_PRIVATE_ADDRESS: Final = _PRIVATE_WORD.ctypes.data
+"""Of a word that nobody sleeps on."""
 
 
 def sleep_while(address: int, value: int, deadline: float) -> None:
@@ -93,6 +99,7 @@ def sleep_while(address: int, value: int, deadline: float) -> None:
     assert _futex is not None
     seconds, fraction = divmod(min(max(deadline, 0.0), _FOREVER), 1)
     until = _Timespec(int(seconds), int(fraction * 1e9))
+    # A futex is 32 bits: the low half of the counter, which is enough to see a change.
     low = value & 0xFFFFFFFF
     end = ctypes.addressof(until)
     if _futex(_NUMBER, address, _WAIT_BITSET, low, end, None, _ANY_BIT) == -1:
@@ -108,29 +115,34 @@ def wake(address: int) -> None:
 
 
 def fence() -> None:
-    """Stores and loads before it stay before those after it; see the module."""
+    """Keeps stores and loads before it before those after it."""
     if not _ORDERS_STORES:
-        wake(_NOBODYS_ADDRESS)
+        # To wake nobody begins with a full barrier: smp_mb, before the kernel looks for
+        # sleepers (kernel/futex/waitwake.c, since Linux 3.14).
+        wake(_PRIVATE_ADDRESS)
 
 
 LOOKS: Final = 2000
-"""60 µs: what a chunk of 1 MiB takes, and twice a sleep and a wake-up."""
+"""Looks before a sleep. They take 60 µs, as a chunk of 1 MiB does, and twice as long as
+a sleep and a wake-up."""
 
 YIELDS: Final = 20
-"""If ranks outnumber cores each look yields the core to the awaited ranks."""
+"""Looks before a sleep if ranks outnumber cores: each one yields the core to the ranks
+that it waits for."""
 
 SLOW: Final = 0.0005
 """Seconds of looking after which it was not the other rank that ran meanwhile."""
 
 MISSES: Final = 4
-"""Waits in a row that looks did not end, until there is a rest from looking."""
+"""Waits in a row that looks did not end, after which a rank stops looking."""
 
 REST: Final = 64
-"""Waits without looks: then one is tried again, at the cost of 1 µs for each."""
+"""Waits without looks until one is tried again: its 60 µs are then 1 µs per wait."""
 
 
 class SpinPolicy:
-    """The looks of one rank. ``is_crowded``: there are more ranks than cores."""
+    """Decides how often a rank looks before it sleeps, by what its last waits have
+    shown. ``is_crowded``: there are more ranks than cores."""
 
     def __init__(self, is_crowded: bool) -> None:
         self.yields = is_crowded
@@ -138,14 +150,15 @@ class SpinPolicy:
         self._misses = self._rest = 0
 
     def looks(self) -> int:
-        """Returns how many to take in the wait that begins now."""
+        """Returns how often to look in the wait that begins now."""
         if self._rest:
             self._rest -= 1
             return 0
         return self._looks
 
     def ended(self, arrived: bool, took: float) -> None:
-        """The looks of a wait are over, after ``took`` seconds."""
+        """Notes whether the looks of a wait, which took so many seconds, ended it."""
+        # A slow success is a miss: the looks took the core that the other rank needed.
         if arrived and took <= SLOW:
             self._misses = 0
             return
@@ -173,7 +186,7 @@ class ControlWords(NamedTuple):
 
 
 class ShmBarrier:
-    """One rank's way from step to step, on one thread; `abort` and `waits` on any."""
+    """The steps of one rank, on one thread; `abort` and `waits` on any thread."""
 
     def __init__(
         self, own: ControlWords, others: Sequence[ControlWords], cores: int
@@ -192,8 +205,8 @@ class ShmBarrier:
         """Seconds of waits so far, by the rank for which; from any thread."""
 
     def begin(self, about: int, deadline: float) -> None:
-        """Begins a call, of which ``about`` is a digest; say `cut_off` if it does not
-        come to its end.
+        """Begins a call, of which ``about`` is a digest. Call `cut_off` if it does not
+        end as it should.
 
         Raises:
             Exception: What ended the barrier before.
@@ -212,10 +225,13 @@ class ShmBarrier:
         if isinstance(error, Exception):
             self._error = self._error or error
         else:  # Ctrl-C in a blocking call
-            self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
+            self._error = ClosedError(
+                f"a call was interrupted by {type(error).__name__}"
+            )
 
     def post(self) -> None:
-        """This rank's slot is written; the next one may be written after `wait`."""
+        """Announces that this rank's slot is written. The next one may be written after
+        `wait`."""
         self.step += 1
         fence()
         # After the fence: a rank that sees the step has to see the slot, too.
@@ -233,13 +249,14 @@ class ShmBarrier:
         for other in self._others:
             if other.words[0] < self.step:
                 self._wait_for(other)
+        # Its word was seen, so what it wrote before is seen from here on.
         fence()
         # Once a call: its later steps belong to what was compared.
         if not self._is_checked:
             self._check()
 
     def meet(self) -> None:
-        """`post` and `wait`."""
+        """Posts a step, and waits for the others: `post` and `wait`."""
         self.post()
         self.wait()
 
@@ -251,6 +268,7 @@ class ShmBarrier:
     def abort(self, error: Exception) -> None:
         """Makes all calls, including one that waits, raise ``error`` or an earlier
         error. From any thread."""
+        # The first reason stays: later ones follow from it.
         self._error = self._error or error
         other = self._asleep
         if other is not None:

@@ -90,6 +90,7 @@ class OneHost:
             shared.barrier.abort(error)
 
     def close(self) -> None:
+        # Mapped memory stays while anything refers to it.
         self._shared = None
         self._closed()
 
@@ -174,6 +175,7 @@ class HostsEngine(OneHost):
         self._is_between = False
 
     def takes(self, call: CollectiveCall) -> bool:
+        # Else each rank is alone on its host, and has nobody to share memory with.
         shares = len(self._leaders) < len(self._places)
         return shares and call.kind in _KINDS and may_take(call)
 
@@ -189,14 +191,20 @@ class HostsEngine(OneHost):
             self._barrier(shared, call)
 
     def _all_reduce(self, shared: ShmCollectives, call: CollectiveCall) -> None:
-        """Cost on the network, per host: one all-reduce of the array."""
+        """Reduces in parts: within the host, between first ranks, then to all ranks.
+
+        Cost on the network, per host: one all-reduce of the array.
+        """
         whole = reduction_of(call.op, call.source.dtype, len(self._places))
+        # A mean is divided once, at the end: parts and hosts only add.
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
         within = Reduction(op, whole.accumulator, whole.accumulator, shared.size)
 
         def started() -> Iterator[tuple[slice, np.ndarray, Started | None]]:
             for number, part in enumerate(_parts(call, whole.accumulator)):
                 total, between = call.target[part], None
+                # Partial sums have more bits than the result, so they need other
+                # memory.
                 if whole.rounds and self._leads:
                     total = np.empty(total.size, whole.accumulator)
                 shared.reduce(within, call.source[part], total)
@@ -210,10 +218,15 @@ class HostsEngine(OneHost):
             if between is not None:
                 self._wait(between)
                 whole.finish(total, target if whole.rounds else total)
+            # Of every part, on every rank of the host, in the same order: steps are
+            # counted.
             shared.broadcast(0, target, target)
 
     def _broadcast(self, shared: ShmCollectives, call: CollectiveCall) -> None:
-        """Cost on the network: one broadcast of the array among the hosts."""
+        """Sends in parts: on the root's host, between first ranks, then on the others.
+
+        Cost on the network: one broadcast of the array among the hosts.
+        """
         root = self._places[call.root]
         is_here = root.host == self._host
 
@@ -272,14 +285,14 @@ def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
 
 
 class SharedMemory:
-    """The shared memory of this rank, created before the group forms, as it is sent
-    with the members."""
+    """The shared memory of this rank. Created before the group forms, as its descriptor
+    is sent with the members."""
 
     def __init__(self) -> None:
         """Raises: OSError: The kernel does not provide anonymous memory."""
-        made = Arena(CAPACITY)
-        self._arena: Arena | None = made
-        self.descriptor, self.word = made.descriptor, made.word
+        arena = Arena(CAPACITY)
+        self._arena: Arena | None = arena
+        self.descriptor, self.word = arena.descriptor, arena.word
         self.capacity: Final = CAPACITY
         self._segments: dict[int, RankMemory] = {}
         """Memory mapped by `reach`, by rank, until `attach`."""
@@ -291,6 +304,7 @@ class SharedMemory:
         assert self._arena is not None, "the memory is closed"
         self._segments = {rank: RankMemory(rank, self._arena.memory)}
         for other, member in enumerate(members):
+            # Another name is another machine; the same name may be, too.
             if other == rank or member.host != members[rank].host:
                 continue
             try:
@@ -330,13 +344,14 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
     mapped the memory of rank j. Ranks of one machine have all mapped each other's."""
     hosts: list[int] = []
     for rank in range(len(reached)):
-        found = rank
+        machine = rank
+        # The first machine of which this rank has mapped all, and all of it this rank.
         for first in dict.fromkeys(hosts):
             others = [at for at, host in enumerate(hosts) if host == first]
             if all(reached[rank][at] and reached[at][rank] for at in others):
-                found = first
+                machine = first
                 break
-        hosts.append(found)
+        hosts.append(machine)
     return hosts
 
 

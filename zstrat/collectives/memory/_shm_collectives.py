@@ -89,7 +89,8 @@ _BLOCK: Final = 32 * 1024
 
 
 class ShmCollectives:
-    """The ranks of one host at their steps. ``rank``: that of this rank among them."""
+    """The collectives of the ranks of one host. ``rank``: index of this rank among
+    them."""
 
     def __init__(self, rank: int, segments: Sequence[RankMemory], cores: int) -> None:
         self.rank, self.size = rank, len(segments)
@@ -116,21 +117,21 @@ class ShmCollectives:
         """Returns the first ``count`` elements of the slots of all ranks, of both
         turns. Made once for small arrays, of which a program reduces the same at each
         step."""
-        found = self._views.get((dtype, count))
-        if found is None:
+        views = self._views.get((dtype, count))
+        if views is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             first, second = (
                 [_part(slots[turn], dtype, count, 0) for slots in self._slots]
                 for turn in (0, 1)
             )
-            found = self._views[dtype, count] = first, second
-        return found
+            views = self._views[dtype, count] = first, second
+        return views
 
     def all_reduce(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
-        """``target`` becomes the reduction of all sources; it may be ``source``.
+        """Reduces all sources into every rank's ``target``, which may be ``source``.
 
         Cost: one step, in which each rank reads all, up to `SMALL` bytes; else two
         a chunk, in which each copies the chunk in and out once but for its share.
@@ -146,12 +147,13 @@ class ShmCollectives:
     def reduce(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
-        """The first rank's ``target``, of the accumulator's dtype, becomes the
-        reduction of all sources; that of other ranks is not touched.
+        """Reduces all sources into the first rank's ``target``, of the accumulator's
+        dtype. That of other ranks does not change.
 
         Cost: two steps a chunk; each rank copies it in, the first one also out.
         """
         chunk = SLOT // reduction.accumulator.itemsize
+        # At least one step: ranks compare what they call at the first step of a call.
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
             bounds = self._reduce_shares(reduction, source[start:end])
@@ -160,14 +162,15 @@ class ShmCollectives:
                 self._take_shares(bounds, target[start:end])
 
     def broadcast(self, root: int, source: np.ndarray, target: np.ndarray) -> None:
-        """``target`` becomes the ``source`` of the rank at place ``root``, where both
-        may be the same. Cost: a step a chunk; each rank copies once."""
+        """Copies the ``source`` of rank ``root`` into every ``target``, which may be
+        the source itself there. Cost: a step a chunk; each rank copies once."""
         dtype, chunk = source.dtype, SLOT // source.itemsize
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
             if self.rank == root:
                 self.own(dtype, end - start)[...] = source[start:end]
                 self.barrier.post()
+                # Its own copy, while the others read.
                 if target is not source:
                     target[start:end] = source[start:end]
                 self.barrier.wait()
@@ -178,11 +181,13 @@ class ShmCollectives:
     def all_gather(
         self, sizes: Sequence[int], source: np.ndarray, target: np.ndarray
     ) -> None:
-        """``target`` becomes all sources, in the order of places.
+        """Copies all sources into ``target``, in the order of ranks.
 
         Cost: a step a chunk of the largest source; each rank reads all others'.
         """
         dtype, chunk = source.dtype, SLOT // source.itemsize
+        # As many steps as the largest source needs, on every rank: a rank that took
+        # fewer would be a step ahead.
         for done in range(0, max(*sizes, 1), chunk):
             share = source[done : done + chunk]
             self.own(dtype, share.size)[...] = share
@@ -197,7 +202,7 @@ class ShmCollectives:
         source: np.ndarray,
         target: np.ndarray,
     ) -> None:
-        """``target`` becomes this rank's block of the reduction of all sources.
+        """Reduces all sources, and writes this rank's block into ``target``.
 
         Cost: a step a chunk of the largest block; each rank copies its source in once.
         """
@@ -214,7 +219,7 @@ class ShmCollectives:
     def all_to_all(
         self, sizes: Sequence[int], source: np.ndarray, target: np.ndarray
     ) -> None:
-        """``target`` becomes the blocks for this rank, in the order of places;
+        """Copies the blocks for this rank into ``target``, in the order of ranks.
         ``sizes`` are those of the blocks from i to j, row by row.
 
         Cost: a step a chunk of the largest block; each rank copies in and out once.
@@ -247,13 +252,14 @@ class ShmCollectives:
         low, high = bounds[self.rank], bounds[self.rank + 1]
         result = self.own(target.dtype, high - low)
         self.barrier.post()
+        # Between post and wait, as others may still compute their shares.
         target[low:high] = result
         self.barrier.wait()
         self._take_shares(bounds, target, besides=self.rank)
 
     def _reduce_shares(self, reduction: Reduction, source: np.ndarray) -> list[int]:
-        """A step, after which each rank has its share of the result in its next slot;
-        where the shares begin and end."""
+        """Takes a step, after which each rank has its share of the result in its next
+        slot. Returns where the shares begin and end."""
         dtype, count = source.dtype, source.size
         bounds = _shares(count, self.size, _LINE // reduction.dtype.itemsize)
         low, high = bounds[self.rank], bounds[self.rank + 1]
@@ -279,7 +285,7 @@ class ShmCollectives:
                 target[low:high] = self.of(rank, target.dtype, high - low)
 
     def _share(self, dtype: np.dtype) -> int:
-        """Elements of a slot that are one rank's when all ranks share it."""
+        """Returns how many elements of a slot each rank has if all ranks share it."""
         return SLOT // self.size // _LINE * (_LINE // dtype.itemsize)
 
 
@@ -307,10 +313,11 @@ def _shares(count: int, size: int, step: int) -> list[int]:
 
 
 def _reduce(reduction: Reduction, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """``out`` becomes the finished reduction of ``parts``, in their order."""
+    """Writes the finished reduction of ``parts``, in their order, into ``out``."""
     if not reduction.rounds:
         _reduce_into(reduction, parts, out, out)
         return
+    # In blocks: a sum in f32 of the whole chunk would go through memory.
     for start in range(0, out.size, _BLOCK):
         end = start + _BLOCK
         block = out[start:end]
@@ -321,7 +328,8 @@ def _reduce(reduction: Reduction, parts: Sequence[np.ndarray], out: np.ndarray) 
 def _reduce_into(
     reduction: Reduction, parts: Sequence[np.ndarray], wide: np.ndarray, out: np.ndarray
 ) -> None:
-    """The same, by way of ``wide``, which is of the accumulator's dtype."""
+    """Reduces as `_reduce`, by way of ``wide``, which is of the accumulator's
+    dtype."""
     total = parts[0]
     for more in parts[1:]:
         reduction.reduce(total, more, wide)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -65,8 +64,10 @@ class Algorithm(NamedTuple):
     is_compressible: bool = True
 
     def rooted(self, root: int) -> Make:
-        """With the root, if it has one."""
-        return partial(_rooted, self.make, root) if self.has_root else self.make
+        """Returns the maker of schedules with this root, if they have one."""
+        if not self.has_root:
+            return self.make
+        return lambda rank, size: self.make(rank, size, root)
 
 
 ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
@@ -110,13 +111,9 @@ def algorithm_named(call: str, name: str) -> Algorithm:
     named = ALGORITHMS.get(call)
     if named is None:
         raise ValueError(f"call {call!r}: expected one of {', '.join(ALGORITHMS)}")
-    found = named.get(name)
-    if found is None:
+    algorithm = named.get(name)
+    if algorithm is None:
         raise ValueError(
             f"algorithm {name!r} for {call}: expected one of {', '.join(named)}"
         )
-    return found
-
-
-def _rooted(make: Callable[..., Schedule], root: int, rank: int, size: int) -> Schedule:
-    return make(rank, size, root)
+    return algorithm

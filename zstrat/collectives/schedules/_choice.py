@@ -32,9 +32,10 @@ _FIELDS: Final = ("call", "algorithm", "ranks", "bytes", "one_host")
 
 
 class Rule(NamedTuple):
-    """``call`` is carried out by ``algorithm`` in groups of at most ``ranks``, on
-    arrays of at most ``nbytes``; None: of any size. ``one_host``: only if all ranks are
-    on one host, or only if they are not; None: wherever they are."""
+    """A rule of the table: ``call`` is carried out by ``algorithm`` in groups of at
+    most ``ranks``, on arrays of at most ``nbytes``; None: of any size. ``one_host``:
+    only if all ranks are on one host, or only if they are not; None: wherever they
+    are."""
 
     call: str
     algorithm: str
@@ -53,7 +54,8 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The first rule that holds decides; if none does, `DEFAULT_RULES` decide."""
+    """A table of algorithms. The first rule that holds decides; if none does,
+    `DEFAULT_RULES` decide."""
 
     rules: tuple[Rule, ...] = ()
 
@@ -70,7 +72,7 @@ class Choices:
         raise ValueError(f"call {call!r}: expected one of {calls}")
 
     def to_plain(self) -> dict[str, PlainTree]:
-        """Returns what `choices_from` takes."""
+        """Returns the table in the form that `choices_from` takes."""
         return {"rule": [_plain(rule) for rule in self.rules]} if self.rules else {}
 
     def to_toml(self) -> str:
@@ -132,7 +134,7 @@ def read_choices(path: str | os.PathLike[str]) -> Choices:
     """Returns the table in a TOML file.
 
     Raises:
-        ValueError: The file is missing or is no such table; names the file.
+        ValueError: The file is missing, or is not such a table; names the file.
     """
     plain = read_toml(path)
     try:
@@ -170,7 +172,8 @@ def fitted(measurements: Iterable[Measurement]) -> Choices:
 
 
 def _winners(rows: Sequence[Measurement]) -> Iterator[tuple[int | None, str]]:
-    """Of one group, sorted by size: up to which size which algorithm."""
+    """Yields which algorithm is the fastest up to which size, in one group. ``rows``
+    are sorted by size."""
     sizes: list[int] = []
     best: list[str] = []
     for nbytes, same in groupby(rows, lambda m: m.nbytes):
@@ -190,7 +193,8 @@ def _winners(rows: Sequence[Measurement]) -> Iterator[tuple[int | None, str]]:
 
 
 def _between(sizes: Sequence[int]) -> list[int | None]:
-    """Up to where each of these stands for its neighbourhood."""
+    """Returns up to where each size stands for its neighbours: the geometric mean with
+    the next one; None: without an end."""
     return [*(math.isqrt(less * more) for less, more in pairwise(sizes)), None]
 
 
@@ -199,6 +203,7 @@ def _rule(at: int, entry: object) -> Rule:
         raise ValueError(f"rule {at}: expected fields {', '.join(_FIELDS)}")
     for name, value in entry.items():
         good = {"call": str, "algorithm": str, "one_host": bool}.get(name, int)
+        # By type: in Python a bool is an int, too.
         if name not in _FIELDS or type(value) is not good:
             raise ValueError(
                 f"rule {at}: {name} = {value!r}: expected texts call and algorithm, "

@@ -1,8 +1,8 @@
-"""One block of a call under way: its memory, its chunks, and what one rank has of each.
+"""The blocks of a call under way: their memory, their chunks, and the arithmetic.
 
-A block knows how far each of its chunks is. What a rank has of a chunk is what goes out
-of it, and what becomes of what comes in. Arrays are reduced from the memory that they
-were received in.
+A block knows how far each of its chunks is, and what this rank has of it: that is sent,
+and what arrives is reduced into it. Arrays are reduced from the memory that they were
+received in.
 
 **Which memory is sent.** A sender does not know when its bytes have left, so it may
 send only what nobody changes afterwards: a frame as it was received; a private copy of
@@ -37,14 +37,14 @@ CHUNKS: Final = 2**20
 times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
 
 _GRAIN: Final = 64
-"""Chunks hold a multiple of this number of elements, for vector units."""
+"""Chunks have a multiple of this number of elements, for vector units."""
 
 _ENDS: Final = (Act.TAKE, Act.FINISH)
 _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
 
 
 class BlockTraits:
-    """Facts about the memory that the actions on one block use."""
+    """Facts about the actions on one block that decide which memory is used."""
 
     __slots__ = ("actions", "forwards", "grows", "is_taken", "turn")
 
@@ -52,14 +52,14 @@ class BlockTraits:
         acts = [action.act for action in actions]
         self.actions = actions
         self.turn = next((i for i, act in enumerate(acts) if act in _ENDS), len(acts))
-        """The action that makes it finished."""
+        """Index of the action that finishes the block, or the number of actions."""
         self.forwards = Act.SEND in acts[self.turn :]
-        """It is sent once it is finished."""
+        """Whether it is sent after it is finished."""
         self.is_taken = Act.TAKE in acts
-        """It comes back as finished: until then it may be sent from live memory."""
+        """Whether it comes back as finished: until then live memory may be sent."""
         reduces = [i for i, act in enumerate(acts) if act in _REDUCES]
         self.grows = max(reduces, default=-1)
-        """The action that reduces more into it for the last time."""
+        """Index of the last action that reduces into it; -1: none does."""
 
 
 @lru_cache(maxsize=1024)
@@ -104,14 +104,14 @@ class Block:
         self.count = 0 if some is None else len(some)
         self.is_same = _is_same(source, result)
         self.is_direct = False
-        """Partial sums are made where the result goes."""
+        """Whether partial sums are made in the memory of the result."""
         self.step = 0
         """Elements per chunk."""
         self.at: list[int] = []
-        """The action that each chunk stands before; -1: it has not begun."""
+        """Index of the next action of each chunk; -1: it has not begun."""
         self.have: list[np.ndarray | None] = []
-        """The part that this rank has of each chunk, once that is no longer the source.
-        Of a finished chunk: what is sent on, if anything is."""
+        """What this rank has of each chunk; None: only the source. Of a finished chunk:
+        what is sent on, if anything is."""
 
     def cut(self, elements: int) -> int:
         """Cuts the block into chunks of at most ``elements`` elements; returns the
@@ -127,8 +127,9 @@ class Block:
 
 
 def cut(count: int, elements: int) -> tuple[int, int]:
-    """Chunks of ``count`` elements, at most ``elements`` (or `_GRAIN`) in each, alike
-    but for the last: elements per chunk, and how many chunks; of nothing one."""
+    """Cuts ``count`` elements into chunks of equal length, but for the last one, and of
+    at most ``elements`` (or `_GRAIN`) elements. Returns the length and the number of
+    chunks; nothing is one chunk."""
     chunks = -(-count // elements) or 1
     step = -(-count // chunks)
     step = -(-step // _GRAIN) * _GRAIN or _GRAIN
@@ -152,7 +153,7 @@ class Codec(Protocol):
     """
 
     def encode(self, place: int, values: np.ndarray) -> np.ndarray:
-        """``values`` ``[n]`` as bytes, in new memory."""
+        """Encodes ``values`` ``[n]`` as bytes, in new memory."""
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
         """Decodes bytes into ``[count]`` values of the accumulator's dtype, in new
@@ -163,10 +164,11 @@ class Codec(Protocol):
         """
 
 
-class Values:
-    """The arithmetic of one call on its blocks; arguments as of `ScheduleProgress`.
+class ChunkArithmetic:
+    """The arithmetic of one call on its chunks; arguments as of `ScheduleProgress`.
 
-    ``places`` is that of the schedule: what a codec encodes last is named beyond it.
+    ``places``: number of places of the schedule. A codec gets a place beyond them for
+    what it encodes when a block is finished.
     """
 
     __slots__ = ("_codec", "_frozen", "_places", "_reduction")
@@ -182,8 +184,8 @@ class Values:
         self._places = places
 
     def prepare(self, block: Block) -> int:
-        """Decides where partial sums of a block are made; bytes per element on the
-        wire, at most."""
+        """Decides where partial sums of a block are made. Returns the most bytes that
+        an element takes on the wire."""
         some = block.source if block.source is not None else block.result
         width = 1 if some is None else some.itemsize
         block.is_direct = block.result is not None
@@ -197,8 +199,9 @@ class Values:
         return width
 
     def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
-        """Returns what this rank has of a chunk, as bytes to send."""
+        """Returns the bytes of a chunk that this rank sends."""
         have = block.have[chunk]
+        # Finished: everybody gets the same bytes, so nothing is made of them again.
         if block.at[chunk] > block.turn:
             assert have is not None
             return have.view(np.uint8)
@@ -206,6 +209,8 @@ class Values:
         if self._codec is not None:
             return self._codec.encode(place, self._wide(values))
         if have is not None:
+            # A partial sum that is complete here, or memory that comes back as
+            # finished: the laws say that nobody changes it before it was received.
             is_kept = block.at[chunk] > block.grows
         else:
             is_kept = block.is_taken or self._frozen
@@ -217,7 +222,7 @@ class Values:
         """Reduces or takes what came for a chunk.
 
         Raises:
-            ProtocolError: It has not so many bytes.
+            ProtocolError: It has another number of bytes than expected.
         """
         act = block.actions[block.at[chunk]].act
         if act is not _TAKE:
@@ -226,6 +231,8 @@ class Values:
             if block.result is not None:
                 result = block.part(block.result, chunk)
                 self._take(data, result, place)
+            # The frame itself is sent on, so that all ranks get the same bytes without
+            # a copy.
             if block.forwards:
                 block.have[chunk] = data
 
@@ -233,6 +240,7 @@ class Values:
         """Makes the final values of a chunk."""
         have = block.have[chunk]
         result = None if block.result is None else block.part(block.result, chunk)
+        # Nobody gets the block from this rank: its values go straight to the result.
         if not block.forwards:
             if result is not None:
                 values = self._latest(block, chunk)
@@ -247,6 +255,7 @@ class Values:
                 self._take(data, result, place)  # as all others will have it
             return
         block.have[chunk] = finished
+        # The values of a broadcast in place are there already.
         if result is not None and not (block.is_same and self._reduction is None):
             result[...] = finished
 
@@ -267,6 +276,7 @@ class Values:
         some = block.part(block.source, chunk) if have is None else have
         more = self._incoming(place, data, len(some))
         if have is None:
+            # The first reduction decides in which memory the partial sum is.
             if block.is_direct:
                 assert block.result is not None
                 have = block.part(block.result, chunk)
@@ -282,6 +292,7 @@ class Values:
         assert self._reduction is not None
         if self._codec is not None:
             return self._codec.decode(data, count)
+        # The length says which it is: a partial sum, or a contribution of one rank.
         for dtype in (self._reduction.accumulator, self._reduction.dtype):
             if data.nbytes == count * dtype.itemsize:
                 return data.view(dtype)
@@ -291,7 +302,9 @@ class Values:
         """Returns the final values, in memory that nobody changes."""
         values = self._latest(block, chunk)
         if self._reduction is None:
+            # The source itself only if it never changes: it is sent after this.
             return values if self._frozen else values.copy()
+        # In place: partial sums are in private memory, or in that of the result.
         if block.have[chunk] is not None and not self._reduction.rounds:
             finished = values
         else:
@@ -313,7 +326,7 @@ class Values:
         return block.part(block.source, chunk)
 
     def _wide(self, values: np.ndarray) -> np.ndarray:
-        """Returns what a codec is given."""
+        """Returns the values in the dtype that a codec takes."""
         reduction = self._reduction
         return values if reduction is None else reduction.widened(values)
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
-    """Halves the array with partners at shrinking distance, then doubles what is done.
+    """Returns an all-reduce that halves the array with partners at shrinking distance,
+    and then doubles what is finished.
 
     There are as many blocks as the largest power of two p <= ``size``. Ranks beyond p
     ("extras") fold in first: rank 2i gives all it has to rank 2i + 1, and gets the
@@ -35,8 +36,9 @@ def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def doubling_all_reduce(rank: int, size: int) -> Schedule:
-    """One block, whole: at each step partners give each other all that they have, at
-    doubling distance. Half the steps of a tree, for arrays so small that steps count.
+    """Returns an all-reduce of one whole block: at each step partners give each other
+    all that they have, at doubling distance. Half the steps of a tree, for arrays so
+    small that steps count.
 
     Every member reduces all of it, the lower numbers first: all have the same bits, of
     which none is made of what was rounded for the wire. So nothing can be compressed.
@@ -56,6 +58,7 @@ def doubling_all_reduce(rank: int, size: int) -> Schedule:
     actions = [Action(Act.REDUCE_FIRST, rank - 1, 0)] if is_host else []
     for step in range(steps):
         partner = number ^ (1 << step)
+        # Lower numbers first on both sides: sums of floats depend on the order.
         act = Act.REDUCE if number < partner else Act.REDUCE_FIRST
         peer = _rank_of(partner, extras)
         actions += [Action(Act.SEND, peer, step + 1), Action(act, peer, step + 1)]
@@ -66,7 +69,8 @@ def doubling_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def doubling_all_gather(rank: int, size: int) -> Schedule:
-    """Block b is what rank b gives; blocks may differ in size.
+    """Returns a gather in few steps. Block b is the array of rank b; blocks may differ
+    in size.
 
     At step k every rank has 2^k blocks, its own and those of the ranks after it, and
     gives them to the rank 2^k before it.
@@ -87,6 +91,7 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
         else:
             yield Action(Act.FINISH)
         for step in range(came, steps):
+            # Else the peer has the block from an earlier step, or by itself.
             if distance + (1 << step) < size:
                 peer = (rank - (1 << step)) % size
                 yield Action(Act.SEND, peer, step * size + block)
@@ -96,7 +101,8 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
 
 
 def dissemination_barrier(rank: int, size: int) -> Schedule:
-    """One block of nothing: no rank is through before all have begun.
+    """Returns a barrier, whose one block is empty: no rank is through before all have
+    begun.
 
     At step k every rank sends what it knows to the rank 2^k after it.
 
@@ -113,18 +119,24 @@ def dissemination_barrier(rank: int, size: int) -> Schedule:
 
 
 def _guest(rank: int, block: int, p: int) -> Iterator[Action]:
+    """Yields the actions of an extra: it gives its values to the next rank, and gets
+    the result at the last step."""
     yield Action(Act.SEND, rank + 1, block)
     yield Action(Act.TAKE, rank + 1, (2 * _log2(p) + 1) * p + block)
 
 
 def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
+    """Yields the actions of one of the p members on one block: fold in, halve, finish,
+    double, give back."""
     is_host = rank < 2 * extras
     number = rank // 2 if is_host else rank - extras
     if is_host:
         yield Action(Act.REDUCE, rank - 1, block)
     step = 1
     for half in (p >> k for k in range(1, _log2(p) + 1)):
+        # Blocks outside of this half were given away at an earlier step.
         if number // (2 * half) == block // (2 * half):
+            # Keeps the blocks of its own half, and gives away those of its partner's.
             act = Act.REDUCE if number & half == block & half else Act.SEND
             partner = _rank_of(number ^ half, extras)
             yield Action(act, partner, step * p + block)

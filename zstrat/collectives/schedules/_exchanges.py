@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def direct_all_reduce(rank: int, size: int) -> Schedule:
-    """``size`` blocks; rank b collects and finishes block b and gives it to all.
+    """Returns an all-reduce of ``size`` blocks: rank b collects and finishes block b,
+    and gives it to all.
 
     Cost: 2 steps and 2 (size - 1) hops from each rank, 2 (size - 1) / size of the array
     in all. Contributions are reduced in the order of ranks after b.
@@ -25,6 +26,7 @@ def direct_all_reduce(rank: int, size: int) -> Schedule:
         if block != rank:
             send = Action(Act.SEND, block, (block - rank) % size)
             return send, Action(Act.TAKE, block, size + (rank - block) % size)
+        # Its own block: collected from all, and then given to all.
         reduces = _reduces(rank, size)
         return *reduces, Action(Act.FINISH), *_sends(rank, size, size)
 
@@ -32,7 +34,7 @@ def direct_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def direct_reduce_scatter(rank: int, size: int) -> Schedule:
-    """``size`` blocks; rank b collects and keeps block b.
+    """Returns a reduce-scatter of ``size`` blocks: rank b collects and keeps block b.
 
     Cost: 1 step and size - 1 hops from each rank, all blocks but its own.
     """
@@ -46,7 +48,8 @@ def direct_reduce_scatter(rank: int, size: int) -> Schedule:
 
 
 def direct_all_gather(rank: int, size: int) -> Schedule:
-    """Block b is what rank b gives, to all others itself; blocks may differ in size.
+    """Returns a gather in which each rank sends its block b to all others itself;
+    blocks may differ in size.
 
     Cost: 1 step and size - 1 hops from each rank, its block each time.
     """
@@ -60,7 +63,8 @@ def direct_all_gather(rank: int, size: int) -> Schedule:
 
 
 def pairwise_all_to_all(rank: int, size: int) -> Schedule:
-    """Block ``i * size + j`` goes from rank i to rank j; blocks may differ in size.
+    """Returns an all-to-all: block ``i * size + j`` goes from rank i to rank j. Blocks
+    may differ in size.
 
     The result of rank j are the blocks ``i * size + j``, in the order of i.
 

@@ -1,4 +1,4 @@
-"""From a call to what one rank does: schedule, blocks, chunks. Pure."""
+"""Finds what one rank does in a call: its schedule, blocks and chunks. Without I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from zstrat.collectives._engine import CallKind, CollectiveCall
 from zstrat.collectives._leaves import split
-from zstrat.collectives._reduction import Reduction, reduction_of
+from zstrat.collectives._reduction import reduction_of
 from zstrat.config import MiB
 
 from ._algorithms import algorithm_named
@@ -20,10 +20,9 @@ from ._progress import ScheduleProgress, parts
 if TYPE_CHECKING:
     from zstrat.collectives._compression import Compressor
 
-    from ._chunks import Codec
     from ._schedule import Schedule
 
-_EXPERIENCE: Final = Choices()
+_DEFAULT_CHOICES: Final = Choices()
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -31,8 +30,9 @@ _WHOLE: Final = 512 * 1024
 """Blocks up to this size are not cut: a hop costs its ranks more than the overlap of
 two halves gains."""
 
-_TRICKY: Final = 256 * 1024
-"""Largest chunk that is compressed: the loop does it, and has other things to do."""
+_COMPRESSED: Final = 256 * 1024
+"""Bytes of the largest compressed chunk: the event loop compresses it, and must not be
+held up."""
 
 
 def progress_of(
@@ -42,7 +42,7 @@ def progress_of(
     *,
     one_host: bool = False,
     compressor: Compressor | None = None,
-    choices: Choices = _EXPERIENCE,
+    choices: Choices = _DEFAULT_CHOICES,
 ) -> ScheduleProgress:
     """Returns what rank ``rank`` of ``size`` does in a call.
 
@@ -54,17 +54,19 @@ def progress_of(
         TypeError, ValueError: The call cannot be made; names the wrong argument.
     """
     algorithm = _algorithm(call, choices, size, one_host)
-    schedule = _made(call.kind, algorithm, call.root, rank, size)
+    schedule = _schedule_of(call.kind, algorithm, call.root, rank, size)
     reduction = codec = None
     if call.kind in (CallKind.ALL_REDUCE, CallKind.REDUCE_SCATTER):
         reduction = reduction_of(call.op, call.source.dtype, size)
-        codec = _codec(call, compressor, reduction)
+        if compressor is not None:
+            codec = compressor.codec(call.place, reduction)
     sources, results = _blocks(call, rank, size, len(schedule.blocks))
     largest = max(
         (each.nbytes for each in (*sources, *results) if each is not None), default=0
     )
     if call.kind is CallKind.ALL_TO_ALL:  # each rank sees but its own row and column
         largest = max(call.sizes) * call.source.itemsize
+    # By the largest block of any rank: both ends of a hop have to cut alike.
     chunk = chunk_of(largest)
     return ScheduleProgress(
         schedule,
@@ -72,7 +74,7 @@ def progress_of(
         results,
         reduction=reduction,
         codec=codec,
-        chunk_bytes=chunk if codec is None else min(chunk, _TRICKY),
+        chunk_bytes=chunk if codec is None else min(chunk, _COMPRESSED),
         frozen=call.is_frozen,
     )
 
@@ -89,25 +91,19 @@ def _algorithm(
         or algorithm_named(call.kind.value, chosen).is_compressible
     ):
         return chosen
-    return "tree"  # what the table says is for calls without
-
-
-def _codec(
-    call: CollectiveCall, compressor: Compressor | None, reduction: Reduction
-) -> Codec | None:
-    if compressor is None:
-        return None
-    return compressor.codec(call.place, reduction)
+    # The table was measured without compression; a tree has one rank that finishes.
+    return "tree"
 
 
 Blocks = tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]
 
 
 def _blocks(call: CollectiveCall, rank: int, size: int, count: int) -> Blocks:
-    """Sources and results of a schedule of ``count`` blocks."""
+    """Returns the sources and results of a schedule of ``count`` blocks."""
     match call.kind:
         case CallKind.ALL_REDUCE:
             sources = parts(call.source, count)
+            # The same views, so that a block sees at once that both are one memory.
             in_place = call.target is call.source
             return sources, sources if in_place else parts(call.target, count)
         case CallKind.REDUCE_SCATTER:
@@ -120,7 +116,7 @@ def _blocks(call: CollectiveCall, rank: int, size: int, count: int) -> Blocks:
                 return parts(call.source, count), results
             return [None] * count, results
         case CallKind.ALL_TO_ALL:
-            return _crossing(call, rank, size)
+            return _exchanged_blocks(call, rank, size)
         case CallKind.BARRIER:
             return [_NOTHING], [None]
         case _:
@@ -133,7 +129,8 @@ def _only(at: int, count: int, block: np.ndarray) -> list[np.ndarray | None]:
     return blocks
 
 
-def _crossing(call: CollectiveCall, rank: int, size: int) -> Blocks:
+def _exchanged_blocks(call: CollectiveCall, rank: int, size: int) -> Blocks:
+    """Returns the blocks of an all-to-all: a rank has its row, and gets its column."""
     sources: list[np.ndarray | None] = [None] * (size * size)
     results: list[np.ndarray | None] = [None] * (size * size)
     row, column = slice(rank * size, (rank + 1) * size), slice(rank, None, size)
@@ -148,6 +145,9 @@ def chunk_of(block: int) -> int:
     return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
 
 
+# Schedules are pure and have no arrays, so one serves every call of its kind.
 @cache
-def _made(kind: CallKind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
+def _schedule_of(
+    kind: CallKind, algorithm: str, root: int, rank: int, size: int
+) -> Schedule:
     return algorithm_named(kind.value, algorithm).rooted(root)(rank, size)

@@ -1,8 +1,8 @@
-"""One rank's part of a call under way: hops come in, hops go out. No I/O, no clock.
+"""Carries out one rank's part of a call: hops come in, hops go out. No I/O, no clock.
 
 A block is cut into chunks, each of which runs through the block's actions by itself:
-while one chunk is reduced, the next one travels. What a chunk is made of is the
-business of `_chunks`.
+while one chunk is reduced, the next one travels. `_chunks` computes what is sent, and
+in which memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 
-from ._chunks import CHUNKS, Block, Values, traits_of
+from ._chunks import CHUNKS, Block, ChunkArithmetic, traits_of
 from ._schedule import Act, first_place
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _SEND, _FINISH = Act.SEND, Act.FINISH
 
 
 class Send(NamedTuple):
-    """An order: this goes to ``peer``. ``data`` are bytes ``[n]``; they stay as they
-    are until they have arrived."""
+    """An order to send ``data``, bytes ``[n]``, to ``peer``. They do not change before
+    they have arrived."""
 
     peer: int
     place: int
@@ -48,7 +48,7 @@ class ScheduleProgress:
         results: Per block where its final values go, of the same dtype and length;
             None if this rank does not want them. May be the source itself.
         reduction: How contributions become one; None if there is one per block.
-        codec: Makes all that travels smaller; None: it travels as it is.
+        codec: Compresses all hops; None: they are not compressed.
         chunk_bytes: Largest hop.
         frozen: The sources are never changed, not even after the call.
 
@@ -72,20 +72,20 @@ class ScheduleProgress:
                 f"{len(sources)} sources and {len(results)} results "
                 f"for a schedule of {len(schedule.blocks)} blocks"
             )
-        self._values = Values(reduction, codec, frozen, schedule.places)
+        self._arithmetic = ChunkArithmetic(reduction, codec, frozen, schedule.places)
         self._blocks: list[Block] = []
         self._receipts: dict[int, tuple[Block, int]] = {}
         self._early: dict[int, np.ndarray] = {}
         self._left = 0
-        """Chunks that are not through."""
+        """Number of chunks that are not finished."""
         self._is_drawn = False
-        each = zip(traits_of(schedule), sources, results, strict=True)
-        for number, (traits, source, result) in enumerate(each):
+        blocks = zip(traits_of(schedule), sources, results, strict=True)
+        for number, (traits, source, result) in enumerate(blocks):
             if traits.actions:
                 self._add(Block(number, traits, source, result), chunk_bytes)
 
     def _add(self, block: Block, chunk_bytes: int) -> None:
-        width = self._values.prepare(block)
+        width = self._arithmetic.prepare(block)
         self._left += block.cut(max(chunk_bytes // width, 1))
         self._blocks.append(block)
         for index, action in enumerate(block.actions):
@@ -108,10 +108,10 @@ class ScheduleProgress:
         )
 
     def start(self) -> Iterator[Send]:
-        """Begins the call; yields the sends that do not wait for other ranks, each made
-        when it is drawn.
+        """Begins the call, and yields the sends that do not wait for other ranks. Each
+        is made when it is drawn, so a full link bounds the copies in memory.
 
-        Draw it to its end before anything else is done; hops may arrive meanwhile.
+        Draw all of them; hops may arrive meanwhile.
         """
         # What the others wait for first goes first, and all peers get some of it.
         blocks = sorted(self._blocks, key=lambda block: first_place(block.actions))
@@ -120,6 +120,8 @@ class ScheduleProgress:
                 if chunk < len(block.at):
                     block.at[chunk] = 0
                     yield from self._advance(block, chunk)
+        # Only now may the call be done: a rank that gets everything early still owes
+        # its hops.
         self._is_drawn = True
 
     def arrived(self, place: int, data: np.ndarray) -> list[Send]:
@@ -131,46 +133,47 @@ class ScheduleProgress:
         number, chunk = divmod(place, CHUNKS)
         receipt = self._receipts.get(number)
         if receipt is None or chunk >= len(receipt[0].at):
-            raise ProtocolError(f"hop {number}, chunk {chunk}: this call has none such")
+            raise ProtocolError(f"this call has no hop {number}, chunk {chunk}")
         block, index = receipt
         at = block.at[chunk]
         if at != index:
             if at > index or place in self._early:
                 raise ProtocolError(f"hop {number}, chunk {chunk} arrived twice")
+            # Hops of different peers overtake each other: this waits for its turn among
+            # the actions of its chunk.
             self._early[place] = data
             return []
-        self._values.receive(block, chunk, place, data)
+        self._arithmetic.receive(block, chunk, place, data)
         block.at[chunk] = at + 1
         return self._advance(block, chunk)
 
     def _advance(self, block: Block, chunk: int) -> list[Send]:
         """Advances a chunk until it has to wait, or is finished."""
         sends: list[Send] = []
-        actions, values = block.actions, self._values
+        actions, arithmetic = block.actions, self._arithmetic
         while (at := block.at[chunk]) < len(actions):
             act, peer, place = actions[at]
+            where = place * CHUNKS + chunk
             if act is _SEND:
-                where = place * CHUNKS + chunk
-                sends.append(Send(peer, where, values.outgoing(block, chunk, where)))
-                block.at[chunk] = at + 1
+                data = arithmetic.outgoing(block, chunk, where)
+                sends.append(Send(peer, where, data))
             elif act is _FINISH:
-                values.finish(block, chunk)
-                block.at[chunk] = at + 1
+                arithmetic.finish(block, chunk)
             else:
-                where = place * CHUNKS + chunk
                 early = self._early.pop(where, None)
                 if early is None:
                     return sends
-                values.receive(block, chunk, where, early)
-                block.at[chunk] = at + 1
+                arithmetic.receive(block, chunk, where, early)
+            block.at[chunk] = at + 1
+        # The memory is free as soon as its hops have left.
         block.have[chunk] = None
         self._left -= 1
         return sends
 
 
 def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
-    """``size`` neighbouring views of ``flat`` ``[n]``, the blocks of a call: the first
-    n mod size of them have one element more."""
+    """Cuts ``flat`` ``[n]`` into ``size`` neighbouring views, the blocks of a call. The
+    first n mod size of them have one element more."""
     short, more = divmod(len(flat), size)
     ends = [block * short + min(block, more) for block in range(size + 1)]
     return [flat[start:end] for start, end in pairwise(ends)]

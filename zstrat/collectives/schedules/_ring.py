@@ -14,30 +14,34 @@ from ._schedule import Act, Action, Schedule
 
 
 def ring_all_reduce(rank: int, size: int) -> Schedule:
-    """``size`` blocks; block b starts at rank b and is finished by rank b - 1.
+    """Returns an all-reduce of ``size`` blocks around a ring. Block b starts at rank b,
+    and is finished by rank b - 1.
 
     Cost: 2 (size - 1) steps; each rank sends 2 (size - 1) / size of the array.
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
     """
     right, left = (rank + 1) % size, (rank - 1) % size
 
+    # Each block goes around twice: size - 1 hops reduce it, size - 1 more copy it.
     def actions(block: int) -> tuple[Action, ...]:
         step = (rank - block) % size  # it is sent on at this step, for the first time
         last = step == size - 1
-        found = [Action(Act.REDUCE, left, step - 1)] if step else []
+        sequence = [Action(Act.REDUCE, left, step - 1)] if step else []
         if last:
-            found.append(Action(Act.FINISH))
+            sequence.append(Action(Act.FINISH))
+            # The rank that finishes a block takes no copy of it: distance 0 below.
             step = -1
         if not last or size > 1:
-            found.append(Action(Act.SEND, right, step if not last else size - 1))
-        return (*found, *_copies(left, right, step + 1, size, size - 1))
+            sequence.append(Action(Act.SEND, right, step if not last else size - 1))
+        return (*sequence, *_copies(left, right, step + 1, size, size - 1))
 
     blocks = tuple(map(actions, range(size)))
     return Schedule(blocks, 2 * (size - 1), tuple(range(size)))
 
 
 def ring_all_gather(rank: int, size: int) -> Schedule:
-    """Block b is what rank b gives; blocks may differ in size.
+    """Returns a gather around a ring. Block b is the array of rank b; blocks may differ
+    in size.
 
     Cost: size - 1 steps; each rank sends all blocks but that of its right neighbour.
     """
@@ -53,7 +57,8 @@ def ring_all_gather(rank: int, size: int) -> Schedule:
 
 
 def ring_reduce_scatter(rank: int, size: int) -> Schedule:
-    """``size`` blocks; rank b ends with block b, reduced.
+    """Returns a reduce-scatter of ``size`` blocks around a ring. Rank b ends with block
+    b.
 
     Cost: size - 1 steps; each rank sends all blocks but its own.
     """
@@ -61,16 +66,17 @@ def ring_reduce_scatter(rank: int, size: int) -> Schedule:
 
     def actions(block: int) -> tuple[Action, ...]:
         step = (rank - block - 1) % size  # block b starts at rank b + 1
-        found = [Action(Act.REDUCE, left, step - 1)] if step else []
+        sequence = [Action(Act.REDUCE, left, step - 1)] if step else []
         last = step == size - 1
-        found.append(Action(Act.FINISH) if last else Action(Act.SEND, right, step))
-        return tuple(found)
+        sequence.append(Action(Act.FINISH) if last else Action(Act.SEND, right, step))
+        return tuple(sequence)
 
     return Schedule(tuple(map(actions, range(size))), size - 1, (rank,))
 
 
 def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """The root gives every other rank a part; these pass the parts around a ring.
+    """Returns a broadcast in which the root gives every other rank a part, and these
+    pass the parts around a ring.
 
     ``size - 1`` blocks (one, for a group of one). The root sends the array once only,
     whatever the size of the group.
@@ -101,7 +107,7 @@ def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """One block, from each rank to the next one, chunk by chunk.
+    """Returns a broadcast of one block, from each rank to the next one, chunk by chunk.
 
     Cost: size - 1 steps; each rank but the last sends the array once.
     """
@@ -109,6 +115,7 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
     first = Action(Act.FINISH)
     if number:
         first = Action(Act.TAKE, (rank - 1) % size, number - 1)
+    # The last one of the chain sends nothing.
     if number == size - 1:
         return Schedule(((first,),), size - 1, (0,))
     send = Action(Act.SEND, (rank + 1) % size, number)
@@ -118,8 +125,9 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
 def _copies(
     left: int, right: int, distance: int, size: int, places: int
 ) -> tuple[Action, ...]:
-    """Returns what a rank does that stands so far right of the rank that finished a
-    block."""
+    """Returns how a rank passes a finished block on: it takes it from the left, and
+    sends it to the right. ``distance``: from the rank that has finished the block, to
+    the right; ``places``: of the hops before these."""
     if not distance:
         return ()
     take = Action(Act.TAKE, left, places + distance - 1)

@@ -41,8 +41,8 @@ class Act(enum.Enum):
 
 
 class Action(NamedTuple):
-    """``peer`` is -1 for `Act.FINISH`. ``place`` numbers the hop within the call: the
-    sender's and the receiver's action have the same."""
+    """One action on a block. ``peer`` is -1 for `Act.FINISH`. ``place`` numbers the hop
+    within the call: the sender's and the receiver's action have the same."""
 
     act: Act
     peer: int = -1

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def tree_all_reduce(rank: int, size: int) -> Schedule:
-    """One block, up a binomial tree to rank 0 and down again: best for small arrays.
+    """Returns an all-reduce of one block, up a binomial tree to rank 0 and down again:
+    best for small arrays.
 
     Cost: 2 ceil(log2(size)) steps and 2 (size - 1) hops in all; a rank sends the array
     once up, and once down to each of its up to ceil(log2(size)) children.
@@ -26,7 +27,7 @@ def tree_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """One block, down a binomial tree from ``root``.
+    """Returns a broadcast of one block, down a binomial tree from ``root``.
 
     Cost: ceil(log2(size)) steps; the root sends the array ceil(log2(size)) times.
     """
@@ -37,7 +38,7 @@ def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def double_tree_all_reduce(rank: int, size: int) -> Schedule:
-    """Two blocks, each up and down a separate binary tree.
+    """Returns an all-reduce of two blocks, each up and down a separate binary tree.
 
     The ranks that are inner ones in one tree are leaves in the other, so that all lines
     are used, both ways, while chunks follow each other: few steps and full bandwidth.
@@ -69,6 +70,7 @@ def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
     """Yields the actions that copy down the binomial tree, to the largest subtree
     first; ``number`` is the rank counted from the root."""
     low = (number & -number).bit_length() - 1 if number else (size - 1).bit_length()
+    # The lowest bit says from whom it comes, those below it to whom it goes.
     if number:
         yield Action(Act.TAKE, (rank - (1 << low)) % size, places + low)
     for step in reversed(range(low)):
@@ -77,14 +79,16 @@ def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
 
 
 def _up_and_down(number: int, size: int, shift: int, places: int) -> Iterator[Action]:
-    """Both ways in a binary tree. ``number`` is the place of this rank in it; it stands
-    for the rank ``number + shift``, or with -1 for the mirrored one."""
+    """Yields the actions up and down a binary tree. ``number`` is the index of this
+    rank in the tree, whose index i stands for rank ``i + shift``, or if that is -1 for
+    rank ``size - 1 - i``."""
 
     def rank_of(number: int) -> int:
         return size - 1 - number if shift < 0 else (number + shift) % size
 
     parent, below = parent_of(number, size), children_of(number, size)
     for child in below:
+        # Two children, so two places: those of the lower and of the higher one.
         yield Action(Act.REDUCE, rank_of(child), places + (child > number))
     if parent is None:
         yield Action(Act.FINISH)
@@ -106,13 +110,14 @@ def parent_of(number: int, size: int) -> int | None:
 
 
 def children_of(number: int, size: int) -> tuple[int, ...]:
-    """Returns the inverse of `parent_of`, growing."""
+    """Returns the children in the tree of `parent_of`, in ascending order."""
     if not number:
         return (1 << ((size - 1).bit_length() - 1),) if size > 1 else ()
     half = (number & -number) >> 1
     if not half:
         return ()
     after = half
+    # The end may cut off the right subtree: a smaller one takes its place.
     while after and number + after >= size:
         after >>= 1
     return (number - half, number + after) if after else (number - half,)

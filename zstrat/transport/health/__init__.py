@@ -4,8 +4,8 @@ from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest
 from ._http import HttpServer as HttpServer
 from ._http import HttpStream as HttpStream
-from ._http import PageToken as PageToken
 from ._http import parse_request as parse_request
+from ._page import PageToken as PageToken
 from ._register import TelemetryNotices as TelemetryNotices
 from ._register import process_report as process_report
 from ._register import process_totals as process_totals

@@ -1,4 +1,4 @@
-"""A very small HTTP server, and the page that it serves.
+"""A very small HTTP server.
 
 GET and HEAD, one request a connection, everything bounded. It stands beside training,
 on the network, open to all that can reach it, and probes must work with nothing but
@@ -7,47 +7,23 @@ together, which have five seconds to come, and there are at most 64 connections.
 one more comes, the one goes that was waited for longest, for its request or for taking
 its answer: a peer that only holds connections open cannot keep a probe out.
 
-An answer may be a stream, for a page that is open. Each of its pieces has five seconds
-to be taken, and the next is asked for then: a browser that is frozen holds one piece,
-and is dropped. The number of streams is bounded by their source.
-
-The page is one document. It needs nothing else and runs nothing else. Its script and
-style are those of this package, by their digests: whatever else got into the page, out
-of the name of a task or a line of a log, would not run, and could load nothing and send
-nothing anywhere.
-
-If other machines can reach the port, the page is for users who have its token. That
-comes once in the address that its owner gives away (``/?token=...``); the page then
-moves it into a cookie, so that it stands in no history, no log of a proxy and no
-screenshot. Programs send ``Authorization: Bearer ...``.
-
-Threats: guessing, so a token has to be long, and comparing takes the same time for all
-wrong ones; another site that uses the cookie, so that it is sent by navigation alone,
-nothing here changes anything, and no other site can read an answer. A connection is not
-encrypted: anyone who can read the network between can read the token. Use ``ssh -L``
-there.
+An answer may be a stream, for a page that is open. A client has five seconds to take
+each piece, and the next one is made after that: a browser that is frozen holds one
+piece, and is dropped. The number of streams is bounded by their source.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
-import hmac
 import ipaddress
-import json
 import logging
 import re
-import secrets
 import socket
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import resources
-from typing import TYPE_CHECKING, Final, final
-from urllib.parse import parse_qs
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
-from zstrat.telemetry import COLUMNS, Kind, task_metrics
 from zstrat.transport._descriptors import give_up
 
 if TYPE_CHECKING:
@@ -86,8 +62,8 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """The subject of a request: ``query`` is what follows the question mark, and
-    ``accept``, ``host``, ``cookie`` and ``authorization`` are headers."""
+    """What a request asks for. ``query`` follows the question mark, and ``accept``,
+    ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str
     accept: str
@@ -100,8 +76,8 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """``headers`` are added to those that every answer has; ours alone, for nothing
-    looks for line ends in them."""
+    """An answer. ``headers`` are added to those that every answer has; only ours, as
+    nothing checks them for line ends."""
 
     status: int
     body: str
@@ -111,15 +87,15 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HttpStream:
-    """An answer of 200 in ``pieces``, each of which is sent when it is there, until
-    there are no more."""
+    """An answer in ``pieces``, with the status 200. Each is sent when it is there,
+    until there are no more."""
 
     pieces: AsyncGenerator[bytes, None]
     kind: str
 
 
 class BadRequest(ValueError):
-    """The other side sent something else than a request that is answered here."""
+    """The client sent something that is not a request, or is not answered here."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -127,7 +103,7 @@ class BadRequest(ValueError):
 
 
 def parse_request(head: bytes) -> HttpRequest:
-    """Returns the request that these bytes are, up to the empty line.
+    """Parses the bytes of a request, up to the empty line.
 
     Raises:
         BadRequest: They are not a request, or not one that this server answers.
@@ -142,6 +118,7 @@ def parse_request(head: bytes) -> HttpRequest:
         if header is None:
             raise BadRequest(400, "expected headers as in: Host: 127.0.0.1")
         headers[header[1].lower()] = header[2].decode("ascii").strip()
+    # After the headers: a malformed request is 400 whatever its method.
     if line[1] not in (b"GET", b"HEAD"):
         raise BadRequest(405, "only GET and HEAD are answered here")
     path, _, query = line[2].decode("ascii").partition("?")
@@ -157,9 +134,9 @@ def parse_request(head: bytes) -> HttpRequest:
 
 
 def is_own_name(host: str) -> bool:
-    """Returns whether a browser that says so was led to this machine by its user. A
-    page of a stranger may have had its own name resolve to loopback, to read what is
-    here."""
+    """Returns whether a ``Host`` header names this machine as its users do: loopback,
+    or a number. Any other name may be that of a stranger's page, which has it resolve
+    to loopback, to read what is here."""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     if name in ("", "localhost"):
         return True
@@ -169,7 +146,7 @@ def is_own_name(host: str) -> bool:
 
 
 def _on_all_interfaces(port: int) -> socket.socket:
-    """For IPv4, and for IPv6 where the system has it."""
+    """Listens on all interfaces: for IPv4, and for IPv6 where the system has it."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True
@@ -204,6 +181,7 @@ class HttpServer:
         Raises:
             OSError: The address cannot be bound.
         """
+        # Beyond the limit the reader raises LimitOverrunError, and keeps no more.
         serve = partial(
             asyncio.start_server, self._converse, limit=HEAD, backlog=CONNECTIONS
         )
@@ -221,7 +199,7 @@ class HttpServer:
             self._server.close()
 
     def forget(self) -> None:
-        """In a forked process: the port is the parent's."""
+        """Gives up the port in a forked process: it is the parent's."""
         if self._server is not None:
             give_up(each.fileno() for each in self._server.sockets)
 
@@ -241,7 +219,9 @@ class HttpServer:
                 await self._serve(reader, writer)
         finally:
             self._open -= 1
+            # Computing the answer is our own time: it is not waited for.
             self._waited_for.pop(writer, None)
+            # At once, without a linger: an answer was taken before this, see `_serve`.
             writer.transport.abort()
 
     def _let_go(self) -> bool:
@@ -263,6 +243,8 @@ class HttpServer:
             self._waited_for.pop(writer, None)
             asked = parse_request(head)
             is_head = asked.is_head
+            # Otherwise a web page whose name resolves to loopback could read what only
+            # users of this machine may see.
             if self.is_local and not is_own_name(asked.host):
                 raise BadRequest(421, f"this is not {asked.host:.80}")
             answer = await self._answer(asked)
@@ -270,13 +252,14 @@ class HttpServer:
             answer = HttpAnswer(431, f"expected a request of at most {HEAD} bytes")
         except BadRequest as error:
             answer = HttpAnswer(error.status, str(error))
+        # A TimeoutError is an OSError, and has to come before it.
         except TimeoutError:  # the answer says so
             pass
         except (OSError, EOFError):
             raise
         except Exception:  # a defect of ours: to the log, and this one request fails
             log.exception("answering over HTTP")
-            answer = HttpAnswer(500, "an error that the log of this process has")
+            answer = HttpAnswer(500, "an internal error: see the log of this process")
         if isinstance(answer, HttpStream):
             await self._stream(writer, answer, is_head)
         else:
@@ -322,7 +305,7 @@ class HttpServer:
 
 
 def encoded(answer: HttpAnswer, is_head: bool) -> bytes:
-    """Returns the answer as it travels."""
+    """Returns the bytes of an answer, without the body if ``is_head``."""
     body = f"{answer.body}\n".encode() if answer.kind == TEXT else answer.body.encode()
     more = [f"Content-Length: {len(body)}"]
     more += [f"{name}: {value}" for name, value in answer.headers]
@@ -338,114 +321,8 @@ def _head_of(status: int, kind: str, *more: str) -> bytes:
         f"Content-Type: {kind}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
+        # One request a connection: nothing has to be kept for the next one.
         "Connection: close",
         *more,
     ]
     return "\r\n".join([*lines, "", ""]).encode("ascii")
-
-
-_FORM: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
-"""Characters that are not special in an address or a cookie. 16 of them are 96 bits."""
-
-
-@final
-class PageToken:
-    """The token of one port.
-
-    Args:
-        secret: The token; None makes one.
-
-    Raises:
-        ValueError: It is short enough to be guessed, or has other characters.
-    """
-
-    def __init__(self, secret: str | None = None) -> None:
-        made = secrets.token_urlsafe(24) if secret is None else secret
-        if _FORM.fullmatch(made) is None:
-            raise ValueError(
-                "the token of a page has 16 to 128 letters, digits, - and _, as "
-                f"secrets.token_urlsafe() makes them; this one has {len(made)} "
-                "characters, or others"
-            )
-        self.secret: Final = made
-
-    def is_same(self, secret: str) -> bool:
-        """Returns whether this text is the token. Takes the same time for all that are
-        not."""
-        return hmac.compare_digest(secret.encode(), self.secret.encode())
-
-    def is_in_address(self, asked: HttpRequest) -> bool:
-        """Returns whether the address itself has the token: it is to become a
-        cookie."""
-        return any(map(self.is_same, parse_qs(asked.query).get("token", ())))
-
-    def is_shown(self, asked: HttpRequest, port: int) -> bool:
-        """Returns whether the cookie, or the header for programs, has it."""
-        scheme, _, secret = asked.authorization.partition(" ")
-        if scheme.lower() == "bearer" and self.is_same(secret.strip()):
-            return True
-        pairs = (each.strip().partition("=") for each in asked.cookie.split(";"))
-        return any(name == _name(port) and self.is_same(it) for name, _, it in pairs)
-
-    def cookie(self, port: int) -> str:
-        """Returns the value of ``Set-Cookie``. A link in a letter works, so it is
-        Lax."""
-        return f"{_name(port)}={self.secret}; Path=/; HttpOnly; SameSite=Lax"
-
-
-def _name(port: int) -> str:
-    """Cookies do not know ports, and a host may have several."""
-    return f"zstrat_{port}"
-
-
-_SCRIPTS: Final = ("charts.js", "page.js")
-"""In this order; what the first defines the second uses."""
-
-
-@cache
-def document() -> HttpAnswer:
-    """Returns the page, as it is answered."""
-    style = f"\n{_asset('page.css')}"
-    known = {each.name: each for job in ("ps", "worker") for each in task_metrics(job)}
-    numbers = [
-        [heading, name, known[name].unit, known[name].kind is Kind.RATE]
-        for name, heading in COLUMNS.items()
-        if heading
-    ]
-    parts = [f"const NUMBERS = {json.dumps(numbers)};", *map(_asset, _SCRIPTS)]
-    script = "\n" + "\n".join(parts)
-    text = _asset("page.html").replace("{style}", style).replace("{script}", script)
-    policy = (
-        "default-src 'none'",
-        f"script-src {_digest(script)}",
-        f"style-src {_digest(style)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-    )
-    return HttpAnswer(
-        200,
-        text,
-        "text/html; charset=utf-8",
-        (
-            ("Content-Security-Policy", "; ".join(policy)),
-            ("Cross-Origin-Opener-Policy", "same-origin"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Frame-Options", "DENY"),
-        ),
-    )
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("page", name).read_text("utf-8")
-
-
-def _digest(text: str) -> str:
-    """Returns the name of a script or style in a Content-Security-Policy: the digest of
-    the text in its element."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"

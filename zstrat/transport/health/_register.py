@@ -72,7 +72,7 @@ class Reporting(Protocol):
 
 
 class SharedAnswer(Generic[T]):
-    """The answer of one loop to one question, shared by concurrent callers."""
+    """The answer of a loop to one question, shared by all who ask at the same time."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, answer: Callable[[], T]
@@ -89,6 +89,8 @@ class SharedAnswer(Generic[T]):
 
         Cancellation: other callers still get their answer.
         """
+        # One callback at a time: a frozen loop would collect one per scrape, and run
+        # them all when it thaws.
         if self._coming is None or self._coming.done():
             coming: Future[T] = Future()
             self._loop.call_soon_threadsafe(self._fill, coming)
@@ -116,6 +118,7 @@ class RegisterEntry:
         anywhere: bool,
     ) -> None:
         self.name, self.loop = name, loop
+        # Weak: an owner that its user drops without closing has to be collected.
         self._owner = weakref.ref(owner)
         self._anywhere = anywhere
         self.readiness = SharedAnswer(loop, self._readiness)
@@ -136,6 +139,8 @@ class RegisterEntry:
         """
         if not self._anywhere:
             return await self._on_loop.ask(timeout)
+        # Statistics that any thread computes say nothing about the loop: this asks
+        # whether it runs.
         await self.readiness.ask(timeout)
         return self._statistics()
 
@@ -233,6 +238,8 @@ class TelemetryNotices:
 
     def touch(self) -> None:
         """Notes that something has happened."""
+        # Rates are of the last `RECENT` seconds: after one notice more they are all
+        # zero.
         self._left = RECENT + 1
         if self._timer is None and not self._is_closed:
             self._timer = self._loop.call_later(EVERY, self._send)
@@ -250,17 +257,17 @@ class TelemetryNotices:
         with suppress(BusyError, PeerLostError):  # the next notice replaces it
             self._notify(Telemetry(values))
         self._left = max(0, self._left - 1)
-        if (self._left or _goes_on(values)) and not self._is_closed:
+        if (self._left or _has_steps(values)) and not self._is_closed:
             self._timer = self._loop.call_later(EVERY, self._send)
 
 
-def _goes_on(values: Mapping[str, PlainTree]) -> bool:
+def _has_steps(values: Mapping[str, PlainTree]) -> bool:
     """Returns whether steps run. Bytes do not count, as notices send some
     themselves."""
     rates = values.get("rates")
     counted = ("steps_per_s", "pulls_per_s", "pushes_per_s")
-    goes_on = isinstance(rates, dict) and any(map(rates.get, counted))
-    return goes_on or bool(values.get("now"))
+    has_steps = isinstance(rates, dict) and any(map(rates.get, counted))
+    return has_steps or bool(values.get("now"))
 
 
 def process_report() -> dict[str, PlainTree]:
@@ -310,10 +317,12 @@ def exposition(
         ImportError: prometheus_client is not installed.
     """
     try:
+        # Here: it is optional, and no process needs it before the first scrape.
         import prometheus_client as client
         from prometheus_client import exposition as formats
     except ImportError as error:
         raise ImportError(EXTRA) from error
+    # Not the global one, which may have metrics of the user's program.
     registry = client.CollectorRegistry()
     client.ProcessCollector(registry=registry)
     client.GCCollector(registry=registry)
@@ -354,6 +363,8 @@ class _Collector:
             samples += [*_scalars(values), *_about(values)] if self._names else []
             for kind, name, words, value, labels in samples:
                 if name not in families:
+                    # prometheus_client wants all samples of a metric in one family,
+                    # whatever task they are of.
                     make, names = made_by[kind], ["task", *labels]
                     families[name] = make(name, words, labels=names)
                 families[name].add_metric([task, *labels.values()], *value)
@@ -391,11 +402,14 @@ def _leases(datasets: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
 def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
     for index, name in enumerate(optimizers):
         rounds = _dict(optimizers, name)
+        # By number where other machines may ask: names are the user's words.
         optimizer = {"optimizer": name if names else str(index)}
         for metric in metrics_of("rounds"):
             yield from _number(metric, rounds, optimizer)
         late, dropped = _dict(rounds, "late"), _dict(rounds, "dropped")
         waits = _dict(rounds, "waited_for")
+        # A worker may have only waited-for rounds, or only late ones: each of its
+        # samples is there all the same.
         for worker in sorted({*late, *waits}):
             seen: dict[str, PlainTree] = {
                 "late": late.get(worker, 0),
@@ -412,9 +426,9 @@ def _rounds(optimizers: dict[str, PlainTree], names: bool) -> Iterator[Sample]:
 def _number(
     metric: Metric, values: Mapping[str, PlainTree], labels: Mapping[str, str]
 ) -> Iterator[Sample]:
-    found = metric.find(values)
-    if found is not None and metric.prometheus:
-        yield Sample(metric.kind, metric.prometheus, metric.help, (found,), labels)
+    value = metric.find(values)
+    if value is not None and metric.prometheus:
+        yield Sample(metric.kind, metric.prometheus, metric.help, (value,), labels)
 
 
 def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
@@ -423,20 +437,20 @@ def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sam
     ends, whole = EDGES[metric.unit], 0 if metric.unit is Unit.SECONDS else 1
     for name, windowed in _dict(values, metric.name).items():
         try:
-            found = Histogram.from_plain(windowed["total"])  # type: ignore[arg-type,call-overload,index]
+            histogram = Histogram.from_plain(windowed["total"])  # type: ignore[arg-type,call-overload,index]
         except (LookupError, TypeError, ValueError):  # of a task of another version
             continue
-        if found.unit is not metric.unit:
+        if histogram.unit is not metric.unit:
             continue
-        sums = found.counts.cumsum()
+        sums = histogram.counts.cumsum()
         # Counts are whole: not above 7 is what is below 8.
         below = [
             (str(2.0**power - whole), float(sums[ends.index(2.0**power)]))
             for power in _EDGES[metric.unit]
         ]
-        value = [*below, ("+Inf", float(found.count))], found.total
+        buckets = [*below, ("+Inf", float(histogram.count))], histogram.total
         labels = {_LABELS[metric.name]: name}
-        yield Sample(metric.kind, metric.prometheus, metric.help, value, labels)
+        yield Sample(metric.kind, metric.prometheus, metric.help, buckets, labels)
 
 
 def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
@@ -444,7 +458,7 @@ def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
         for direction, amount in _dict(transports, transport).items():
             if isinstance(amount, int | float):
                 labels = {"transport": transport, "direction": direction}
-                words = "Of messages, by the way they take."
+                words = "Bytes of messages, by transport and direction."
                 value = (float(amount),)
                 yield Sample(
                     Kind.COUNTER, "zstrat_transport_bytes", words, value, labels
@@ -472,5 +486,5 @@ def _about(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
 
 
 def _dict(values: Mapping[str, PlainTree], key: str) -> dict[str, PlainTree]:
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}

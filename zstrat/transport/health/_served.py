@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Final, cast, final
 from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
-from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream, PageToken, document
+from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream
+from ._page import PageToken, document
 from ._register import REGISTER, exposition
 from ._watch import VIEWERS, RunWatch
 
@@ -52,13 +53,13 @@ def address_of(text: str) -> tuple[str, int]:
         ValueError: The text is not such an address.
     """
     pattern = r"(?:\[([0-9A-Fa-f:.]+)\]:|([^\s:/\[\]]+):)?(\d{1,5})"
-    found = re.fullmatch(pattern, text) if isinstance(text, str) else None
-    if found is None or int(found[3]) > 65535:
+    match = re.fullmatch(pattern, text) if isinstance(text, str) else None
+    if match is None or int(match[3]) > 65535:
         raise ValueError(
             f"HTTP at {text!r:.80}: expected HOST:PORT, as in 127.0.0.1:9100, or "
             "*:9100 for all interfaces"
         )
-    return found[1] or found[2] or "127.0.0.1", int(found[3])
+    return match[1] or match[2] or "127.0.0.1", int(match[3])
 
 
 @final
@@ -82,6 +83,7 @@ class HealthServer:
         host, port = address_of(text)
         self._portal = Portal("zstrat http")
         try:
+            # Before the bind, so that an interrupted one is closed, too.
             self._portal.at_close(self._end)
             bound = self._portal.run(
                 self._http.start(host, port), _BINDING, f"binding {text} for HTTP"
@@ -92,6 +94,8 @@ class HealthServer:
             if has_page:
                 self.open_page(None)
             log.info("http://%s has /healthz, /readyz and /metrics", self.address)
+            # Here, not in `_serve`: a Ctrl-C between the two would leave a port that no
+            # later call finds.
             _PRESENT.server = self
         except BaseException as error:  # to the caller; Ctrl-C, too
             self._portal.close()
@@ -156,7 +160,7 @@ class HealthServer:
                 return await self._probed(ready=True)
             case "/metrics":
                 return await self._metrics(asked.accept)
-        return HttpAnswer(404, "here are /, /healthz, /readyz and /metrics")
+        return HttpAnswer(404, "not found; there are /, /healthz, /readyz and /metrics")
 
     def _page(self, path: str) -> HttpAnswer | HttpStream:
         if path == "/":
@@ -174,16 +178,20 @@ class HealthServer:
             return None
         if asked.path == "/" and self._token.is_in_address(asked):
             cookie = ("Set-Cookie", self._token.cookie(self.port))
+            # The address with the token must not travel to other sites either.
             no_referrer = ("Referrer-Policy", "no-referrer")
+            # The browser asks again, without the token in what it shows and remembers.
             to = ("Location", "./")
             return HttpAnswer(303, "see ./", headers=(to, cookie, no_referrer))
         return HttpAnswer(401, _WRONG, headers=(("WWW-Authenticate", "Bearer"),))
 
     async def _probed(self, *, ready: bool) -> HttpAnswer:
         registered = REGISTER.present()
-        found = await asyncio.gather(*(self._state(each) for each in registered))
+        states = await asyncio.gather(*(self._state(each) for each in registered))
+        # A process without tasks is alive, but not ready.
         lines, fails = [], ready and not registered
-        for each, (turns, reason) in zip(registered, found, strict=True):
+        for each, (turns, reason) in zip(registered, states, strict=True):
+            # Alive is a loop that turns; ready is a task without a reason to wait.
             wrong = not turns or (ready and bool(reason))
             fails = fails or wrong
             # Other machines get no reasons, which contain addresses.
@@ -212,8 +220,8 @@ class HealthServer:
 
     async def _metrics(self, accept: str) -> HttpAnswer:
         # Concurrently: several hanging loops delay the answer no longer than one.
-        found = await asyncio.gather(*map(self._statistics, REGISTER.present()))
-        tasks = [each for each in found if each is not None]
+        reported = await asyncio.gather(*map(self._statistics, REGISTER.present()))
+        tasks = [each for each in reported if each is not None]
         try:
             return HttpAnswer(
                 200, *exposition(tasks, accept, names=self._http.is_local)
@@ -296,7 +304,8 @@ def serve_http(
 def _serve(
     address: str | int, liveness_timeout: float, token: str | None, *, has_page: bool
 ) -> HealthServer:
-    """
+    """Returns the server of this process, started if there is none.
+
     Raises, cancellation: as `serve_http`.
     """
     is_number = isinstance(address, int) and not isinstance(address, bool)
@@ -346,6 +355,7 @@ def dashboard(
     token = token or settings_from(environment()).http_token or None
     with _PRESENT.lock:
         server = _PRESENT.server
+    # Wherever it is: a process has one port for all.
     if address is None and server is not None and server.is_open:
         server.open_page(token)
         return server

@@ -61,7 +61,8 @@ class RunLook:
 
 @dataclass
 class RunHistory:
-    """Rows ``[seconds, steps/s, bytes/s into ps, bytes/s out of ps, memory]``."""
+    """The history of a run: rows ``[seconds, steps/s, bytes/s into ps, bytes/s out of
+    ps, memory]``."""
 
     rows: Rows = field(default_factory=list)
     _each: int = 1
@@ -69,7 +70,7 @@ class RunHistory:
     _open: list[list[float]] = field(default_factory=list)
 
     def add(self, row: list[float]) -> bool:
-        """False: the rows are others now, and not only one more."""
+        """Adds a row. Returns False if earlier rows have changed, too."""
         self._open.append(row)
         if len(self._open) < self._each:
             return True
@@ -77,6 +78,7 @@ class RunHistory:
         self._open = []
         if len(self.rows) < HISTORY:
             return True
+        # Half the points at half the resolution: the page has to draw all of it again.
         pairs = zip(self.rows[::2], self.rows[1::2], strict=True)
         self.rows = [[*_mean(pair)] for pair in pairs]  # type: ignore[arg-type]
         self._each *= 2
@@ -84,7 +86,7 @@ class RunHistory:
 
 
 class RunPicture:
-    """The last picture of the newest run; it stays when the run has ended.
+    """What pages show of the newest run; it stays when the run has ended.
 
     Args:
         process: A name that no other process has, so that a page that comes back knows
@@ -105,11 +107,13 @@ class RunPicture:
         self._only_grew = False
 
     def see(self, look: RunLook, now: float) -> None:
-        """Takes what was found at ``now``, seconds of any monotonic clock."""
+        """Takes the answer of a process at ``now``, in seconds of any monotonic
+        clock."""
         is_another = look.run not in (0, self._run)
         if is_another:
             self._begin(look, now)
         self.number += 1
+        # Run 0, none: the last picture of the run that has ended stays.
         metrics = look.metrics if look.run == self._run else None
         self._about = {
             "run": f"{self._process}.{self._run}",
@@ -129,6 +133,7 @@ class RunPicture:
 
     def frame(self, after: int) -> str:
         """Returns the frame after the one with number ``after`` (0: none was seen)."""
+        # A page that left out a frame lacks what that one added, and gets the whole.
         only_new = self._only_grew and after == self.number - 1 and after > 0
         metrics, history = self._metrics, self._history.rows
         if only_new:
@@ -179,8 +184,8 @@ class RunPicture:
 
 
 def added(before: Rows, now: Rows, columns: int | None = None) -> Rows:
-    """Returns the rows that came after ``before``, of which the oldest may be gone from
-    ``now``. Rows are the same if their first ``columns`` are, None: if all are."""
+    """Returns the rows of ``now`` that came after ``before``; the oldest of ``before``
+    may be gone. Rows are the same if their first ``columns`` are, None: if all are."""
     old, new = ([_cut(row, columns) for row in rows] for rows in (before, now))
     for common in range(min(len(old), len(new)), 0, -1):
         # The first row decides almost always.
@@ -202,11 +207,11 @@ def as_json(value: PlainTree, pieces: int = _PIECES) -> str:
     """Formats as JSON in ASCII, in one line, and without numbers that JSON does not
     have."""
     if pieces and isinstance(value, dict):
-        made = [
+        members = [
             f"{json.dumps(str(key))}:{as_json(each, pieces - 1)}"
             for key, each in value.items()
         ]
-        return f"{{{','.join(made)}}}"
+        return f"{{{','.join(members)}}}"
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -244,18 +249,18 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _dict(values: Metrics, name: str) -> Metrics:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _list(values: Metrics, name: str) -> Rows:
-    found = values.get(name)
-    return found if isinstance(found, list) else []
+    value = values.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _number(values: Metrics, name: str) -> float:
-    found = values.get(name)
-    return float(found) if isinstance(found, int | float) else 0.0
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 VIEWERS: Final = 16
@@ -276,7 +281,7 @@ log = logging.getLogger("zstrat.transport.health")
 
 
 class RunWatch:
-    """The looks of one process, and the pages that are open. Lives on one loop.
+    """Looks at the newest run of this process, for all open pages. Lives on one loop.
 
     Args:
         timeout: Seconds after which a loop that does not turn hangs.
@@ -335,6 +340,8 @@ class RunWatch:
             last = 0
             while not self._is_over:
                 if self._picture.number == last and self._seen is not None:
+                    # Shared by all pages: one that closes must not cancel it for the
+                    # others.
                     await asyncio.shield(self._seen)
                 if self._picture.number != last:
                     event = self._event(last)
@@ -343,11 +350,14 @@ class RunWatch:
             yield b"event: end\ndata: {}\n\n"
         finally:
             self._viewers -= 1
-            if self._deserted is not None and not self._viewers:
-                self._deserted.set_result(None)
+            # Done if the page leaves later than `end` waits, which cancels it then.
+            deserted = self._deserted
+            if deserted is not None and not self._viewers and not deserted.done():
+                deserted.set_result(None)
 
     def _event(self, after: int) -> bytes:
         is_next = 0 < after == self._picture.number - 1
+        # Two kinds of frames serve any number of pages.
         if is_next not in self._frames:
             frame = self._picture.frame(after if is_next else 0)
             self._frames[is_next] = f"data: {frame}\n\n".encode("ascii")
@@ -359,10 +369,12 @@ class RunWatch:
         while True:
             began = loop.time()
             self._picture.see(await self._look(), began)
+            # Encoded with the first page that asks: none if nobody looks.
             self._frames = {}
             seen, self._seen = self._seen, loop.create_future()
             if seen is not None and not seen.done():
                 seen.set_result(None)
+            # All work of the thread since the last look, sending to pages included.
             spent, used = time.thread_time() - used, time.thread_time()
             every = min(max(EVERY, _SHARE * spent), _SLOWEST)
             await asyncio.sleep(began + every - loop.time())
@@ -375,6 +387,7 @@ class RunWatch:
         was_program = self._shown is not None and self._shown.name.startswith(PROGRAMS)
         if was_program and not programs:
             return RunLook()  # it has ended, although tasks of it may be here yet
+        # The newest: a program may open one session after the other.
         shown = (programs or present)[-1]
         if shown is not self._shown:
             self._shown, self._run = shown, self._run + 1
@@ -390,7 +403,7 @@ class RunWatch:
             if entry.is_over:  # its loop was closed meanwhile
                 return RunLook()
             log.exception("asking %s for its numbers", entry.name)
-            words = "an error that the log of this process has"
+            words = "an internal error: see the log of this process"
             return RunLook(run, entry.name, state="hangs", words=words)
 
     def _seen_in(
@@ -406,7 +419,7 @@ class RunWatch:
 
 
 def _of_task(name: str, values: Mapping[str, PlainTree]) -> Metrics:
-    """Returns the metrics of a run of which this process sees only its own task."""
+    """Returns the metrics of a run if this process sees only one task of it."""
     about = values.get("task")
     known = about if isinstance(about, dict) else {}
     task = TaskReport("open", str(known.get("address", "")), "", values)

@@ -67,6 +67,7 @@ def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryvie
         elif size:
             if not gathered:
                 start = position
+            # Padding up to the alignment of this array.
             gathered.extend(bytes(position - start - len(gathered)))
             gathered += raw.data
         position += size
@@ -114,24 +115,26 @@ class Assembly:
         return self._position >= self.nbytes
 
     def take(self, offset: int, chunk: Frame) -> None:
-        """The next chunk.
+        """Takes the next chunk.
 
         Raises:
             ProtocolError: It is not the next one, or longer than what was announced.
             MemoryError: There is no memory for the body.
         """
-        here = self._position
+        position = self._position
         # Only the padding after an array may be left out: a hole anywhere else would
         # hand stale memory to the reader.
-        if offset != here and offset != self._jumps.get(here):
-            raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")
+        if offset != position and offset != self._jumps.get(position):
+            raise ProtocolError(f"body: expected the chunk at {position}, got {offset}")
         end = offset + len(chunk)
         if end > self.nbytes or end == offset:
             raise ProtocolError(
                 f"body: expected 1 to {self.nbytes - offset} bytes at {offset}, "
                 f"got {len(chunk)}"
             )
-        if not here:
+        # With the first chunk, not at the header: a peer has to send something before
+        # it gets memory.
+        if not position:
             self._memory = self._allocate(self.nbytes)
         if self.sink is None:
             self._memory[offset:end] = chunk
@@ -140,7 +143,7 @@ class Assembly:
         self._position = end
 
     def adopt(self, memory: memoryview) -> None:
-        """Takes the whole body in place."""
+        """Takes the whole body, in the memory where it is."""
         if self._position:
             raise ProtocolError(f"body: {self._position} bytes of it came in chunks")
         self._memory, self._position = memory, self.nbytes
@@ -151,6 +154,7 @@ class Assembly:
         memory, make = self._memory.toreadonly(), np.ndarray
         return tuple(
             [
+                # Empty arrays have no place in the body; it may even end before them.
                 make(spec.shape, spec.dtype, memory, at)
                 if spec.nbytes
                 else array_from(spec, b"")
@@ -163,14 +167,16 @@ class Sink(Protocol):
     """Works on a body while it arrives, and then answers: see the top of this file."""
 
     def take(self, memory: memoryview, offset: int, chunk: Frame) -> None:
-        """The next chunk, of any size, whose place in ``memory`` begins at ``offset``.
+        """Takes the next chunk, of any size, whose place in ``memory`` begins at
+        ``offset``.
 
         ``memory`` is as long as the body, the same for all chunks, and undefined where
         the sink has written nothing. Must not raise.
         """
 
     def finish(self) -> Message | Awaitable[Message]:
-        """The body is whole: the outcome of the request, like that of its handler."""
+        """Returns the outcome of the request, as its handler would: the body is
+        whole."""
 
 
 Absorb = Callable[[Message, "Sequence[ArraySpec]"], "Sink | None"]

@@ -36,10 +36,10 @@ class Carried(NamedTuple):
 
 
 class Carrier(Protocol):
-    """A connection, as the system knows it."""
+    """What the system knows of a connection."""
 
     def carried(self) -> Carried:
-        """Returns what it has moved so far."""
+        """Returns the bytes that the connection has moved so far."""
         ...
 
     def is_held_by(self, pid: int) -> bool:
@@ -60,12 +60,12 @@ class UnknownCarrier:
 
 
 STARVED: Final = 6
-"""How many times ``liveness`` a process of this machine may be silent that runs: 30
-seconds. It bounds how long one is waited for that hangs."""
+"""How many times ``liveness`` a running process of this machine may be silent: 30
+seconds. A running process that hangs is lost after that, too."""
 
 
 class Liveness:
-    """Whether one peer is alive, by the times of its messages and of ours.
+    """Decides whether a peer is alive, by the times of its messages and of ours.
 
     The owner writes ``sent_at`` and ``heard_at`` with each message, and ``neighbour``
     when the peer has greeted. All times are seconds of the clock that the owner reads.
@@ -113,10 +113,12 @@ class Liveness:
         """Counts bytes that came since the last look as a sign of life, if no whole
         message has come for a beat. To be called at every tick of a peer that has
         greeted: one that has not could hold its place with a byte now and then."""
+        # A system call per tick is too much for peers that speak anyway.
         if self.broken_at is not None or now - self.heard_at < self._times.beat:
             self._received = None
             return
         before, self._received = self._received, self._carrier.carried().received
+        # Not at the first look: bytes may have come before the silence began.
         if before is not None and self._received > before:
             self.heard_at = now
 
@@ -125,7 +127,7 @@ class Liveness:
         return self._ticked_at + self._times.beat / 2
 
     def is_quiet(self, now: float) -> bool:
-        """Returns whether it is time for a beat: nothing else was said."""
+        """Returns whether it is time for a beat, as nothing else was sent."""
         return now - self.sent_at >= self._times.beat
 
     @property
@@ -141,6 +143,7 @@ class Liveness:
         sleep."""
         times = self._times
         if self.broken_at is not None:
+            # However long the silence: nobody can be heard while the network is broken.
             return now - self.broken_at > times.reconnect
         silence = now - self.heard_at
         if not greeted:
@@ -242,6 +245,7 @@ class Requests(Generic[Token]):
         if number <= before.number:
             return
         # What stands between the two has left just now.
+        # In the order of their numbers, as they were added.
         for each, waiting in self._waiting.items():
             if each >= number:
                 return
@@ -254,28 +258,33 @@ class Requests(Generic[Token]):
         self._back = Progress(number, now)
 
     def take(self, number: int) -> Waiting[Token] | None:
-        """Takes the request of that number out; None if it does not wait."""
+        """Removes and returns the request of that number; None if it does not wait."""
         return self._waiting.pop(number, None)
 
     def take_late(self, now: float) -> list[Waiting[Token]]:
-        """Takes out the requests whose deadline has passed without progress."""
+        """Removes and returns the requests whose deadline has passed without
+        progress."""
         if now < self.due:
             return []
         taken = []
         for number, each in list(self._waiting.items()):
             if each.deadline > now:
                 continue
+            # Only now: to move every deadline with every chunk would cost more than the
+            # chunk.
             renewed = self._put_off(number, each)
             if renewed.deadline > now:
                 self._waiting[number] = renewed
             else:
                 taken.append(self._waiting.pop(number))
         earliest = min((each.deadline for each in self._waiting.values()), default=None)
+        # Bounded from below, or many deadlines that are close would have all requests
+        # looked at for each of them.
         self.due = float("inf") if earliest is None else max(earliest, now + SCAN)
         return taken
 
     def take_all(self) -> list[Waiting[Token]]:
-        """Takes out all requests, as none will be answered."""
+        """Removes and returns all requests, as none will be answered."""
         taken = list(self._waiting.values())
         self._waiting.clear()
         self.due = float("inf")

@@ -26,7 +26,7 @@ _VERSIONS: Final = 16
 
 
 def quoted(text: str, most: int) -> str:
-    """Returns what a stranger said, on one line: no character of it does anything to a
+    """Returns a stranger's text on one line, without characters that do anything to a
     log or a terminal."""
     text = text[:most]
     if text.isprintable():
@@ -40,7 +40,7 @@ def task_name(hello: Hello) -> str:
 
 
 def described(hello: Hello) -> str:
-    """Returns the task and where it runs, for words to a person."""
+    """Returns the task and where it runs, for messages to persons."""
     return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
 
 
@@ -61,6 +61,7 @@ def mismatch(
             f"(zstrat {me.versions.get('zstrat', 'unknown')}): "
             "install the same zstrat on both"
         )
+    # After the protocol: another version may greet in another form.
     if not _is_plain(other):
         return ProtocolError(
             f"{described(other)} cannot be remembered by what it says of itself: "
@@ -83,6 +84,7 @@ def mismatch(
             f"expected {wanted}, but {described(other)} answers there: "
             "check the addresses of the cluster"
         )
+    # Last, as it concerns only tasks that send code to each other.
     return _python_mismatch(me, other)
 
 
@@ -101,12 +103,12 @@ def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
     same Python can run."""
     if not _ships(me, other) and not _ships(other, me):
         return None
-    mine, theirs = map(_minor, (me.versions, other.versions))
-    if mine is None or theirs is None or mine == theirs:
+    ours, theirs = map(_minor, (me.versions, other.versions))
+    if ours is None or theirs is None or ours == theirs:
         return None
     return VersionMismatchError(
         f"{described(other)} runs Python {quoted(theirs, 40)}, "
-        f"{described(me)} runs {mine}: step "
+        f"{described(me)} runs {ours}: step "
         "functions travel between them as byte code, which needs the same minor version"
     )
 

@@ -50,8 +50,9 @@ _arrived: Final[Callable[[Any], Arrived]] = partial(tuple.__new__, Arrived)
 
 
 class Inbox:
-    """``initiator``: whether this side sends the requests, and so gets answers, which
-    have the numbers of their requests and are outside the order."""
+    """Takes what arrives in the order of numbers: messages, and bodies that follow
+    them. ``initiator``: this side sends the requests. Then it gets answers, which have
+    the numbers of their requests, and are outside of the order."""
 
     def __init__(
         self,
@@ -70,15 +71,17 @@ class Inbox:
         """Heavy messages and parts of bodies since the last credit was given."""
 
     def take(self, announced: Announced, frames: Sequence[Frame]) -> Arrived | None:
-        """Returns a message, or the header of one whose body follows (None).
+        """Takes the next message. Returns it, or None if its body follows.
 
         Raises:
             ProtocolError: It is out of order, or its frames are not what it announces.
         """
         number, specs = announced.request, announced.specs
+        # One body at a time: the sender sends nothing else of the order before its end.
         if self._incoming is not None:
             kind = announced.message_kind.__name__
             raise ProtocolError(f"{kind} inside the body of another message")
+        # Answers have the numbers of their requests, and come as these are done.
         if not (number & 1 and self._initiator):
             self._place += 1
             if number >> 1 != self._place:
@@ -90,7 +93,7 @@ class Inbox:
         return self._take_arrays(announced, frames[1:])
 
     def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
-        """Returns the next chunk of the body; the message, if it was the last one.
+        """Takes the next chunk of a body. Returns the message if it was the last one.
 
         Raises:
             ProtocolError: It is not the next one, or none was announced.
@@ -120,6 +123,7 @@ class Inbox:
                 f"{kind}: expected at most {self._limits.frames} frames, "
                 f"got {len(raws)}"
             )
+        # No array of so large a body fits into so short a frame, so this is a `Placed`.
         if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
             self._incoming = announced, Assembly(specs, self._allocate)
             self._adopt(raws[0])
@@ -131,6 +135,7 @@ class Inbox:
                 )
             sink = self._sink(announced)
             self._incoming = announced, Assembly(specs, self._allocate, sink)
+            # Whole at once if all arrays are empty: then no chunk follows.
             return self._whole()
         message = announced.build(tuple(map(array_from, specs, raws)))
         is_heavy = sum(map(len, raws)) > HEAVY
@@ -138,8 +143,8 @@ class Inbox:
         return _arrived((announced.request, message, is_heavy, None))
 
     def _sink(self, announced: Announced) -> Sink | None:
-        """Returns what works on the body while it arrives, if anything does. Only
-        requests have a sink: notices, answers and shipped bytes are wanted whole."""
+        """Returns the sink of the body, if it has one. Only requests have: notices,
+        answers and shipped bytes are wanted whole."""
         if self._absorb is None or announced.outside or not announced.request & 1:
             return None
         return self._absorb(announced.build(()), announced.specs)
@@ -158,6 +163,7 @@ class Inbox:
                 f"no {assembly.nbytes} bytes at {placed.offset} of memory that we share"
             )
         assembly.adopt(memory)
+        # A credit for the whole body, as its sender has paid one.
         self.taken += 1
 
     def _whole(self) -> Arrived | None:
@@ -194,9 +200,9 @@ class Backlog:
     """The messages that a peer has sent while it does not read the answers that wait
     for it.
 
-    A peer that asks on and never reads would fill the memory of the other side. So
-    when more than ``most`` bytes of answers wait, its messages are kept unread, up to
-    ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
+    A peer that keeps asking and never reads would fill the memory of the other side.
+    So when more than ``most`` bytes of answers wait, its messages are kept unread, up
+    to ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
     given up. ``most`` may be infinite: then there is no bound.
     """
 
@@ -227,18 +233,18 @@ class Backlog:
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
-        """Keeps a message unread, after the others.
+        """Keeps a message unread, as the newest one.
 
         Raises:
             ProtocolError: More than ``most`` bytes would be kept.
         """
         self._nbytes += _OBJECTS + sum(map(len, frames))
         if self._nbytes > self._most:
-            raise ProtocolError("it asks on, and does not read the answers")
+            raise ProtocolError("it sends more requests, and does not read the answers")
         self.messages.append(frames)
 
     def take(self) -> Sequence[Frame]:
-        """Takes the message out that was kept first."""
+        """Removes and returns the oldest message."""
         frames = self.messages.popleft()
         self._nbytes -= _OBJECTS + sum(map(len, frames))
         return frames
@@ -254,11 +260,13 @@ class Backlog:
         What a slow line still carries to the peer is not left unread by it.
         """
         since, self._looked_at = now - self._looked_at, now
+        # Something has left since the last look, or nothing waits.
         if not len(outbox) or outbox.given != self._given:
             self._given, self._still = outbox.given, 0.0
             return False
         carried = self._carrier.carried()
         before, self._delivered = self._delivered, carried.delivered
+        # The peer's machine still takes bytes: the line is slow, not the peer.
         if carried.queued > _BEATS and carried.delivered > before:
             self._still = 0.0
         else:

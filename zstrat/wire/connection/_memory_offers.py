@@ -35,6 +35,7 @@ class MemoryOffers:
     def offer(self, to: Hello) -> None:
         """Offers our memory, the first time that there is a use for it."""
         self._outbox.wants_channel = False
+        # Once: the peer takes a second offer for a breach of the protocol.
         if self._channel is not None and not self._is_offered:
             self._is_offered = True
             offer = self._channel.offer(to)
@@ -60,6 +61,7 @@ class MemoryOffers:
         """
         if of is None:
             raise ProtocolError("expected Hello, got Offer")
+        # Mapping costs address space, and a peer might ask for it without end.
         if self._was_offered:
             raise ProtocolError("it offered memory twice")
         self._was_offered = True
@@ -67,7 +69,7 @@ class MemoryOffers:
         self._outbox.say(Mapped(proof))
 
     def on_mapped(self, mapped: Mapped) -> None:
-        """Hears whether the peer has mapped our memory.
+        """Handles the answer to our offer.
 
         Raises:
             ProtocolError: We have offered none, or the proof is wrong: then the peer

@@ -70,6 +70,7 @@ class Outbox:
         self._body: Iterator[tuple[int, memoryview]] | None = None
         self._number, self._chunk = 0, _NO_CHUNK
         self._leaving = 0
+        """Bytes of the message whose body leaves in chunks."""
         self._under_way: deque[int] = deque()
         """Numbers of the messages whose parts have left, and have cost a credit that
         has not come back."""
@@ -80,12 +81,13 @@ class Outbox:
         """Ordered messages and chunks that were given out so far."""
 
     def __len__(self) -> int:
-        """Messages of the ordered kind that wait."""
+        """Returns the number of ordered messages that wait."""
         return len(self._ordered) + (self._body is not None)
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` gives out a message."""
+        """Whether `take` would return a message."""
+        # As `take` decides, without taking: asked after each message of a flush.
         if self._urgent:
             return True
         if self._body is None:
@@ -110,6 +112,7 @@ class Outbox:
         if self.is_copying:
             first = self._ordered[0]
             assert first.copying is not None
+            # The iterator is at its end: the body is where `Placed` says.
             if next(first.copying, self) is self:
                 self._ordered[0] = first._replace(copying=None)
 
@@ -144,12 +147,15 @@ class Outbox:
         if total > MIN_CHANNEL_BYTES and self._channel is not None:
             if self._put_placed(self._channel, header, number, raws, total):
                 return False
+            # By chunks this time; the channel may be there for the next one.
             self.wants_channel = True
+        # A receiver refuses more frames than that: many arrays travel as one body.
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
             nbytes = len(header) + total
             self._wait(frames, total > HEAVY, None, number, nbytes)
             return False
+        # Cut as it leaves: views of the arrays, which must not change until then.
         body = cut(raws, self._limits.chunk)
         self._wait((header,), False, body, number, len(header) + total)
         return True
@@ -218,6 +224,7 @@ class Outbox:
             self.nbytes -= waiting.nbytes
         else:
             self._number, self._body = waiting.number, waiting.body
+            # It counts as waiting until its last chunk has left.
             self._leaving = waiting.nbytes
             self._advance()
         return waiting.frames

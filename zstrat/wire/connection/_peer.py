@@ -123,7 +123,8 @@ class Peer(Generic[Token]):
         absorb: Absorb | None = None,
         carrier: Carrier = _UNKNOWN,
     ) -> None:
-        """The network is connected: the initiator's first message is its HELLO."""
+        """Starts a connection on a network connection: the initiator says HELLO
+        first."""
         self.name = name
         self.hello: Hello | None = None
         self.state = OrderState.GREETING
@@ -174,10 +175,13 @@ class Peer(Generic[Token]):
                 self.early += 1
                 return ()
             life = self._life
+            # A message proves that the network is back.
             life.heard_at, life.broken_at = now, None
             self.heard += 1
+            # Even of a peer that is held back: its credits say that it reads again.
             if is_special:
                 return self._special(announced, frames)
+            # Behind what is held already: order is part of the protocol.
             if self.held or self.outbox.nbytes > self._most_unread:
                 self._backlog.keep(frames)
                 return ()
@@ -197,6 +201,8 @@ class Peer(Generic[Token]):
         frames = self._backlog.take()
         try:
             announced = decode_header(frames[0], self.incoming)
+            # Checked again, although it was checked when it came: only the bytes were
+            # kept, as they take less memory.
             if announced.message_kind is Chunk:
                 return self._outside(announced.build(()), frames[1:])
             return self._message(announced, frames)
@@ -208,13 +214,14 @@ class Peer(Generic[Token]):
         come back."""
         if self._initiator:
             return self._close(reason, broken=True)
+        # The first report counts: later ones give the peer no more time.
         if self._life.broken_at is None:
             self._life.broken_at = now
         return ()
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
-        """Looks whether the peer is lost and which requests are late, and says what is
-        due. To be called at `due` at the latest."""
+        """Checks whether the peer is lost and which requests are late, and queues what
+        is due. To be called at `due` at the latest."""
         if self.state is OrderState.CLOSED:
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
@@ -233,8 +240,10 @@ class Peer(Generic[Token]):
         if greeted and not self._initiator and self._backlog.is_deaf(self.outbox, now):
             return self._close("it reads nothing of what waits for it")
         if greeted:
+            # What is urgent leaves before a beat could, and says as much.
             if life.is_quiet(now) and not self.outbox.is_urgent:
                 self.outbox.say(_BEAT)
+            # The rest of a burst, which stayed below the threshold.
             self._return_credit(1)
             self._memory_offers.release()
         return [
@@ -244,7 +253,7 @@ class Peer(Generic[Token]):
 
     @property
     def due(self) -> float:
-        """When `tick` has to be called next."""
+        """The time at which `tick` has to be called next."""
         return min(self._life.due, self._requests.due)
 
     @property
@@ -290,23 +299,27 @@ class Peer(Generic[Token]):
         self._sent += 1
 
     def promise(self, number: int, nbytes: int) -> None:
-        """Counts the outcome of a request, which will have so many bytes, as one that
-        waits already: so a peer that asks for much with short messages is held back
-        before the answers take memory."""
+        """Counts the outcome of a request, which will have so many bytes, as waiting
+        already. So a peer that asks for much with short messages is held back before
+        the answers take memory."""
         if number in self._serving and number not in self._promised:
             self._promised[number] = nbytes
             self.outbox.nbytes += nbytes
 
     def reply(self, number: int, message: Message) -> None:
         """Queues the outcome of a request; a second one for it is ignored."""
+        # None: answered before, or the connection has ended meanwhile.
         heavy = self._serving.pop(number, None)
         if heavy is None or self.state is not _OPEN:
             return
+        # The real size counts from here on.
         if self._promised:
             self.outbox.nbytes -= self._promised.pop(number, 0)
         try:
             self.outbox.put(message, number)
         except (TypeError, ValueError) as error:
+            # An outcome that cannot be sent is still an outcome: the caller must not
+            # wait.
             self.outbox.put(failure(error), number)
         if heavy:
             self._bodies -= 1
@@ -324,7 +337,8 @@ class Peer(Generic[Token]):
         return self._close(str(error), refusal=error)
 
     def leave(self, reason: str, returns: float = 0.0) -> Sequence[Order[Token]]:
-        """Says `Goodbye`; the connection is over when `transmit` has given that out."""
+        """Queues a `Goodbye`; the connection is over once `transmit` has returned
+        it."""
         if self.state is OrderState.OPEN:
             self.outbox.say(Goodbye(reason, returns))
         return self._close(reason)
@@ -333,8 +347,12 @@ class Peer(Generic[Token]):
         """Returns the next message to send, or None until something changes."""
         outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
+            # Offered with the first body that could use it: most connections never have
+            # one.
             if outbox.wants_channel and self.hello is not None:
                 offers.offer(self.hello)
+            # Beside a message that leaves anyway: the peer reuses the memory for its
+            # next body while it is in the cache.
             if offers.unread:
                 offers.release_many()
         frames = outbox.take()
@@ -368,6 +386,7 @@ class Peer(Generic[Token]):
         if waiting is None:
             self.late += 1
             return ()
+        # Answers behind this one had to wait for it.
         if arrived.is_heavy:
             self._requests.moved_back(number, self._life.heard_at)
         if type(message) is Failure:
@@ -382,6 +401,7 @@ class Peer(Generic[Token]):
         number = 2 * self._sent + 3
         in_chunks = self.outbox.put(message, number)
         self._sent += 1
+        # Only a body in chunks may meet a sink, which may ask for it again.
         kept = message if in_chunks else None
         self._requests.add(number, token, deadline, type(message), kept, idle_timeout)
 
@@ -397,9 +417,12 @@ class Peer(Generic[Token]):
 
     def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:
         number, message, heavy, sink = arrived
+        # An honest initiator knows the limit, and fails such a request itself.
         if len(self._serving) >= self._limits.requests:
             if len(self.outbox) >= QUEUE:
-                raise ProtocolError("it asks on, and does not read that we are busy")
+                raise ProtocolError(
+                    "it sends more requests, and does not read that we are busy"
+                )
             busy = BusyError(f"{len(self._serving)} requests are open: wait for them")
             self.outbox.put(failure(busy), number)
             return ()
@@ -412,7 +435,7 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         kind = announced.message_kind
         if announced.outside:
-            raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
+            raise ProtocolError(f"{kind.__name__}: its bytes have to be in the header")
         if kind is Chunk and self.held:  # it stays after the header of its body
             self._backlog.keep(frames)
             return ()
@@ -451,6 +474,8 @@ class Peer(Generic[Token]):
         try:
             arrived = self._inbox.take_chunk(chunk, raws)
         except MemoryError as error:
+            # Not the peer's fault, but the body cannot be taken: the connection ends,
+            # not this process.
             return self._close(str(error))
         if self._initiator:
             self._requests.moved_back(chunk.stream, self._life.heard_at)
@@ -465,6 +490,8 @@ class Peer(Generic[Token]):
         if error is not None:
             return self.refuse(error)
         self.hello = hello
+        # Not for two ends in one process: it runs, whatever the loop of the other end
+        # does.
         if hello.host == self._me.host and hello.pid != self._me.pid:
             self._life.neighbour = hello.pid
         if not self._initiator:
@@ -506,6 +533,7 @@ class Peer(Generic[Token]):
         self._promised.clear()
         self._backlog.drop()
         self.unread = self.outbox.nbytes
+        # What is urgent stays: the goodbye, or the reason of a refusal.
         self.outbox.drop()
         self._inbox.drop()
         self._memory_offers.close()
