@@ -79,6 +79,22 @@ def test_status_lines(file):
     assert "variables" not in worker
 
 
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_a_reader_that_leaves_is_no_error(file, command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone:
+        ran = subprocess.run(
+            [sys.executable, "-m", "zstrat.cli", command, "--cluster", file],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
 def test_status_json(file, cluster):
     ran = zstrat("status", "--cluster", file, "--json")
     ps, worker = json.loads(ran.output)

@@ -120,7 +120,15 @@ def spec(file: str | None) -> ClusterSpec:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Prints the error and exits with code 2."""
+    """Prints the error and exits with code 2.
+
+    Raises:
+        BrokenPipeError: It was given: the reader of the output has left.
+    """
+    # Nobody reads the output, as after `zstrat top | head`. click then ends silently,
+    # and makes sure that Python's last flush fails silently as well.
+    if isinstance(error, BrokenPipeError):
+        raise error
     words = str(error)
     if isinstance(error, OSError) and error.strerror:
         words = error.strerror
