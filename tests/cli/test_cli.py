@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zstrat.cli import main
-from zstrat.cli._options import endings, lines, span, table
+from zstrat.cli import _options, _tables, main
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
@@ -303,9 +302,9 @@ def test_the_end_of_a_terminal_ends_what_is_not_to_outlive_it():
     """As whoever starts us with nohup wants it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert endings() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        assert _options.endings() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert endings() == [signal.SIGINT, signal.SIGTERM]
+        assert _options.endings() == [signal.SIGINT, signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -334,12 +333,12 @@ def test_table_and_lines_say_the_same():
         TaskStatus("ps:0", "h:1", values=values),
         TaskStatus("worker:0", "h:2", problem="nothing answers"),
     ]
-    assert lines(seen) == [
+    assert _tables.lines(seen) == [
         "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "
         "variables=2 held=6.0 KiB",
         "task=worker:0 address=h:2 unreachable: nothing answers",
     ]
-    assert table(seen).row_count == 2
+    assert _tables.table(seen).row_count == 2
 
 
 def test_second_copies_are_shown_where_they_are():
@@ -362,13 +361,13 @@ def test_second_copies_are_shown_where_they_are():
         ),
         TaskStatus("ps:2", "h:3", values={"service": {"replication": never}}),
     ]
-    first, second, copy, third = lines(seen)
+    first, second, copy, third = _tables.lines(seen)
     assert first.endswith("copy=attached h:9")
     assert second.endswith("copy=no backup")
     assert copy.startswith("task=ps:0/copy address=h:9 ")
     assert copy.endswith(" variables=2 held=2.0 KiB copy=backup")
     assert "copy=" not in third
-    assert table(seen).row_count == 4
+    assert _tables.table(seen).row_count == 4
 
 
 @pytest.mark.parametrize(
@@ -376,7 +375,7 @@ def test_second_copies_are_shown_where_they_are():
     [(0, "0s"), (61, "1m 01s"), (3600, "1h 00m"), (90000, "1d 01h")],
 )
 def test_spans(seconds, words):
-    assert span(seconds) == words
+    assert _tables.span(seconds) == words
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,9 @@ from ._options import (
     folder,
     handled_by,
     interruptible,
-    lines,
     settings,
-    table,
 )
+from ._tables import lines, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,11 +27,10 @@ from ._options import (
     failures,
     handled_by,
     interruptible,
-    lines,
     settings,
     spec,
-    table,
 )
+from ._tables import lines, table
 from ._top import watch
 
 if TYPE_CHECKING:

@@ -39,10 +39,10 @@ from ._options import (
     cluster_options,
     failures,
     interruptible,
-    seconds,
     settings,
     spec,
 )
+from ._tables import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import SourceResolver
+from ._roles import TASK_TYPES
 from ._spec import (
-    TASK_TYPES,
     ClusterSpec,
     check_names,
     check_task_type,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar, Protocol, final, runtime_checkable
 
-from ._spec import ClusterSpec, normalize_cluster_spec, task_index
+from ._roles import normalize_cluster_spec
+from ._spec import ClusterSpec, task_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any, Final, Self, assert_never, final
 
 from zstrat import config
 
-from ._google import (
+from ._google import ask_metadata, build_service, metadata_host
+from ._resolver import SourceResolver
+from ._spec import ClusterSpec
+from ._tpu_hosts import (
     LOCAL_NAME,
     LocalTpu,
     TpuHosts,
     TpuNode,
-    ask_metadata,
-    build_service,
     devices_per_host,
     find_tpu,
     hosts_of_machine,
     hosts_of_node,
-    metadata_host,
 )
-from ._resolver import SourceResolver
-from ._spec import ClusterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
