@@ -118,7 +118,8 @@ def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> i
     Raises:
         OSError: The program cannot be started.
     """
-    config = {"cluster": spec.as_dict()}  # without a task: the program is not one
+    # Without a task: the program is not one.
+    config = {"cluster": spec.as_dict()}
     env = {
         **inherited(),
         "TF_CONFIG": json.dumps(config),
@@ -138,12 +139,16 @@ def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> i
             process.send_signal(number)
 
     try:
+        # Handlers come before the process, so that no signal ends us and leaves it.
         for number in FORWARDED:
             if before[number] is not signal.SIG_IGN:
                 handle(number, forward)
+        # Not SIG_IGN, which the program would inherit: then Ctrl-C would not end it.
         handle(signal.SIGINT, lambda number, frame: None)
         process = subprocess.Popen([*WATCHING_PARENT, *command], env=env)
-        for early in tuple(received):  # while the process was started
+        # Signals that came while it was started, when `forward` had no process yet. One
+        # that comes in this loop may be sent twice, which programs have to bear.
+        for early in tuple(received):
             process.send_signal(early)
         code = process.wait()
     finally:
@@ -171,6 +176,8 @@ class _CopiesRun:
             for done in asyncio.as_completed(tasks):
                 code = await done
                 if code:
+                    # The others may say by themselves which peer they lost, which
+                    # helps more than that they were ended.
                     await asyncio.wait(tasks, timeout=self._copies.notice)
                     return code
             return 0
@@ -186,7 +193,9 @@ class _CopiesRun:
                 return shell_code(code)
             ended = f"worker:{index} {end_words(code)}"
             if not self._restarts_left:
-                self._is_ending = True  # later failures are consequences of this one
+                # Later failures are consequences of this one: they are not restarted,
+                # nor printed.
+                self._is_ending = True
                 self._write(f"{ended}: ending the others")
                 return shell_code(code)
             self._restarts_left -= 1
@@ -194,13 +203,16 @@ class _CopiesRun:
 
     async def _process(self, index: int) -> int:
         process = _start_copy(self._copies.command, self._environment(index))
+        # `start_new_session` made the process the leader of its group.
         self._groups.add(process.pid)
         try:
             async with asyncio.TaskGroup() as group:
                 relay = self._relay(index, process.stdout)
                 group.create_task(relay, name=f"output of worker:{index}")
                 code = await on_own_thread(process.wait)
-                # Also the processes that it started, which may hold its output open.
+                # Also the processes that it started, which may hold its output open:
+                # the relay would wait for them. Then its number is not ours any longer,
+                # and the system may give it to another process.
                 _signal(process.pid, signal.SIGKILL)
                 self._groups.discard(process.pid)
         except ExceptionGroup as failed:  # only the relay fails: an error of `write`
@@ -223,6 +235,8 @@ class _CopiesRun:
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
         try:
+            # The tasks are not cancelled: they end with their processes, and relay the
+            # output until then.
             await asyncio.wait(tasks, timeout=self._copies.drain)
         finally:
             self._signal(signal.SIGKILL)
@@ -262,6 +276,7 @@ async def _line_of(reader: asyncio.StreamReader) -> bytes:
     except asyncio.IncompleteReadError as end:
         return end.partial
     except asyncio.LimitOverrunError:
+        # Without a line end in the buffer: its content becomes a line.
         return await reader.read(_LONGEST_LINE)
 
 

@@ -93,6 +93,7 @@ class LocalCluster(StartedTasks[Child]):
         settings: Settings | None = None,
         coordinates: bool = True,
     ) -> None:
+        # Before any pipe is made, which could become the standard error of a daemon.
         occupy_descriptors()
         num_ps = _count("num_ps", num_ps, 1)
         num_workers = _count("num_workers", num_workers, 0)
@@ -110,10 +111,14 @@ class LocalCluster(StartedTasks[Child]):
             "ps": [daemons] * num_ps,
             "worker": divided(workers, num_workers),
         }
-        fork_server(daemons)  # first, so that it ends after this object at exit
+        # First, as finalizers run at exit in reverse order: the daemons drain before
+        # their fork server ends. It imports jax while the rest is prepared.
+        fork_server(daemons)
         folder = RunFolder(directory)
         address = addresses_in(folder.path, self.transport)
         self.directory = folder.path
+        # Empty when the finalizer is made, and filled below: Ctrl-C at any point ends
+        # what was started until then.
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
         remove = self.directory if directory is None else None
@@ -207,9 +212,11 @@ class LocalCluster(StartedTasks[Child]):
 
     def _start(self, children: Iterable[Child]) -> None:
         fresh = list(children)
+        # All are started before any is waited for; they import side by side.
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
             child.start(extra)
+        # Meanwhile, on another core, this program imports what it needs next.
         if self._coordinates:
             import_coordinator()
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
@@ -220,6 +227,7 @@ def _count(name: str, given: int, least: int) -> int:
         count = operator.index(given)  # accepts integers of numpy as well
         if count < least:
             raise ValueError(f"{name}={given}: expected {least} or more")
+        # True is an int, but hardly meant as a number of tasks.
         if not isinstance(given, bool):
             return count
     raise TypeError(f"{name}={given!r}: expected a whole number, {least} or more")
@@ -233,10 +241,13 @@ def _end(tasks: Mapping[str, Child], drain: float, folder: Path | None) -> None:
         for child in group:
             child.signal(signal.SIGTERM)
             child.signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
+        # Two graces: the task has one beyond its drain, and the process has to exit.
         deadline = time.monotonic() + drain + 2 * GRACE
         for child in group:
             child.wait(deadline)
+            # Kills it if it is late.
             child.close()
+    # Before the folder goes, in which the logs are.
     for child in children:
         if child.failures and child.log is not None:
             child.keep_log()

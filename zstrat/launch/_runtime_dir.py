@@ -56,6 +56,7 @@ def share(workers: int) -> int:
     """Returns the number of cores for each worker of this machine. If each worker had
     threads for all cores, they would wait for each other: two workers on two cores take
     5 % more processor time for a step of 4 ms."""
+    # In a container or under taskset a process may have fewer cores than the machine.
     if sys.platform == "linux":
         cores = len(os.sched_getaffinity(0))
     else:
@@ -123,6 +124,8 @@ class RunFolder:
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self._is_new = directory is None
         if directory is None:
+            # Not `mkdtemp`: after Ctrl-C in it nobody would know the name. Eight random
+            # characters cannot be guessed, and `make` refuses a folder that exists.
             name = f"zstrat-{secrets.token_urlsafe(6)}"
             self.path = Path(tempfile.gettempdir(), name).absolute()
         elif not os.fspath(directory):
@@ -184,11 +187,13 @@ def write_keys(folder: Path, keys: Mapping[str, str]) -> None:
     folder.mkdir(mode=0o700)
     for name, text in keys.items():
         file = folder / name
+        # Closed to others before it has contents.
         file.touch(mode=0o600)
         file.write_text(text, "ascii")
 
 
 def _sockets(transport: str, folder: Path) -> str:
+    # The longest name that a cluster on one machine may have.
     fits = len(os.fsencode(folder / "worker-1000")) <= LONGEST_SOCKET_PATH
     if transport == "tcp":
         return "tcp"
@@ -219,6 +224,8 @@ class StartedTasks(ABC, Generic[T]):
         self, tasks: dict[str, T], by: str, end: Callable[..., None], *parts: Any
     ) -> None:
         self._tasks, self._by = tasks, by
+        # The finalizer must not refer to this object, which would never be collected;
+        # hence a function of the module and parts.
         self._parts = os.getpid(), end, parts
         self._end = weakref.finalize(self, _end, *self._parts)
 
@@ -253,6 +260,8 @@ class StartedTasks(ABC, Generic[T]):
     def stop(self) -> None:
         """Drains and ends all tasks, workers first; kills those that do not end in
         time. Idempotent; a call after Ctrl-C finishes an interrupted one."""
+        # Called directly, not through the finalizer, which counts as done when it is
+        # called: after Ctrl-C the next call would do nothing.
         if self._end.alive:
             _end(*self._parts)
             self._end.detach()

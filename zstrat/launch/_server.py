@@ -46,8 +46,11 @@ class ShutdownSignals:
 
     def install(self) -> None:
         """Sets the handlers where the program has none. Idempotent."""
+        # Python sets handlers on the main thread only. A server that is started on
+        # another one is drained only if the program exits by itself.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                # Not for SIG_IGN, which nohup sets for SIGHUP.
                 if signal.getsignal(number) is signal.SIG_DFL:
                     handle(number, self._received)
 
@@ -55,6 +58,7 @@ class ShutdownSignals:
         """Restores the default handlers when no server is left."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                # Not a handler that the program has set since.
                 if signal.getsignal(number) == self._received:
                     signal.signal(number, signal.SIG_DFL)
 
@@ -70,13 +74,18 @@ class ShutdownSignals:
     def _received(self, number: int, frame: FrameType | None) -> None:
         self.uninstall()  # a second signal ends the process at once
         handle(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both send it
+        # All begin to drain before the first one is waited for, so that several servers
+        # take the time of one.
         for server in list(_running):
             if server._run is not None:
                 name = signal.Signals(number).name
                 server._run.end_soon(f"{name} (once more ends at once)")
+        # In `join` the handler need not wait: `join` does, and then the program cleans
+        # up. Elsewhere nothing else would end the program.
         if not self._joins:
             for server in list(_running):
                 server.stop()  # within its drain
+            # By the signal itself, not by sys.exit: the parent sees what ended us.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -169,6 +178,7 @@ class Server:
         try:
             if self._run is None:
                 self._run = ServerRun(self._def, self._settings)
+                # First: if Ctrl-C strikes in `start`, `stop` and the exit find it.
                 _running.add(self)
                 self._run.thread.start()
             self._run.started.get()
@@ -198,6 +208,7 @@ class Server:
         if self._run is None:
             return
         self._run.end_soon("stopped by its program")
+        # False as well if Ctrl-C came before the thread was started.
         if self._run.thread.is_alive():
             self._run.thread.join()
         _running.discard(self)
@@ -239,7 +250,7 @@ class ServerRun:
             run_loop(self._serve())
         except BaseException as error:
             # `start` raises it again. Once `start` has returned, the thread reports it
-            # like any other thread.
+            # through `threading.excepthook`, like any other thread.
             if self.started.is_there:
                 raise
             self.started.fail(error)
@@ -251,6 +262,7 @@ class ServerRun:
         )
         async with serve(address, self._settings) as task:
             self.task = task
+            # `end_soon` may have run before `task` was there.
             if self._reason:
                 task.end(self._reason)
             self.started.settle(None)
@@ -293,6 +305,8 @@ def _end_all() -> None:
     Later the interpreter would kill threads inside the C++ code of jax, which aborts
     the process."""
     running = list(_running)
+    # Portals close at exit by themselves. With servers they close first, as sessions
+    # of this program may use them, and would wait for answers that never come.
     if running:
         close_portals()
     for server in running:

@@ -87,11 +87,14 @@ class WorkerJoin:
         """
         timeout = self._settings.timeouts.connect
         while True:
+            # Read before the report: the session may open while the answer travels.
             before = worker.sessions
             try:
                 await self._report(index, timeout)
             except DeadlineExceededError:
                 if worker.sessions == before:
+                    # Once a program had this worker, the next one may come much later;
+                    # the first one is expected within the timeout of the user.
                     if timeout != _PROGRAM_WAIT:
                         raise
                     continue
@@ -107,6 +110,8 @@ class WorkerJoin:
         servers = self._addresses.servers
         failures: dict[str, str] = {}
         for server in itertools.cycle(servers):
+            # A single server gets the whole time. Of several, one that is dead must not
+            # use it up: it has to complete the handshake as fast as a live peer does.
             greeted = until = deadline
             if len(servers) > 1:
                 greeted = min(until, loop.time() + self._settings.timeouts.liveness)
@@ -114,7 +119,8 @@ class WorkerJoin:
             try:
                 return await self._report_at(server, index, greeted, until)
             except PeerLostError:
-                continue  # the next report waits until a server answers
+                # No pause is needed: the next report waits until a server answers.
+                continue
             except DeadlineExceededError as error:
                 failures[server] = str(error)
                 if loop.time() >= deadline:
@@ -133,6 +139,8 @@ class WorkerJoin:
         try:
             await link.wait_open(greeted)
             left = max(0.0, until - loop.time())
+            # The server counts the time as well, and answers with its own error, which
+            # knows more than a deadline here: hence `_SLACK`.
             report = ReportWorker(self._addresses.address, index, left)
             log.info("reported to %s, waiting for its program", server)
             answer = await link.request(report, deadline=until + _SLACK)
