@@ -134,6 +134,8 @@ def load_program(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
     """
     from zstrat.saving import Checkpoint
 
+    # As Python does for a script; the program `zstrat-evaluator` has its own folder
+    # there.
     name, _, function = program.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -144,6 +146,8 @@ def load_program(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
         ) from error
     if not callable(make):
         raise ValueError(f"{program}: expected a function, got {make!r:.80}")
+    # Before the call: a TypeError inside of the function is a crash of its own, with a
+    # traceback.
     try:
         with contextlib.suppress(ValueError):  # a builtin without a signature
             inspect.signature(make).bind()
