@@ -74,11 +74,6 @@ class Launch:
         """Whether `SlurmClusterResolver` knows the addresses."""
         return self.size_variable.startswith("SLURM_")
 
-    @property
-    def is_mpi(self) -> bool:
-        """Whether MPI launched it; then addresses are known only on a single host."""
-        return self.size_variable.startswith(("OMPI_", "PMI_"))
-
 
 def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
     """Returns the variable with the number of processes started together, that number,
@@ -87,6 +82,8 @@ def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
         if name == _COMMON and rank not in env:
             continue
         text = env.get(name, "")
+        # ASCII, as `int` would accept the digits of other scripts as well; short, as it
+        # refuses numbers of thousands of digits.
         if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1:
             return name, int(text), rank
     return None
@@ -104,10 +101,13 @@ def launch_in(env: Mapping[str, str], host: str = "") -> Launch | None:
         ValueError: A variable has an invalid value.
     """
     found = list(_launches(env, host))
-    for launch in found:  # srun may set the variables of MPI as well, but knows more
+    # srun may set the variables of MPI as well, but knows more. Not if the numbers
+    # differ: then mpirun runs inside of one step.
+    for launch in found:
         first = found[0].size, found[0].rank
         if launch.is_slurm and (launch.size, launch.rank) == first:
             return launch
+    # Without addresses the first one counts, so that its lack is reported.
     known = (one for one in found if one.addresses is not None or one.is_slurm)
     return next(known, next(iter(found), None))
 
@@ -115,6 +115,7 @@ def launch_in(env: Mapping[str, str], host: str = "") -> Launch | None:
 def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
     for name, rank_name in _COUNTS.items():
         size = _count(env, name)
+        # One process is alone, also if a launcher started it.
         if size is None or size < 2:
             continue
         if rank_name == "SLURM_PROCID":  # its resolver reads and checks the rest
@@ -152,6 +153,7 @@ def _addresses(
     hosts = env.get("SKYPILOT_NODE_IPS", "").split()
     if len(hosts) != size:
         return None, f"SKYPILOT_NODE_IPS has {len(hosts)} addresses, expected {size}"
+    # One process a host, so that all may use the same port.
     port = agreed_port(env.get("SKYPILOT_TASK_ID", "skypilot"), 1)
     return tuple(host_and_port(host, port) for host in hosts), ""
 
@@ -168,6 +170,7 @@ def _of_mpi(
     env: Mapping[str, str], size: int, names: tuple[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...] | None, str]:
     local, runs = names
+    # All ranks have to be on this host, whose loopback address all of them know.
     if _count(env, local) != size:
         here = env.get(local)
         return None, (
@@ -191,8 +194,10 @@ def _of_coordinator(
         host, text = address, env.get("COORDINATOR_PORT", "")
     if not host or not (text.isascii() and text.isdecimal() and 0 < int(text) < 65536):
         return None, f"{name}={env.get(name)!r:.80}: expected host:port"
+    # jax's coordinator listens on the port itself.
     port = int(text)
     port = port + 1 if port + size < 65536 else agreed_port(address, size)
+    # One host, so each rank needs its own port; else each host has one rank.
     if host in ("localhost", "127.0.0.1", "[::1]"):
         return tuple(f"{host}:{port + rank}" for rank in range(size)), ""
     hosts = _numbered(host, 0, size)
@@ -205,9 +210,11 @@ def _of_coordinator(
 
 
 def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
+    # Kubernetes sets the index, but not the number of pods, which the user adds.
     index = _count(env, _INDEX) or 0
     wanted = ("JAX_NUM_PROCESSES", "NUM_PROCESSES")
     size = next((_count(env, name) for name in wanted if name in env), None)
+    # The user says that each pod trains alone.
     if size == 1:
         return
     if size is None:
@@ -228,6 +235,7 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         )
         yield Launch(_INDEX, _INDEX, size, index, None, lack)
         return
+    # The name of the first pod is the name of the run: equal in all pods.
     port = agreed_port(hosts[0], 1)
     addresses = tuple(f"{name}:{port}" for name in hosts)
     yield Launch(_INDEX, _INDEX, size, index, addresses)
@@ -252,6 +260,8 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     text = env.get(name)
     if text is None or not text.strip():
         return None
+    # Infinite, so that one comparison refuses both words and numbers that are too
+    # large.
     number = int(text) if text.isascii() and text.isdecimal() else math.inf
     if not number <= MAX_HOSTS:
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
@@ -281,14 +291,17 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
         found = TFConfigClusterResolver()
         _require_agreement(found, jobs)
         return found
-    launch = launch_in(env, _full_name(env))
+    # The name of this host only if it is needed, as a DNS query may take seconds.
+    launch = launch_in(env, socket.getfqdn() if _INDEX in env else "")
     if launch is None:
         _require_none(jobs)
         return TFConfigClusterResolver()
     if launch.is_slurm:
         return SlurmClusterResolver(jobs)
     found_by_rank = resolver_of(launch, jobs)
-    if launch.is_mpi:
+    # Of MPI the addresses are known only if all ranks are on this host, where they
+    # divide the GPUs. Other launchers give each process its own, or start one a host.
+    if launch.size_variable.startswith(("OMPI_", "PMI_")):
         take_part(launch.rank, launch.size)
     return found_by_rank
 
@@ -328,12 +341,6 @@ def apart(launch: Launch) -> str:
         f"task_type='worker' and task_id={launch.rank}. If each process trains alone, "
         "set TF_CONFIG='{}'"
     )
-
-
-def _full_name(env: Mapping[str, str]) -> str:
-    """Returns the full name of this host, only if it is needed, as a DNS query may take
-    seconds."""
-    return socket.getfqdn() if "JOB_COMPLETION_INDEX" in env else ""
 
 
 def _require_agreement(

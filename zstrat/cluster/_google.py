@@ -55,6 +55,7 @@ def build_service(
         version,
         credentials=credentials,
         discoveryServiceUrl=discovery_url,
+        # Its cache needs oauth2client, and logs a warning without it.
         cache_discovery=False,
     )
 
@@ -80,6 +81,8 @@ def ask_metadata(host: str, path: str) -> str | None:
     Raises:
         RuntimeError: ``host`` does not answer, or is not a metadata server.
     """
+    # Here, as it imports much, and only machines of Google need it. No library of HTTP
+    # is needed for one request without encryption.
     import http.client
 
     line = http.client.HTTPConnection(host, timeout=_TIMEOUT)
@@ -94,6 +97,7 @@ def ask_metadata(host: str, path: str) -> str | None:
         ) from error
     finally:
         line.close()
+    # Of all servers only this one sets the header.
     if answer.getheader(_MARK) != "Google":
         raise RuntimeError(f"{host} is not a metadata server of Google")
     if answer.status == 404:

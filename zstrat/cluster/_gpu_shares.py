@@ -33,6 +33,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str] | None:
         return None
     shown: list[str] = []
     for entry in map(str.strip, text.split(",")):
+        # A position of CUDA, or the name of a GPU or of a part of one.
         if not entry or not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
             break
         shown.append(entry)
@@ -59,12 +60,14 @@ def _ask_driver() -> int:
     except FileNotFoundError:
         return 0
     except (OSError, subprocess.SubprocessError) as error:
+        # nvidia-smi prints its errors to standard output.
         said = error.stdout if isinstance(error, subprocess.CalledProcessError) else ""
         raise RuntimeError(
             f"Could not get number of GPUs from nvidia-smi: {error}. {said or ''}"
             "Set CUDA_VISIBLE_DEVICES, to '' to use no GPU, or pass gpus_per_node to "
             "SlurmClusterResolver"
         ) from error
+    # Parts of a GPU (MIG) are listed below it, and indented.
     return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
 
 
@@ -76,8 +79,9 @@ set, and the share."""
 def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
     """Returns the environment from before this process took its share."""
     before, share = _taken or (None, None)
+    # No share was taken, or the program has set the variable since: its choice counts.
     if share is None or env.get(GPUS_VARIABLE) != share:
-        return env  # no share was taken, or the program has set the variable since
+        return env
     others = {name: value for name, value in env.items() if name != GPUS_VARIABLE}
     return others if before is None else {**others, GPUS_VARIABLE: before}
 
@@ -95,6 +99,7 @@ def share_of(
     shown = visible_gpus(env)
     if shown is None:
         shown = [str(number) for number in range(per_node)]
+    # Slurm has bound the GPUs to the task already (--gpus-per-task, cgroups).
     if len(shown) < per_node:
         return []
     return shown[local * per_task : (local + 1) * per_task]
@@ -113,6 +118,7 @@ def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
         RuntimeError: nvidia-smi exists but fails.
     """
     platforms = env.get("JAX_PLATFORMS", "")
+    # The driver is not asked if nobody needs the answer, as that may take a minute.
     if tasks < 2 or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
         return [[]] * tasks
     shown = visible_gpus(env)
@@ -123,6 +129,7 @@ def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
     # 2 before 10, as decimal numbers have no leading zeros here. The order of other
     # names has no meaning, but has to be the same in all tasks.
     shown.sort(key=lambda gpu: (len(gpu), gpu))
+    # A remainder stays unused: all tasks get the same number.
     count = len(shown) // tasks
     if not count:
         return [[shown[index % len(shown)]] for index in range(tasks)]

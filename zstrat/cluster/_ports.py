@@ -41,6 +41,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     # Randomness of the system: programs with the same seed would collide.
     drawn = random.SystemRandom()
     found: set[int] = set()
+    # All are held until the last is found, so that none is found twice.
     with contextlib.ExitStack() as held:
         for _ in range(_TRIES if below else 0):
             if len(found) == count:
@@ -66,16 +67,20 @@ def agreed_port(run: str, tasks: int) -> int:
     Raises:
         ValueError: There are too few ports.
     """
+    # The ports of this machine are not asked for: all processes must get the same one,
+    # and they may be on several machines.
     choices = _USUAL - _LOWEST - tasks
     if choices < 1:
         raise ValueError(
             f"{tasks} tasks on one host: expected less than {choices + tasks}"
         )
+    # Not `hash`, which differs from process to process.
     digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
     return _LOWEST + int.from_bytes(digest) % choices
 
 
 def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
+    # A name is tried with IPv4 first, as zmq does when a task binds it.
     try:
         probe = _probe(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
     except socket.gaierror as error:

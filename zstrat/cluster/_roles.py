@@ -51,6 +51,7 @@ def validate_cluster_spec(
             type, a task type that the cluster lacks, more than one chief or evaluator,
             an id beyond the last task.
     """
+    # In TensorFlow's order, so that of several errors the same one is raised.
     spec = normalize_cluster_spec(cluster_spec)
     if any(job not in _ALLOWED for job in spec.jobs):
         raise ValueError(
@@ -74,6 +75,7 @@ def validate_cluster_spec(
 
 
 def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
+    # In a sparse job an index below the last one may be missing, and task 0, too.
     indices = spec.task_indices(task_type)
     last = max(indices, default=-1)
     if task_id is None:
@@ -100,6 +102,7 @@ def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -
     validate_cluster_spec(cluster_spec, task_type, task_id)
     if task_type in ("chief", "evaluator"):
         return True
+    # TensorFlow's rule: index 0, or none, which is the only worker.
     chiefless = "chief" not in normalize_cluster_spec(cluster_spec).jobs
     return chiefless and task_type == "worker" and not task_id
 
@@ -119,6 +122,7 @@ def worker_count(cluster_spec: object, task_type: str) -> int:
             f"Unexpected `task_type` {task_type!r}: expected chief, worker or "
             "evaluator, as a ps does not train"
         )
+    # An evaluator works by itself; the chief trains like a worker.
     jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
     return sum(task_count(spec, job) for job in jobs)
 

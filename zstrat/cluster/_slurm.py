@@ -51,6 +51,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     try:
         for part in _parts(hostlist):
             hosts += _hosts(part)
+            # Each part is bounded by itself; here their sum is.
             _check_size(len(hosts))
     except ValueError as error:
         words = f"Invalid hostlist format {hostlist!r:.80}: {error}"
@@ -71,6 +72,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
             if match is None:
                 raise ValueError(f"expected 3 or 3(x2), got {part!r}")
             count, times = int(match[1]), int(match[2] or 1)
+            # Before the list is made: a typing error such as 3(x99999999) must not.
             _check_size(len(tasks) + times)
             tasks += [count] * times
     except ValueError as error:
@@ -98,6 +100,7 @@ def _parts(hostlist: str) -> list[str]:
         at = match.end()
         if at < end and hostlist[at] != ",":
             raise ValueError(f"expected a comma at {hostlist[at:]!r:.20}")
+        # The loop would end, and the missing host pass unnoticed.
         if at == end - 1:
             raise ValueError("expected a host after the last comma")
         at += 1
@@ -109,6 +112,7 @@ def _hosts(part: str) -> list[str]:
         [match[2]] if match[1] is None else _numbers(match[1])
         for match in _PIECE.finditer(part)
     ]
+    # Several brackets multiply.
     _check_size(math.prod(map(len, pieces)))
     return ["".join(chosen) for chosen in itertools.product(*pieces)]
 
@@ -123,6 +127,7 @@ def _numbers(ranges: str) -> list[str]:
         if last < first:
             raise ValueError(f"the range {text!r:.40} ends before it begins")
         _check_size(len(numbers) + last - first + 1)
+        # That of the first number, as in Slurm: [8-10] is 8, 9, 10.
         width = len(match[1])
         numbers += [str(number).zfill(width) for number in range(first, last + 1)]
     return numbers
@@ -200,11 +205,14 @@ class SlurmClusterResolver(SourceResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
+        # A second resolver in this process must not divide its share once more.
         env = before_shares(config.environment())
         rank = _number(env, _RANK)
         jobs = {"worker": _number(env, _TASKS)} if jobs is None else jobs
+        # Before all other checks, whose messages would lead a batch script astray.
         _require_step(env, sum(jobs.values()))
         layout = _layout(env, tasks_per_node)
+        # The fullest node decides, so that all tasks have the same number of GPUs.
         largest = max(layout.values(), default=0)
         per_node = gpus_per_node
         if per_node is None:  # Slurm's number first, as a task may see only its share
@@ -225,6 +233,7 @@ class SlurmClusterResolver(SourceResolver):
             )
         _check_place(env, rank, slots)
         super().__init__(*names[rank], rpc_layer)
+        # Last: nothing is set in the environment if an argument was wrong.
         share = share_of(env, per_node, self._gpus_per_task, slots[rank].local)
         if auto_set_gpu and share:
             take_share(env, share)
@@ -259,6 +268,7 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 def _require_step(env: Mapping[str, str], tasks: int) -> None:
     """Refuses a batch script, which has the same variables as rank 0."""
+    # Any of these shows a step; which ones are set depends on the version of Slurm.
     step = next((env[name] for name in _STEP if name in env), "")
     by_srun = step.isdecimal() and int(step) < _LAST_STEP
     has_step = _TASKS[0] in env or _NODES[0] in env
@@ -310,10 +320,12 @@ def _layout(
         layout = dict.fromkeys(hosts, tasks_per_node)
     else:
         layout = dict(tasks_per_node)
+    # Slurm sorts the nodes of a job; its ranks follow that order, not the list's.
     return {host: layout[host] for host in sorted(layout, key=natural_order)}
 
 
 def _slots(layout: Mapping[str, int]) -> list[_Slot]:
+    # Before the list is made: an argument or a variable may say any number.
     tasks = sum(layout.values())
     if tasks > MAX_HOSTS:
         raise RuntimeError(

@@ -38,6 +38,7 @@ class ClusterSpec:
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks]) -> None:
         self._jobs: dict[str, dict[int, str]]
+        # Copied, as a spec is a value; checked already.
         if isinstance(cluster, ClusterSpec):
             self._jobs = {job: dict(tasks) for job, tasks in cluster._jobs.items()}
         elif isinstance(cluster, Mapping):
@@ -149,6 +150,7 @@ def _index(job: str, index: object) -> int:
     try:
         number = int(index)  # type: ignore[call-overload]  # JSON has strings as keys
     except (TypeError, ValueError):
+        # Refused below, like a negative one.
         number = -1
     if number < 0:
         raise TypeError(
@@ -226,6 +228,7 @@ def _check_distinct(spec: ClusterSpec, source: str) -> None:
         for index in spec.task_indices(job):
             address = spec.task_address(job, index)
             task = f"{job}:{index}"
+            # With and without the scheme it is the same address.
             other = first.setdefault(address.removeprefix("tcp://"), task)
             if other != task:
                 raise ValueError(
@@ -242,6 +245,7 @@ def _addresses(tasks: object, where: str) -> Tasks:
     for index in tasks:
         if not (isinstance(index, str) and index.isascii() and index.isdigit()):
             raise ValueError(f"{where}: expected task indices as keys, got {index!r}")
+    # "1" and "01" are two keys and one index.
     if len(set(map(int, tasks))) != len(tasks):
         raise ValueError(f"{where}: expected each task index once, got {list(tasks)}")
     return {
@@ -290,8 +294,10 @@ def _address(address: object, where: str) -> str:
     if not isinstance(address, str):
         raise ValueError(f'{where}: expected "host:port", got {address!r:.80}')
     scheme, separator, rest = address.rpartition("://")
+    # The path of a socket has no parts to check.
     if separator and scheme == "ipc" and rest:
         return address
+    # The last colon, as an IPv6 host has several.
     host, colon, port = rest.rpartition(":")
     words = f'{where}: expected "host:port", got {address!r}'
     if separator and scheme != "tcp":

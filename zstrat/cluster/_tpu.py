@@ -90,6 +90,8 @@ class TPUClusterResolver(SourceResolver):
                 f"coordinator_name={coordinator_name!r} and coordinator_address="
                 f"{coordinator_address!r}: expected both or none of them"
             )
+        # The environment first: asking the metadata server takes seconds where there is
+        # none.
         env = config.environment()
         source = find_tpu(tpu, zone, project, env)
         self._source = _this_machine(env) if source is None else source
@@ -110,6 +112,7 @@ class TPUClusterResolver(SourceResolver):
 
     def __exit__(self, *error: object) -> None:
         """Closes connections to Google's service, if this object made them."""
+        # A service that the program passed is the program's to close.
         if self._service is not self._lent:
             self._service.close()
             self._service = self._lent
@@ -139,6 +142,7 @@ class TPUClusterResolver(SourceResolver):
             ValueError: The cluster has no such task, or the TPU has no host.
             Exception: The errors of `cluster_spec`.
         """
+        # Once: each call may be a query, and the answers may differ.
         hosts = self._hosts()
         if hosts is None:
             return LOCAL_NAME
@@ -230,6 +234,7 @@ class TPUClusterResolver(SourceResolver):
         try:
             host = metadata_host(config.environment())
             project = node.project or ask_metadata(host, "project/project-id")
+            # The server's answer is a path, projects/NUMBER/zones/ZONE.
             zone = node.zone or ask_metadata(host, "instance/zone") or ""
             parent = f"projects/{project}/locations/{zone.split('/')[-1]}"
             nodes = self._service.projects().locations().nodes()
@@ -256,6 +261,7 @@ def _this_machine(env: Mapping[str, str]) -> TpuHosts:
     )
     if env.get(_NO_METADATA):
         raise ValueError(words)
+    # The attributes that Google sets on hosts of a TPU only.
     host, path = metadata_host(env), "instance/attributes"
     try:
         workers = ask_metadata(host, f"{path}/worker-network-endpoints")

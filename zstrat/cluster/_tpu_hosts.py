@@ -80,8 +80,10 @@ def find_tpu(
                 f"got {tpu}"
             )
         tpu = tpu[0]
+    # Addresses say more than a name, for which a service is asked.
     if not tpu and env.get(_ENDPOINTS):
         return hosts_at(env[_ENDPOINTS], _ENDPOINTS)
+    # The source is for messages about the name.
     name, source = tpu or env.get(_NAME), "tpu" if tpu else _NAME
     if not name and env.get(_CONFIG):
         said = _config(env[_CONFIG])
@@ -145,6 +147,7 @@ def hosts_of_machine(
                 f"name:id:address, got {workers!r:.80}"
             )
         addresses.append(_with_port(parts[-1]))
+    # Compared as text: Google never writes " 1" or "01".
     number = own or "0"
     if number not in map(str, range(len(addresses))):
         raise ValueError(
@@ -160,6 +163,7 @@ def hosts_of_node(name: str, node: Mapping[str, Any]) -> TpuHosts:
     Raises:
         RuntimeError: The TPU is not ready.
     """
+    # Before, some of its hosts may be missing in the answer.
     if node.get("state") != "READY":
         raise RuntimeError(
             f'TPU "{name}" is not yet ready; state: "{node.get("state")}"'
