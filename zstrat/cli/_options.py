@@ -37,7 +37,8 @@ class Seconds(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number = float(super().convert(value, param, ctx))
-        if math.isnan(number):  # is in every range of click
+        # It compares false with both limits, so click takes it to be within them.
+        if math.isnan(number):
             self.fail(f"{value!r} is not a valid float.", param, ctx)
         return number
 
@@ -70,6 +71,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
             help="seconds for each task to answer",
         ),
     ]
+    # Decorators apply from the last one up; --help lists them in this order.
     for option in reversed(options):
         command = option(command)
     return command
@@ -109,6 +111,7 @@ def spec(file: str | None) -> ClusterSpec:
         raise ValueError(
             "no cluster specified: pass --cluster FILE.toml or set TF_CONFIG"
         )
+    # An empty TF_CONFIG is valid for a program, but there is nothing to look at.
     if not any(map(cluster.num_tasks, cluster.jobs)):
         raise ValueError(
             f"{file or 'TF_CONFIG'}: cluster: has no tasks, expected their addresses"
@@ -127,6 +130,7 @@ def fail(error: Exception) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         raise error
     words = str(error)
+    # Python's own text begins with the number of the error.
     if isinstance(error, OSError) and error.strerror:
         words = error.strerror
         if error.filename is not None:
@@ -159,8 +163,10 @@ class QueueingCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for index, word in enumerate(args):
+            # The first argument; later options are of the user's program. A number is
+            # the value of an option before it.
             if not word.startswith("-") and not word.isdecimal():
-                break  # the first argument: later options are of the user's program
+                break
             following = "".join(args[index + 1 : index + 2])
             if word == "--queue" and not following.isdecimal():
                 args = [*args[:index], f"--queue={NO_LIMIT}", *args[index + 1 :]]
@@ -231,6 +237,7 @@ async def interruptible(work: Coroutine[Any, Any, int]) -> int:
         try:
             return await work
         except asyncio.CancelledError:
+            # Not by us: by the caller that runs this task.
             if not received:
                 raise
             return 128 + received[0]

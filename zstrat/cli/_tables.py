@@ -30,6 +30,7 @@ _UNREACHABLE: Final = "unreachable: "
 def row(status: TaskStatus) -> list[str]:
     """Formats the cells of one task. The last cell is its role in a replicated store
     and the address of the backup."""
+    # In the third column, which `lines` prints as words, without the column's name.
     if status.problem:
         problem = f"{_UNREACHABLE}{status.problem}"
         return [status.task, status.address, problem, *[""] * 5]
@@ -82,6 +83,7 @@ def _copy(status: TaskStatus, *path: str) -> str:
     def text(name: str) -> str:
         return status.text(*path, "replication", name)
 
+    # Every store is a primary; only views above 0 show that it is, or was, replicated.
     role, state = text("role"), text("backup_state")
     if role != "primary" or not status.number(*path, "replication", "view"):
         return "" if role == "primary" else role

@@ -92,8 +92,10 @@ def top(
         click.echo(text)
 
     arguments = (cluster, keys, timeout, every, count)
+    # A pipe or a file gets lines that can be searched, one block per update.
     if as_json or not sys.stdout.isatty():
         sys.exit(watch(print_plain, *arguments))
+    # With a count the last picture stays: the alternate screen would take it away.
     with Live(console=Console(), screen=count is None, auto_refresh=False) as live:
         code = watch(
             lambda found: live.update(RunScreen(metrics_of(found)), refresh=True),
@@ -114,6 +116,7 @@ def watch(
     task did not answer the last time."""
     chosen = settings(keys)
 
+    # Links stay open from look to look: opening them costs each task a handshake.
     async def inspect() -> int:
         loop = asyncio.get_running_loop()
         left, code = count, 0
@@ -174,6 +177,7 @@ class RunScreen:
             texts.append(Text(f"lost: {lost}", style="red"))
         above = [line for text in texts for line in text.wrap(console, width)]
         servers, workers = _rows(self.metrics, "ps"), _rows(self.metrics, "worker")
+        # Servers get at most a third unless there is room; workers get the rest.
         height = console.height - AROUND - len(above)
         for_servers = max(FEWEST, height - len(workers), height // 3)
         for_workers = max(FEWEST, height - min(for_servers, len(servers)))
@@ -270,7 +274,8 @@ def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
     for name, task in metrics["tasks"].items():
         if name.partition(":")[0] == job:
             cells = _cells(task, job)
-            if task["state"] == "lost":  # its last numbers are outdated
+            # Its last numbers are outdated. Empty cells keep the columns.
+            if task["state"] == "lost":
                 cells = dict.fromkeys(cells, "")
             rows.append({"task": name, "state": task["state"], **cells})
     return rows
@@ -283,6 +288,7 @@ def _cells(task: Task, job: str) -> Row:
         number, heading = task[metric.name], COLUMNS[metric.name].lower()
         if not heading:
             continue
+        # Seconds per second are a share of time.
         match metric.unit, metric.kind is Kind.RATE:
             case Unit.COUNTS, True:
                 rates[heading] = f"{number:.1f}"
@@ -322,7 +328,8 @@ def _fitted(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
         return
     more = 0
     if len(rows) > height:
-        more = len(rows) - height + 1  # one more, for the line that says so
+        # One more, for the line that says so.
+        more = len(rows) - height + 1
         rows = sorted(rows, key=_priority)[:-more]
     columns = _columns(rows, width)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -350,6 +357,7 @@ def _columns(rows: list[Row], width: int) -> list[str]:
         name: GAP + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]
     }
+    # The columns are in the order of importance, so a new one needs no entry here.
     for name in [name for name in reversed(rows[0]) if name not in KEPT]:
         if sum(widths.values()) - GAP <= width:
             break
