@@ -76,6 +76,7 @@ def version_differences(here: dict[str, str], there: dict[str, str]) -> list[str
         for name in MUST_AGREE
         if name in here
         and name in there
+        # Patch versions may differ: they change neither bytecode nor names.
         and here[name].split(".")[:2] != there[name].split(".")[:2]
     ]
 
@@ -86,6 +87,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, True, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             missing = Finding(name, False, "not installed", f"pip install {name}")
+            # It is optional: asyncio's own loop does the same.
             yield Finding(name, None, "not installed") if name == "uvloop" else missing
 
 
@@ -96,13 +98,16 @@ def _keys(settings: Settings) -> Finding:
     names = [*map(str, Job), *[n for n in key_names(settings.keys) if "-" in n]]
     secrets = [name for name in names if (settings.keys / f"{name}.secret").exists()]
     wrong = []
+    # A folder without secrets is checked for that of a program, whose error says what
+    # is missing.
     for name in secrets or [str(Job.CHIEF)]:
         job, _, index = name.partition("-")
         try:
             Security.load(settings.keys, job, int(index) if index else None)
         except (ZstratError, OSError, ValueError) as error:
             wrong.append(str(error))
-    if wrong:  # without duplicates: all secrets need the same public files
+    # Without duplicates: all secrets need the same public files.
+    if wrong:
         return Finding("keys", False, "; ".join(dict.fromkeys(wrong)))
     words = f"{settings.keys} has the secrets of {', '.join(secrets)}"
     return Finding("keys", True, words)
@@ -135,6 +140,7 @@ def _task(status: TaskStatus) -> Iterator[Finding]:
 
 
 def _versions_here(names: dict[str, str]) -> dict[str, str]:
+    # Not `sys.version`, which may end in "+" or the name of a build.
     versions = {"python": ".".join(str(part) for part in sys.version_info[:3])}
     for name in names:
         try:
@@ -179,6 +185,8 @@ async def examine_run(
     async with Observer(spec, settings) as observer:
         began = loop.time()
         while True:
+            # At the end of each window of `RECENT` seconds, so that samples cover all
+            # of the time and none of it twice; the last window may be cut short.
             left = began + seconds - loop.time()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, RECENT)):

@@ -68,6 +68,8 @@ class Observer:
     """Links to all tasks of a cluster; an async context manager."""
 
     def __init__(self, spec: ClusterSpec, settings: Settings) -> None:
+        # Never a job of the cluster: a second worker:0 would be taken for a restart of
+        # the first one.
         me = hello(Job.OBSERVER, 0, new_incarnation())
         keys = settings.keys
         security = None if keys is None else Security.load(keys, Job.OBSERVER)
@@ -80,6 +82,7 @@ class Observer:
                 security=security,
                 expect=(job, index),
             )
+            # Other jobs are programs, which listen at no address.
             for job in (Job.PS, Job.WORKER)
             if job in spec.jobs
             for index in spec.task_indices(job)
@@ -116,9 +119,11 @@ class Observer:
         link = self._links[job, index]
         task, address = f"{job}:{index}", self._spec.task_address(job, index)
         try:
+            # Measured without the handshake: `doctor` reports the round trip.
             await link.wait_open(deadline)
             began = time.perf_counter()
             reply = await link.request(Inspect(), deadline=deadline)
+        # An answer of its kind: the others of the cluster are shown all the same.
         except ZstratError as error:
             return TaskStatus(task, address, problem=str(error))
         took = time.perf_counter() - began
@@ -183,6 +188,7 @@ class ObservedRun:
         them. From any thread."""
         metrics: dict[str, PlainTree] = {
             "seconds": self._clock() - self._began,
+            # A copy: the HTTP server calls this on its own thread.
             **report(dict(self._reports)),
             "logs": list(self._lines),
         }
@@ -196,6 +202,7 @@ class ObservedRun:
                 self._answered[status.task] = self._clock()
             elif self._clock() - self._answered.get(status.task, -inf) < self._timeout:
                 continue  # not lost yet: the last report stays
+            # Lost: its numbers are outdated, but its log may say why.
             elif before is not None:
                 task = replace(task, values={"log": before.values.get("log")})
             if before is None or before.state != task.state:
