@@ -44,7 +44,7 @@ _OF_THIS_PROCESS: Final = (
 """Variables that describe this process and would be wrong for a child."""
 
 
-def inherited() -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
     """Returns the environment of this process without `_OF_THIS_PROCESS`."""
     variables = environment().items()
     return {name: value for name, value in variables if name not in _OF_THIS_PROCESS}

@@ -27,8 +27,9 @@ from zstrat.cluster import free_ports
 from zstrat.signals import handle
 from zstrat.transport import on_own_thread
 
-from ._child import end_words, inherited, shell_code
-from ._runtime_dir import divided
+from ._child import end_words, inherited_environment, shell_code
+from ._run_folder import addresses_in
+from ._started_tasks import environments_with_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ async def run_copies(copies: Copies, write: Write) -> int:
     Raises:
         Any error of ``write``, after all copies have ended.
         OSError: A process cannot be started.
+        ValueError: The temporary folder has too long a path for sockets.
 
     Cancellation: ends all copies, then raises.
     """
@@ -121,7 +123,7 @@ def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> i
     # Without a task: the program is not one.
     config = {"cluster": spec.as_dict()}
     env = {
-        **inherited(),
+        **inherited_environment(),
         "TF_CONFIG": json.dumps(config),
         "ZSTRAT_KEYS": str(keys),
     }
@@ -161,7 +163,7 @@ class _CopiesRun:
     def __init__(self, copies: Copies, addresses: Sequence[str], write: Write) -> None:
         self._copies, self._write = copies, write
         self._cluster = {"worker": list(addresses)}
-        self._variables = divided(inherited(), copies.count)
+        self._variables = environments_with_gpus(inherited_environment(), copies.count)
         self._restarts_left = copies.restarts
         self._is_ending = False
         self._groups: set[int] = set()
@@ -293,4 +295,5 @@ def _addresses(copies: Copies) -> Iterator[list[str]]:
         yield [f"127.0.0.1:{port}" for port in free_ports(copies.count)]
         return
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:  # of mode 0700
-        yield [f"ipc://{Path(folder) / f'worker-{n}'}" for n in range(copies.count)]
+        address = addresses_in(Path(folder), "ipc")
+        yield [address(f"worker-{n}") for n in range(copies.count)]

@@ -18,14 +18,13 @@ from zstrat.streams import occupy_descriptors
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
 from ._own_process import import_coordinator
-from ._runtime_dir import (
-    RunFolder,
+from ._run_folder import RunFolder, addresses_in
+from ._started_tasks import (
     StartedTasks,
-    addresses_in,
     daemon_environment,
-    divided,
+    environments_with_gpus,
     share,
-    virtual,
+    virtual_device_arguments,
 )
 
 if TYPE_CHECKING:
@@ -102,14 +101,16 @@ class LocalCluster(StartedTasks[Child]):
         self._settings = settings or settings_from(environment())
         self.transport = transport or self._settings.transport
         self._coordinates = coordinates
-        self._extra = () if worker_devices is None else virtual(worker_devices)
+        self._extra = (
+            () if worker_devices is None else virtual_device_arguments(worker_devices)
+        )
         daemons = daemon_environment(self._settings, self.transport, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         if self._extra:
             workers["JAX_PLATFORMS"] = "cpu"
         variables: dict[str, list[Mapping[str, str]]] = {
             "ps": [daemons] * num_ps,
-            "worker": divided(workers, num_workers),
+            "worker": environments_with_gpus(workers, num_workers),
         }
         # First, as finalizers run at exit in reverse order: the daemons drain before
         # their fork server ends. It imports jax while the rest is prepared.

@@ -23,7 +23,8 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.launch._child import KeptLogs, quoted_end
-from zstrat.launch._runtime_dir import RunFolder, RunKeys, StartedTasks
+from zstrat.launch._run_folder import RunFolder, RunKeys
+from zstrat.launch._started_tasks import StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 

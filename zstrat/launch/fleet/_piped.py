@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.cluster import host_and_port
 from zstrat.config import MISTAKEN
 from zstrat.errors import UnavailableError, VersionMismatchError
-from zstrat.launch._child import end_words, inherited
+from zstrat.launch._child import end_words, inherited_environment
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
@@ -253,7 +253,7 @@ class _Conversation:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=inherited(),
+                    env=inherited_environment(),
                     # Ctrl-C in the terminal is for the program, which ends its tasks.
                     start_new_session=True,
                 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.cluster import GPUS_VARIABLE
 from zstrat.errors import UnavailableError
-from zstrat.launch._runtime_dir import share
+from zstrat.launch._started_tasks import share
 
 from ._fleet import Fleet
 from ._piped import TaskHost

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, final
 from zstrat.cluster import expand_hostlist, expand_tasks_per_node
 from zstrat.config import environment
 from zstrat.errors import UnavailableError
-from zstrat.launch._runtime_dir import own_folder
+from zstrat.launch._started_tasks import script_folder
 
 from ._fleet import Fleet
 from ._piped import Piped
@@ -249,7 +249,7 @@ def slurm(
     # Of this process, too: srun passes its environment on, but the task gets these
     # variables later, and they would replace it.
     path = variables.get("PYTHONPATH") or process_env.get("PYTHONPATH", "")
-    paths = [own_folder(), path]
+    paths = [script_folder(), path]
     variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return Fleet(
         engine,
