@@ -43,7 +43,7 @@ from zstrat.launch import (
     Task,
     TaskAddress,
     WorkerJoin,
-    kept_for_good,
+    exempt_from_collection,
 )
 from zstrat.memory import keep_freed_memory
 from zstrat.signals import handle, handle_on
@@ -171,7 +171,7 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     try:
-        with kept_for_good():
+        with exempt_from_collection():
             program = make()
         return run_loop(_accompany(task, program, notifier))
     except ValueError as error:
@@ -238,7 +238,7 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
     try:
         options, join = await _with_index(options, incarnation)
         # A worker imports jax here.
-        with kept_for_good():
+        with exempt_from_collection():
             task = _make_task(options, incarnation)
         # Read by now, and the sooner they are gone the better.
         _remove(options.keys_to_remove)

@@ -201,8 +201,10 @@ def watch_process(
     # A descriptor stands for this process, whereas its number may be another's later.
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError as error:  # also on kernels before 5.3: better to end than to leak
-        end(f"cannot watch the process {pid} of --parent: {error.strerror}")
+    except (AttributeError, OSError) as error:
+        # Also on kernels before 5.3 and other systems: better to end than to leak.
+        why = getattr(error, "strerror", None) or "this system has no pidfd_open"
+        end(f"cannot watch the process {pid} of --parent: {why}")
         return
 
     def gone() -> None:

@@ -130,6 +130,20 @@ def test_it_drains_when_the_process_that_it_was_told_ends(start):
     assert daemon.process.wait(100) == 0
 
 
+def test_a_system_that_cannot_watch_its_parent():
+    """Other systems than Linux: it crashed."""
+    program = (
+        "import os, sys; del os.pidfd_open; from zstrat.daemons.ps import main; "
+        f"main([*{LOCAL}, '--parent', str(os.getppid())])"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "of --parent: this system has no pidfd_open" in ended.stderr
+
+
 def test_a_ps_does_without_jax_logs_json_and_ends_by_an_interrupt(start):
     daemon = start("ps", *LOCAL, "--log-json")
     daemon.hear("READY=1")

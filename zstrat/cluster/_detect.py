@@ -315,7 +315,7 @@ def resolver_of(
         ValueError: The addresses are unknown, or their number is not that of the tasks.
     """
     if launch.addresses is None:
-        raise ValueError(apart(launch))
+        raise ValueError(unknown_addresses(launch))
     tasks = {"worker": launch.size} if jobs is None else dict(jobs)
     if sum(tasks.values()) != launch.size:
         raise ValueError(
@@ -327,7 +327,7 @@ def resolver_of(
     return SimpleClusterResolver(spec, task_type=job, task_id=index)
 
 
-def apart(launch: Launch) -> str:
+def unknown_addresses(launch: Launch) -> str:
     """Returns the error for processes that do not know the addresses of each other."""
     size = launch.size_variable
     several = f"{size}={launch.size}" if launch.size else size
