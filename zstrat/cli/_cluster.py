@@ -256,7 +256,7 @@ def slurm_command(
     script = Path(command[0])
     if not script.is_file():
         what = "is not a file" if script.exists() else "does not exist"
-        advice = "" if not options else _advice(options[-1], command[0])
+        advice = "" if not options else _hint_for_value(options[-1], command[0])
         raise click.UsageError(f"program {command[0]!r} {what}{advice}")
     program = [str(script.absolute()), *command[1:]]
     with failures():
@@ -280,7 +280,7 @@ def slurm_command(
         )
 
 
-def _advice(option: str, word: str) -> str:
+def _hint_for_value(option: str, word: str) -> str:
     """Suggests how to write the option if ``word`` is probably its value."""
     is_long = option.startswith("--")
     if "=" in option if is_long else len(option) > 2:

@@ -220,7 +220,7 @@ def write_manifests(
         if with_secrets:
             objects = [*_secrets(cluster, keys), *objects]
         text = written(cluster, objects, "" if with_secrets else str(keys or KEYS))
-        _put(text, to, is_secret=with_secrets)
+        _write_text(text, to, is_secret=with_secrets)
     except (ImportError, OSError, ValueError) as error:
         fail(error)
 
@@ -235,7 +235,7 @@ def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
         return secrets_from(cluster, Path(folder, "keys"))
 
 
-def _put(text: str, to: Path | None, *, is_secret: bool) -> None:
+def _write_text(text: str, to: Path | None, *, is_secret: bool) -> None:
     if to is None:
         sys.stdout.write(text)
         return

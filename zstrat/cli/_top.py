@@ -170,9 +170,9 @@ class RunScreen:
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
         width = options.max_width
-        lines = [*_program_lines(self.metrics), *_held_up(self.metrics)]
+        lines = [*_program_lines(self.metrics), *_bottleneck_lines(self.metrics)]
         texts = [Text(line) for line in lines]
-        lost = _lost(self.metrics)
+        lost = _lost_tasks(self.metrics)
         if lost:
             texts.append(Text(f"lost: {lost}", style="red"))
         above = [line for text in texts for line in text.wrap(console, width)]
@@ -183,8 +183,8 @@ class RunScreen:
         for_workers = max(FEWEST, height - min(for_servers, len(servers)))
         yield Text(_summary(self.metrics), style="bold")
         yield from above
-        yield from _fitted(workers, for_workers, width)
-        yield from _fitted(servers, for_servers, width)
+        yield from _fitting_table(workers, for_workers, width)
+        yield from _fitting_table(servers, for_servers, width)
 
 
 def run_lines(metrics: Mapping[str, Any]) -> list[str]:
@@ -197,7 +197,7 @@ def run_lines(metrics: Mapping[str, Any]) -> list[str]:
         _summary(metrics),
         *[" ".join(f"{k}={cell}" for k, cell in row.items() if cell) for row in rows],
         *_program_lines(metrics),
-        *_held_up(metrics),
+        *_bottleneck_lines(metrics),
     ]
 
 
@@ -237,17 +237,17 @@ def _round_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
         for what in ("late", "dropped"):
             counts = [f"{worker} {n}" for worker, n in rounds[what].items()]
             if counts:
-                parts.append(f"{what}: {_first(counts)}")
+                parts.append(f"{what}: {_shortened(counts)}")
         waits = [
             f"{worker} {seconds(wait['seconds'])}"
             for worker, wait in rounds["waited_for"].items()
         ]
         if waits:
-            parts.append(f"waited for {_first(waits)}")
+            parts.append(f"waited for {_shortened(waits)}")
         yield ", ".join(parts)
 
 
-def _held_up(metrics: Mapping[str, Any]) -> list[str]:
+def _bottleneck_lines(metrics: Mapping[str, Any]) -> list[str]:
     slowest = metrics["slowest"]
     return [
         f"slowest: {task['task']} {task['why']}"
@@ -257,13 +257,13 @@ def _held_up(metrics: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _lost(metrics: Mapping[str, Any]) -> str:
+def _lost_tasks(metrics: Mapping[str, Any]) -> str:
     """Names the lost tasks; `run_lines` and ``zstrat status`` have the reasons."""
     tasks = metrics["tasks"].items()
-    return _first([name for name, task in tasks if task["state"] == "lost"])
+    return _shortened([name for name, task in tasks if task["state"] == "lost"])
 
 
-def _first(words: Sequence[str]) -> str:
+def _shortened(words: Sequence[str]) -> str:
     rest = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
     return ", ".join(words[:NAMED]) + rest
 
@@ -322,7 +322,7 @@ def _median(summary: Mapping[str, Any]) -> str:
     return seconds(summary["p50"]) if summary["count"] else ""
 
 
-def _fitted(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
+def _fitting_table(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
     """Yields a table of at most this height and width."""
     if not rows:
         return

@@ -312,7 +312,7 @@ def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
                 click.echo(f"zstrat: waiting: {_held_message(folder)}", err=True)
                 # Blocks in the kernel, which wakes one waiter at once; SIGALRM ends it.
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_same(folder / "lock", lock):
+            if not _is_locked_file(folder / "lock", lock):
                 continue
             lock.seek(0)
             yield lock
@@ -359,7 +359,7 @@ def stop(folder: Path, number: int) -> bool:
                 return True
             # We hold it: it was left by a process that was killed. If it is another
             # file by now, a new process has the folder.
-            if _is_same(folder / "lock", lock):
+            if _is_locked_file(folder / "lock", lock):
                 clear(folder, keys=True)
                 (folder / "lock").unlink()
                 with contextlib.suppress(OSError):  # it has foreign files
@@ -369,7 +369,7 @@ def stop(folder: Path, number: int) -> bool:
     return False
 
 
-def _is_same(file: Path, lock: IO[str]) -> bool:
+def _is_locked_file(file: Path, lock: IO[str]) -> bool:
     try:
         return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
     except FileNotFoundError:
@@ -381,7 +381,7 @@ def _holder(folder: Path, lock: IO[str]) -> int:
     been reused: it is valid only if that process has the file open (checked where
     there is a /proc)."""
     pid = lock.read()
-    if pid.isdecimal() and (not Path("/proc/self/fd").exists() or _has(pid, lock)):
+    if pid.isdecimal() and (not Path("/proc/self/fd").exists() or _has_open(pid, lock)):
         return int(pid)
     raise ValueError(
         f"{folder} is locked by a `zstrat up` that just started: try again"
@@ -396,11 +396,11 @@ def _held_message(folder: Path) -> str:
     return f"{folder} is locked by another `zstrat up`{holder}"
 
 
-def _has(pid: str, lock: IO[str]) -> bool:
+def _has_open(pid: str, lock: IO[str]) -> bool:
     """Returns whether the process has the lock file open."""
     with contextlib.suppress(OSError):  # it has ended, or is of another user
         for file in Path("/proc", pid, "fd").iterdir():
-            if _is_same(file, lock):
+            if _is_locked_file(file, lock):
                 return True
     return False
 

@@ -134,7 +134,7 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         addresses, lack = _addresses(env, name, size)
         yield Launch(name, rank_name, size, rank, addresses, lack)
     if _INDEX in env:
-        yield from _indexed(env, host)
+        yield from _launches_of_indexed_job(env, host)
 
 
 def _addresses(
@@ -200,7 +200,7 @@ def _of_coordinator(
     # One host, so each rank needs its own port; else each host has one rank.
     if host in ("localhost", "127.0.0.1", "[::1]"):
         return tuple(f"{host}:{port + rank}" for rank in range(size)), ""
-    hosts = _numbered(host, 0, size)
+    hosts = _sibling_hosts(host, 0, size)
     if hosts is None:
         return None, (
             f"{name}={address}: expected a host name of Kubeflow whose first label "
@@ -209,7 +209,7 @@ def _of_coordinator(
     return tuple(f"{name}:{port}" for name in hosts), ""
 
 
-def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
+def _launches_of_indexed_job(env: Mapping[str, str], host: str) -> Iterator[Launch]:
     # Kubernetes sets the index, but not the number of pods, which the user adds.
     index = _count(env, _INDEX) or 0
     wanted = ("JAX_NUM_PROCESSES", "NUM_PROCESSES")
@@ -226,7 +226,7 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         return
     if index >= size:
         raise ValueError(f"{_INDEX}={index}: expected less than NUM_PROCESSES={size}")
-    hosts = _numbered(host, index, size) if "." in host else None
+    hosts = _sibling_hosts(host, index, size) if "." in host else None
     if hosts is None:
         lack = (
             f"the full name of this host is {host!r:.80}, expected "
@@ -241,7 +241,7 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
     yield Launch(_INDEX, _INDEX, size, index, addresses)
 
 
-def _numbered(host: str, index: int, size: int) -> list[str] | None:
+def _sibling_hosts(host: str, index: int, size: int) -> list[str] | None:
     """Derives all host names from one: ``job-1.service`` from ``job-0.service``. None
     if its first label does not end in the index."""
     label, dot, rest = host.partition(".")

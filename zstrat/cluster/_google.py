@@ -62,7 +62,7 @@ def build_service(
 
 _HOST: Final = "metadata.google.internal"
 _VARIABLES: Final = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
-_MARK: Final = "Metadata-Flavor"
+_HEADER: Final = "Metadata-Flavor"
 _TIMEOUT: Final = 5.0
 """Seconds to connect and to receive the answer: the server is on the same host."""
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
@@ -87,7 +87,7 @@ def ask_metadata(host: str, path: str) -> str | None:
 
     line = http.client.HTTPConnection(host, timeout=_TIMEOUT)
     try:
-        line.request("GET", f"/computeMetadata/v1/{path}", headers={_MARK: "Google"})
+        line.request("GET", f"/computeMetadata/v1/{path}", headers={_HEADER: "Google"})
         answer = line.getresponse()
         text = answer.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
     except (OSError, http.client.HTTPException) as error:
@@ -98,7 +98,7 @@ def ask_metadata(host: str, path: str) -> str | None:
     finally:
         line.close()
     # Of all servers only this one sets the header.
-    if answer.getheader(_MARK) != "Google":
+    if answer.getheader(_HEADER) != "Google":
         raise RuntimeError(f"{host} is not a metadata server of Google")
     if answer.status == 404:
         return None

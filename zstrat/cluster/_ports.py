@@ -17,16 +17,16 @@ import socket
 from pathlib import Path
 from typing import Final
 
-_LOWEST: Final = 10_240
+_LOWEST_PORT: Final = 10_240
 """Lower ports are used by well-known services: 5432, 6379, 8080."""
-_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL: Final = 32_768
+_EPHEMERAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_EPHEMERAL: Final = 32_768
 """The first port that Linux chooses by default; other systems begin at 49,152."""
 _TRIES: Final = 1000
 """Number of random ports to try in one call; nearly all of over 20,000 are free."""
-_ANOTHER: Final = (errno.EADDRINUSE, errno.EACCES)
+_PORT_ERRORS: Final = (errno.EADDRINUSE, errno.EACCES)
 """Errors of a single port, for which another port is tried."""
-_IPV6_ALONE: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
+_IPV6_ONLY_ERRORS: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
 """Errors for a name that has only IPv6 addresses."""
 
 
@@ -37,7 +37,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     Raises:
         OSError: There are too few ports, or the host is not this machine.
     """
-    below = range(_LOWEST, _first_chosen())
+    below = range(_LOWEST_PORT, _first_ephemeral())
     # Randomness of the system: programs with the same seed would collide.
     drawn = random.SystemRandom()
     found: set[int] = set()
@@ -47,15 +47,15 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             if len(found) == count:
                 break
             try:
-                found.add(_bound(held, host, drawn.choice(below)))
+                found.add(_bind_probe(held, host, drawn.choice(below)))
             except OSError as error:
-                if error.errno not in _ANOTHER:
-                    raise _refusal(error, host) from error
+                if error.errno not in _PORT_ERRORS:
+                    raise _bind_error(error, host) from error
         while len(found) < count:  # a fallback: ports chosen by the kernel
             try:
-                found.add(_bound(held, host, 0))
+                found.add(_bind_probe(held, host, 0))
             except OSError as error:
-                raise _refusal(error, host) from error
+                raise _bind_error(error, host) from error
         return list(found)
 
 
@@ -69,30 +69,32 @@ def agreed_port(run: str, tasks: int) -> int:
     """
     # The ports of this machine are not asked for: all processes must get the same one,
     # and they may be on several machines.
-    choices = _USUAL - _LOWEST - tasks
+    choices = _USUAL_EPHEMERAL - _LOWEST_PORT - tasks
     if choices < 1:
         raise ValueError(
             f"{tasks} tasks on one host: expected less than {choices + tasks}"
         )
     # Not `hash`, which differs from process to process.
     digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
-    return _LOWEST + int.from_bytes(digest) % choices
+    return _LOWEST_PORT + int.from_bytes(digest) % choices
 
 
-def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
+def _bind_probe(held: contextlib.ExitStack, host: str, port: int) -> int:
     # A name is tried with IPv4 first, as zmq does when a task binds it.
     try:
-        probe = _probe(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
+        probe = _bound_socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, host, port
+        )
     except socket.gaierror as error:
-        if error.errno not in _IPV6_ALONE:
+        if error.errno not in _IPV6_ONLY_ERRORS:
             raise
-        probe = _probe(socket.AF_INET6, host, port)
+        probe = _bound_socket(socket.AF_INET6, host, port)
     held.enter_context(probe)
     given: int = probe.getsockname()[1]
     return given
 
 
-def _probe(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+def _bound_socket(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
     made = socket.socket(family)
     try:
         made.bind((host, port))
@@ -102,19 +104,19 @@ def _probe(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
     return made
 
 
-def _refusal(error: OSError, host: str) -> OSError:
+def _bind_error(error: OSError, host: str) -> OSError:
     """Makes the error for a host on which no port can be bound."""
     why = f"cannot bind a TCP port of {host!r}: {error.strerror}"
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         why += "; expected a name or an address of this machine"
-    elif error.errno in _ANOTHER:
+    elif error.errno in _PORT_ERRORS:
         why += "; all ports are in use"
     return OSError(error.errno, why)
 
 
-def _first_chosen() -> int:
+def _first_ephemeral() -> int:
     """Returns the first port that the kernel may choose."""
     try:
-        return int(_RANGE.read_text().split()[0])
+        return int(_EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):  # not Linux, or /proc is hidden
-        return _USUAL
+        return _USUAL_EPHEMERAL

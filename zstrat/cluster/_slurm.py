@@ -151,7 +151,7 @@ _LAST_STEP: Final = 2**32 - 16
 _JOB: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 _USUAL_PORT: Final = 8888
 """The port of TensorFlow, used if there is no job id."""
-_FIRST_PORT, _PORTS, _OF_A_JOB = 10_240, 22_528, 64
+_FIRST_PORT, _PORTS, _PORTS_OF_A_JOB = 10_240, 22_528, 64
 """Ports below those that Linux and jax choose, and the number for one job on a node:
 352 consecutive jobs have different ports."""
 _GPUS: Final = "SLURM_GPUS_ON_NODE"
@@ -231,7 +231,7 @@ class SlurmClusterResolver(SourceResolver):
                 f"SLURM_PROCID={rank}: expected a rank below the number of tasks, "
                 f"{len(slots)}; check tasks_per_node, or {_TASKS_PER_NODE[0]}"
             )
-        _check_place(env, rank, slots)
+        _check_slot(env, rank, slots)
         super().__init__(*names[rank], rpc_layer)
         # Last: nothing is set in the environment if an argument was wrong.
         share = share_of(env, per_node, self._gpus_per_task, slots[rank].local)
@@ -288,7 +288,7 @@ def _port(env: Mapping[str, str], given: int | None) -> int:
     step = next((env[name] for name in _STEP if name in env), "0")
     # Steps of one job may share a node as well; 89 is coprime to the number of jobs.
     place = _number(env, _JOB) + 89 * (int(step) if step.isdecimal() else 0)
-    return _FIRST_PORT + place * _OF_A_JOB % _PORTS
+    return _FIRST_PORT + place * _PORTS_OF_A_JOB % _PORTS
 
 
 def _expanded(
@@ -351,7 +351,7 @@ def _cluster(
     return ranked_cluster(jobs, addresses)
 
 
-def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
+def _check_slot(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
     """Checks that Slurm assigned ranks in the expected order; otherwise every task
     would have the address of another one."""
     host, local = env.get("SLURMD_NODENAME"), env.get("SLURM_LOCALID")

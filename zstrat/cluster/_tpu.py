@@ -103,7 +103,11 @@ class TPUClusterResolver(SourceResolver):
         self._coordinator = {}
         if coordinator_name is not None and coordinator_address is not None:
             self._coordinator = {coordinator_name: [coordinator_address]}
-        self._credentials, self._service, self._lent = credentials, service, service
+        self._credentials, self._service, self._given_service = (
+            credentials,
+            service,
+            service,
+        )
         self._discovery_url = env.get(_DISCOVERY) or discovery_url
         self._topology: bytes | None = None
 
@@ -113,9 +117,9 @@ class TPUClusterResolver(SourceResolver):
     def __exit__(self, *error: object) -> None:
         """Closes connections to Google's service, if this object made them."""
         # A service that the program passed is the program's to close.
-        if self._service is not self._lent:
+        if self._service is not self._given_service:
             self._service.close()
-            self._service = self._lent
+            self._service = self._given_service
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the hosts of the TPU, and the coordinator if there is one; an empty
@@ -222,11 +226,11 @@ class TPUClusterResolver(SourceResolver):
             case TpuHosts():
                 return self._source
             case TpuNode():
-                return hosts_of_node(self._source.name, self._ask(self._source))
+                return hosts_of_node(self._source.name, self._query_node(self._source))
             case _:
                 assert_never(self._source)
 
-    def _ask(self, node: TpuNode) -> Mapping[str, Any]:
+    def _query_node(self, node: TpuNode) -> Mapping[str, Any]:
         if self._service is None:
             self._service = build_service(
                 "tpu", "v2", self._credentials, self._discovery_url

@@ -139,7 +139,9 @@ class Server:
         config: Settings | None = None,
         start: bool = True,
     ) -> None:
-        self._def = _define(server_or_cluster_def, job_name, task_index, protocol)
+        self._def = _definition_of(
+            server_or_cluster_def, job_name, task_index, protocol
+        )
         self._settings = config or settings_from(environment())
         self._run: ServerRun | None = None
         if start:
@@ -269,7 +271,7 @@ class ServerRun:
             await task.wait_end()
 
 
-def _define(
+def _definition_of(
     given: ServerDef | ClusterSpec | Mapping[str, Any],
     job: str | None,
     index: int | None,
@@ -286,8 +288,8 @@ def _define(
         )
     else:
         cluster = ClusterSpec(given)
-        job = _only("job_name", job, cluster.jobs)
-        index = _only("task_index", index, cluster.task_indices(job))
+        job = _given_or_only("job_name", job, cluster.jobs)
+        index = _given_or_only("task_index", index, cluster.task_indices(job))
         definition = ServerDef(cluster, job, index, protocol or "tcp")
     _ = definition.address  # raises if there is no such task
     # The index may be an integer of numpy.
@@ -320,7 +322,7 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 T = TypeVar("T", str, int)
 
 
-def _only(name: str, given: T | None, choices: Iterable[T]) -> T:
+def _given_or_only(name: str, given: T | None, choices: Iterable[T]) -> T:
     """Returns the given value, or the only possible one."""
     known = list(choices)
     if given is not None:

@@ -221,16 +221,16 @@ class _Conversation:
             process = self._start_process()
             if process is None:
                 return TaskEnd("was stopped before it was started")
-            greeting = self._checked(lambda: _read_answer(process))
+            greeting = self._read_or_kill(lambda: _read_answer(process))
         if greeting is not None:
-            self._checked(lambda: self._set_up(process, greeting))
+            self._read_or_kill(lambda: self._set_up(process, greeting))
         # To the end of the stream, which is the end of the process. What still comes is
         # thrown away: a full pipe would stop it.
         while _stream(process.stdout).read(LONGEST_LINE):
             pass
         return self._ended(process)
 
-    def _checked(self, read: Callable[[], T]) -> T | None:
+    def _read_or_kill(self, read: Callable[[], T]) -> T | None:
         """Calls ``read``; kills the process and returns None if an answer is
         invalid."""
         try:

@@ -370,7 +370,7 @@ class FleetState:
             if known.phase is TaskPhase.WAITING:
                 orders.append(self._start(task, now))
             else:
-                orders += self._late(task, known, now)
+                orders += self._kill_late_task(task, known, now)
         return orders
 
     def stop(self, now: float) -> list[FleetOrder]:
@@ -392,7 +392,9 @@ class FleetState:
         known.due = now + self._timeouts.start
         return StartTask(task, known.attempt, known.address)
 
-    def _late(self, task: str, known: _TaskState, now: float) -> list[FleetOrder]:
+    def _kill_late_task(
+        self, task: str, known: _TaskState, now: float
+    ) -> list[FleetOrder]:
         """Kills a task whose restart took too long; its end is reported as usual."""
         words = f"{task} was not ready within {self._timeouts.start:g} s"
         known.due = now + KILL_TIMEOUT

@@ -200,10 +200,10 @@ def written(cluster: PodCluster, objects: list[Object], keys: str) -> str:
     plain = json.loads(json.dumps(objects))
     # Wide, as a folded TF_CONFIG cannot be read or copied.
     text: str = yaml.safe_dump_all(plain, sort_keys=False, width=4096)
-    return "".join(f"# {line}\n" for line in _steps(cluster, keys)) + text
+    return "".join(f"# {line}\n" for line in _key_commands(cluster, keys)) + text
 
 
-def _steps(cluster: PodCluster, keys: str) -> list[str]:
+def _key_commands(cluster: PodCluster, keys: str) -> list[str]:
     if not (cluster.has_keys and keys):
         return []
     space = f" -n {cluster.namespace}" if cluster.namespace else ""
@@ -250,8 +250,8 @@ def _job(
             # In order: the first one that matches counts. All else counts as a failure,
             # up to the limit.
             "rules": [
-                _at_exit(job, MISTAKEN, "FailJob"),
-                _at_exit(job, TRY_AGAIN, "Ignore"),
+                _exit_code_rule(job, MISTAKEN, "FailJob"),
+                _exit_code_rule(job, TRY_AGAIN, "Ignore"),
                 {
                     "action": "Ignore",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
@@ -268,7 +268,7 @@ def _job(
     }
 
 
-def _at_exit(container: str, code: int, action: str) -> Object:
+def _exit_code_rule(container: str, code: int, action: str) -> Object:
     codes = {"containerName": container, "operator": "In", "values": [code]}
     # kubectl up to 1.28 requires the empty list.
     return {"action": action, "onExitCodes": codes, "onPodConditions": []}
