@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,24 @@ def test_a_count_of_numpy_is_a_number():
         assert cluster.resolver.cluster_spec().num_tasks("ps") == 1
     with pytest.raises(TypeError, match="num_ps=True"):
         LocalCluster(True)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_server_that_saves_its_state_gets_the_time_for_it(has_state, tmp_path):
+    """It was killed after the drain, and all that it held was lost."""
+    env = {"ZSTRAT_STATE": str(tmp_path)} if has_state else {}
+    with LocalCluster(1, 0, env=env, coordinates=False) as cluster:
+        child, left = cluster._tasks["ps:0"], []
+        wait = child.wait
+
+        def watched(deadline):
+            left.append(deadline - time.monotonic())
+            return wait(deadline)
+
+        child.wait = watched
+        cluster.terminate("ps:0")
+    times = cluster.settings.timeouts
+    assert [seconds > times.handover for seconds in left] == [has_state] * 2
 
 
 def test_a_folder_too_deep_for_sockets(tmp_path):

@@ -122,9 +122,14 @@ class LocalCluster(StartedTasks[Child]):
         # what was started until then.
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
+        # A ps with a state folder writes its state after the drain.
+        handover = (
+            float(daemons["ZSTRAT_HANDOVER"]) if daemons.get("ZSTRAT_STATE") else 0
+        )
+        self._drains = {"worker": drain, "ps": drain + handover}
         remove = self.directory if directory is None else None
         super().__init__(
-            children, f"over {self.transport}", _end, children, drain, remove
+            children, f"over {self.transport}", _end, children, self._drains, remove
         )
         kept = KeptLogs(directory is None)
         try:
@@ -174,11 +179,12 @@ class LocalCluster(StartedTasks[Child]):
         """Drains and ends ``task`` (SIGTERM); returns its exit code.
 
         Raises:
-            DeadlineExceededError: It did not end within twice ``timeouts.drain``.
+            DeadlineExceededError: It did not end within twice ``timeouts.drain``; for
+                a ps with a state folder also ``timeouts.handover``.
         """
         child = self._task(task)
         child.signal(signal.SIGTERM)
-        timeout = 2 * self._settings.timeouts.drain
+        timeout = self._settings.timeouts.drain + self._drains[child.job]
         code = child.wait(time.monotonic() + timeout)
         if code is None:
             raise DeadlineExceededError(
@@ -234,8 +240,14 @@ def _count(name: str, given: int, least: int) -> int:
     raise TypeError(f"{name}={given!r}: expected a whole number, {least} or more")
 
 
-def _end(tasks: Mapping[str, Child], drain: float, folder: Path | None) -> None:
-    """Ends workers first, as their last pushes need the parameter servers."""
+def _end(
+    tasks: Mapping[str, Child], drains: Mapping[str, float], folder: Path | None
+) -> None:
+    """Ends workers first, as their last pushes need the parameter servers.
+
+    Args:
+        drains: Seconds that a task of each job may take to drain.
+    """
     children = list(tasks.values())
     for job in ("worker", "ps"):
         group = [child for child in children if child.job == job]
@@ -243,7 +255,7 @@ def _end(tasks: Mapping[str, Child], drain: float, folder: Path | None) -> None:
             child.signal(signal.SIGTERM)
             child.signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
         # Two graces: the task has one beyond its drain, and the process has to exit.
-        deadline = time.monotonic() + drain + 2 * GRACE
+        deadline = time.monotonic() + drains[job] + 2 * GRACE
         for child in group:
             child.wait(deadline)
             # Kills it if it is late.
