@@ -177,7 +177,7 @@ def _check_writable(file: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    # Opening is the only sure test: rights, read-only disks and quotas all count.
+    # Opening is the only sure test of rights and of read-only disks.
     is_new = not file.exists()
     with file.open("a"):
         pass

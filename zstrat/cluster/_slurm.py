@@ -72,7 +72,8 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
             if match is None:
                 raise ValueError(f"expected 3 or 3(x2), got {part!r}")
             count, times = int(match[1]), int(match[2] or 1)
-            # Before the list is made: a typing error such as 3(x99999999) must not.
+            # Before the list is made, which 3(x99999999) would make too long for
+            # memory.
             _check_size(len(tasks) + times)
             tasks += [count] * times
     except ValueError as error:

@@ -176,7 +176,7 @@ def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
         ZstratError: A rank is lost; see `Group.all_reduce`.
     """
     for kind in CallKind:
-        # Nothing to compare.
+        # One algorithm: nothing to compare.
         algorithms = ALGORITHMS[kind.value]
         if len(algorithms) == 1:
             continue
@@ -203,7 +203,7 @@ def measure_call(
         began = time.perf_counter()
         call()
         seconds[index] = time.perf_counter() - began
-    # After the loop: a reduction in between would delay the next call of some ranks.
+    # The slowest rank counts: a call is over when all have its result.
     slowest: list[float] = group.all_reduce(seconds, "max").tolist()
     return slowest
 

@@ -92,7 +92,7 @@ class LocalCluster(StartedTasks[Child]):
         settings: Settings | None = None,
         coordinates: bool = True,
     ) -> None:
-        # Before any pipe is made, which could become the standard error of a daemon.
+        # Before any pipe is made, which might get the number of a closed stream.
         occupy_descriptors()
         num_ps = _count("num_ps", num_ps, 1)
         num_workers = _count("num_workers", num_workers, 0)
@@ -219,7 +219,7 @@ class LocalCluster(StartedTasks[Child]):
 
     def _start(self, children: Iterable[Child]) -> None:
         fresh = list(children)
-        # All are started before any is waited for; they import side by side.
+        # All are started before any is waited for.
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
             child.start(extra)

@@ -123,7 +123,7 @@ class Observer:
             await link.wait_open(deadline)
             began = time.perf_counter()
             reply = await link.request(Inspect(), deadline=deadline)
-        # An answer of its kind: the others of the cluster are shown all the same.
+        # Reported as a status, so that the other tasks are shown all the same.
         except ZstratError as error:
             return TaskStatus(task, address, problem=str(error))
         took = time.perf_counter() - began

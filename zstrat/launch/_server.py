@@ -308,7 +308,7 @@ def _end_all() -> None:
     the process."""
     running = list(_running)
     # Portals close at exit by themselves. With servers they close first, as sessions
-    # of this program may use them, and would wait for answers that never come.
+    # of this program would wait for answers of a server that has stopped.
     if running:
         close_portals()
     for server in running:
