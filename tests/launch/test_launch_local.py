@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import stat
 import subprocess
@@ -267,13 +268,16 @@ def test_no_orphans_of_a_program_that_is_killed():
 cluster = LocalCluster(2, 0)
 cluster.stop_task("ps:1")
 tell(cluster)
+print(cluster.directory, flush=True)
 signal.pause()
 """
     )
     daemons = pids(process)
+    folder = process.stdout.readline().strip()
     process.kill()
     process.communicate()
     assert all(wait_gone(pid) for pid in daemons)
+    shutil.rmtree(folder)  # nobody else is left who would
 
 
 def test_no_orphans_of_a_program_that_is_interrupted():
