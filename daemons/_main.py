@@ -26,7 +26,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from zstrat.config import MISTAKEN, TRY_AGAIN, environment
 from zstrat.errors import (
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.config import Settings
+    from zstrat.saving import SidecarEvaluator
     from zstrat.wire import PlainTree
 
 DRAINED: Final = 0
@@ -128,24 +129,8 @@ def run(options: DaemonOptions) -> int:
         _remove(options.keys_to_remove)
 
 
-class Program(Protocol):
-    """The work of a daemon that serves no address; runs on a thread of its own."""
-
-    def start(self) -> None:
-        """Works until everything is done, or until `stop`."""
-        ...
-
-    def stop(self) -> None:
-        """Makes `start` return soon; may be called from any thread."""
-        ...
-
-    def summary(self) -> str:
-        """Describes the progress in a few words."""
-        ...
-
-
-class ProgramHealth:
-    """The answers of a `Program` over HTTP: always ready, without statistics."""
+class EvaluatorHealth:
+    """The answers of an evaluator over HTTP: always ready, without statistics."""
 
     def readiness(self) -> str:
         return ""
@@ -154,8 +139,10 @@ class ProgramHealth:
         return {}
 
 
-def run_program(task: str, make: Callable[[], Program], settings: Settings) -> int:
-    """Runs a program until it is done or a signal ends it; returns the exit code.
+def run_evaluator(
+    task: str, make: Callable[[], SidecarEvaluator], settings: Settings
+) -> int:
+    """Runs an evaluator until it is done or a signal ends it; returns the exit code.
 
     Calls ``make`` once logging is set up. A ValueError from it means that the arguments
     of the daemon are wrong: exit code 2.
@@ -163,7 +150,7 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
     start_logging(task, new_incarnation(), as_json=settings.log_json)
     name_children(task)
     notifier = Notifier(environment())
-    # Separate from the errors of the program: an OSError of its code is a crash, one
+    # Separate from the errors of the user's code: an OSError there is a crash, one
     # about the HTTP port a wrong setting.
     try:
         serve_from_settings(settings)
@@ -172,8 +159,8 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     try:
         with exempt_from_collection():
-            program = make()
-        return run_loop(_accompany(task, program, notifier))
+            evaluator = make()
+        return run_loop(_accompany(task, evaluator, notifier))
     except ValueError as error:
         log.error("cannot start: %s", error)
         return MISTAKEN
@@ -200,35 +187,35 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
+async def _accompany(task: str, evaluator: SidecarEvaluator, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
-    health = ProgramHealth()
+    health = EvaluatorHealth()
     register(health, task, loop)
 
     def end(reason: str) -> None:
         log.info("ending: %s", reason)
         notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
-        program.stop()
+        evaluator.stop()
 
     # Not the main thread, which runs the loop: signals and the watchdog are answered
-    # while the program computes.
-    with ThreadPoolExecutor(1, "program") as thread:
-        working = loop.run_in_executor(thread, program.start)
+    # while the evaluator computes.
+    with ThreadPoolExecutor(1, "evaluator") as thread:
+        working = loop.run_in_executor(thread, evaluator.start)
         _listen_to_signals(loop, end)
         log.info("ready, pid %d", os.getpid())
         notifier.send("READY=1", "STATUS=working")
-        heartbeat = ManagerHeartbeat(loop, program, notifier)
+        heartbeat = ManagerHeartbeat(loop, evaluator, notifier)
         try:
             await working
         except Exception:
-            # Goes to the log and the exit code; `run_program` must not see it, because
-            # it takes a ValueError for wrong arguments.
+            # Goes to the log and the exit code; `run_evaluator` must not see it,
+            # because it takes a ValueError for wrong arguments.
             log.exception("crashed")
             return CRASHED
         finally:
             heartbeat.stop()
             _ignore_signals(loop)
-    log.info("ended: %s", program.summary())
+    log.info("ended: %s", evaluator.summary())
     return DRAINED
 
 
@@ -342,7 +329,7 @@ class ManagerHeartbeat:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        task: Task | Program,
+        task: Task | SidecarEvaluator,
         notifier: Notifier,
     ) -> None:
         self._loop, self._task, self._notifier = loop, task, notifier

@@ -19,13 +19,13 @@ from zstrat.cluster import TFConfigClusterResolver
 from zstrat.config import environment
 from zstrat.errors import NotFoundError
 
-from . import MISTAKEN, folder, index_of, leave, parser, run_program, settings_of
+from . import MISTAKEN, folder, index_of, leave, parser, run_evaluator, settings_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._main import Program
+    from zstrat.saving import SidecarEvaluator
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if parsed.platform is not None:
         # jax reads this once, when the user's program imports it, later.
         os.environ["JAX_PLATFORMS"] = parsed.platform
-    leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), settings))
+    leave(run_evaluator(f"evaluator:{index}", partial(evaluator, parsed), settings))
 
 
 def task_index() -> int:
@@ -91,7 +91,7 @@ def task_index() -> int:
     return resolver.task_id or 0
 
 
-def evaluator(parsed: argparse.Namespace) -> Program:
+def evaluator(parsed: argparse.Namespace) -> SidecarEvaluator:
     """Makes the evaluator that the arguments describe.
 
     Raises:

@@ -17,7 +17,6 @@ from zstrat.streams import occupy_descriptors
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
-from ._own_process import import_coordinator
 from ._run_folder import RunFolder, addresses_in
 from ._started_tasks import (
     StartedTasks,
@@ -223,9 +222,10 @@ class LocalCluster(StartedTasks[Child]):
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
             child.start(extra)
-        # Meanwhile, on another core, this program imports what it needs next.
+        # Meanwhile, on another core, this program imports what it needs next: jax and
+        # the modules of a coordinator. No device is initialized.
         if self._coordinates:
-            import_coordinator()
+            from zstrat.strategy import ParameterServerStrategy  # noqa: F401
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
 
 

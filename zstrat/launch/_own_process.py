@@ -178,11 +178,6 @@ def exempt_from_collection() -> Iterator[None]:
         gc.enable()
 
 
-def import_coordinator() -> None:
-    """Imports jax and the modules of a coordinator, without initializing a device."""
-    from zstrat.strategy import ParameterServerStrategy  # noqa: F401
-
-
 def choose_devices(variables: Mapping[str, str]) -> None:
     """Sets environment variables that select the devices of jax.
 
