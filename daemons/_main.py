@@ -43,7 +43,7 @@ from zstrat.launch import (
     Task,
     TaskAddress,
     WorkerJoin,
-    exempt_from_collection,
+    kept_for_good,
 )
 from zstrat.memory import keep_freed_memory
 from zstrat.signals import handle, handle_on
@@ -158,7 +158,7 @@ def run_evaluator(
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     try:
-        with exempt_from_collection():
+        with kept_for_good():
             evaluator = make()
         return run_loop(_accompany(task, evaluator, notifier))
     except ValueError as error:
@@ -225,7 +225,7 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
     try:
         options, join = await _with_index(options, incarnation)
         # A worker imports jax here.
-        with exempt_from_collection():
+        with kept_for_good():
             task = _make_task(options, incarnation)
         # Read by now, and the sooner they are gone the better.
         _remove(options.keys_to_remove)

@@ -25,7 +25,7 @@ from zstrat.launch import (
     STOPPED,
     WORD,
     choose_devices,
-    exempt_from_collection,
+    kept_for_good,
 )
 from zstrat.signals import handle
 
@@ -54,7 +54,7 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     # Frozen objects are not touched by collections, so their pages stay shared with the
     # forked daemons.
-    with exempt_from_collection():
+    with kept_for_good():
         # Step functions of users refer to strategies, which a worker then imports.
         from zstrat.strategy import Strategy  # noqa: F401
         from zstrat.worker import WorkerService  # noqa: F401

@@ -206,6 +206,16 @@ def test_a_count_of_numpy_is_a_number():
         LocalCluster(True)
 
 
+def test_a_closed_cluster_starts_and_kills_nothing(tmp_path):
+    """A task that was started again ran on until the program ended."""
+    cluster = LocalCluster(1, 0, coordinates=False, directory=tmp_path)
+    cluster.stop()
+    for call in (cluster.restart, cluster.kill, cluster.pid):
+        with pytest.raises(ClosedError, match="is closed"):
+            call("ps:0")
+    assert not cluster.is_running("ps:0")
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 def test_a_server_that_saves_its_state_gets_the_time_for_it(has_state, tmp_path):
     """It was killed after the drain, and all that it held was lost."""

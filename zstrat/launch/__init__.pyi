@@ -23,7 +23,7 @@ from ._observer import observe as observe
 from ._observer import report_of as report_of
 from ._own_process import ProcessOutput as ProcessOutput
 from ._own_process import choose_devices as choose_devices
-from ._own_process import exempt_from_collection as exempt_from_collection
+from ._own_process import kept_for_good as kept_for_good
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
 from ._task import Task as Task

@@ -164,14 +164,24 @@ class LocalCluster(StartedTasks[Child]):
         return SimpleClusterResolver(self.spec)
 
     def pid(self, task: str) -> int:
-        """Process id of ``task``, such as "worker:1"."""
+        """Process id of ``task``, such as "worker:1".
+
+        Raises:
+            ClosedError: The cluster is closed.
+        """
+        self._check_open()
         return self._task(task).pid
 
     def is_running(self, task: str) -> bool:
         return self._task(task).is_running
 
     def kill(self, task: str) -> None:
-        """Ends ``task`` as a power cut does (SIGKILL); returns when it is gone."""
+        """Ends ``task`` as a power cut does (SIGKILL); returns when it is gone.
+
+        Raises:
+            ClosedError: The cluster is closed.
+        """
+        self._check_open()
         self._task(task).kill()
 
     def terminate(self, task: str) -> int:
@@ -204,7 +214,12 @@ class LocalCluster(StartedTasks[Child]):
         """Restarts ``task`` at its address; kills it first if it runs.
 
         Returns when it serves. Raises the errors of the constructor.
+
+        Raises:
+            ClosedError: The cluster is closed.
         """
+        # Nobody would end a task that was started after that.
+        self._check_open()
         child = self._task(task)
         if child.is_running:
             child.kill()

@@ -160,7 +160,7 @@ def _is_written(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def exempt_from_collection() -> Iterator[None]:
+def kept_for_good() -> Iterator[None]:
     """Runs the block without garbage collections, and excludes all objects that exist
     at its end from later ones.
 

@@ -24,7 +24,7 @@ from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_from_settings, unregister
 from zstrat.wire import Inspect, Job, Statistics
 
-from ._own_process import exempt_from_collection
+from ._own_process import kept_for_good
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -278,7 +278,7 @@ class Task:
         # Collections are frozen only in a process of our own, and only for the import
         # itself: later garbage of this call is freed as usual.
         is_first = self._is_alone and "jax" not in sys.modules
-        with exempt_from_collection() if is_first else contextlib.nullcontext():
+        with kept_for_good() if is_first else contextlib.nullcontext():
             from zstrat.program import load
         return load(code)
 
