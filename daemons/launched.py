@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from zstrat.cluster import take_part
+from zstrat.launch import kept_for_good
 from zstrat.launch.fleet import share, write_keys
 from zstrat.signals import handle
 from zstrat.transport import hello, new_incarnation
@@ -49,14 +50,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     timeout = float(arguments[arguments.index("--launcher-timeout") + 1])
     received = _receive_setup(timeout)
     os.environ.update(received["env"])
-    # Before anything imports jax, which reads both. As the workers of a `LocalCluster`
-    # do; a ps uses one core and no GPU.
-    if job == "worker":
-        host = received["host"]
-        _take_share(int(host["rank"]), int(host["tasks"]))
     # Python read PYTHONPATH when it started, before this process received it.
     paths = received["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path]
+    # As the workers of a `LocalCluster` do; a ps uses one core and no GPU.
+    if job == "worker":
+        host = received["host"]
+        # Before the import of jax, which reads both.
+        _take_share(int(host["rank"]), int(host["tasks"]))
+        # Before the keys are written: a daemon that is killed in these seconds, because
+        # another task has failed, leaves none.
+        with kept_for_good():
+            from zstrat.worker import WorkerService  # noqa: F401
     arguments += ["--parent", str(os.getppid()), "--report", str(report)]
     if not received["keys"]:
         MAINS[job](arguments)

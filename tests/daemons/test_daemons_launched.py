@@ -9,24 +9,35 @@ import sys
 import tempfile
 from pathlib import Path
 
-KEY = "the secret of a test that is to leave nothing"
+import pytest
+
+from zstrat.transport import generate_keys
 
 
-def left() -> list[Path]:
-    """The folders that still have the key."""
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    generate_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def left(secret: Path) -> list[Path]:
+    """The files that still have the secret."""
     folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    files = [f for each in folders for f in each.glob("zstrat-keys-*/keys/ps.secret")]
-    return [file for file in files if KEY in file.read_text()]
+    pattern = f"zstrat-keys-*/keys/{secret.name}"
+    files = [file for folder in folders for file in folder.glob(pattern)]
+    return [file for file in files if file.read_text() == secret.read_text()]
 
 
-def test_keys_do_not_outlive_a_daemon_that_cannot_begin() -> None:
-    command = ["zstrat.daemons.launched", "ps", "--index", "0", "--bind", "127.0.0.1:0"]
+def launched(job: str, keys: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a daemon that gets its keys as of a fleet."""
+    command = ["zstrat.daemons.launched", job, "--index", "0", "--bind", "127.0.0.1:0"]
+    files = [keys / f"{job}.secret", *keys.glob("*.public")]
     setup = {
-        "env": {"ZSTRAT_DRAIN": "soon"},
-        "keys": {"ps.secret": KEY},
+        "env": env,
+        "keys": {file.name: file.read_text() for file in files},
         "host": {"rank": "0", "tasks": "1"},
     }
-    ran = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-P", "-m", *command, "--launcher-timeout", "60"],
         input=json.dumps(setup) + "\n",
         capture_output=True,
@@ -35,6 +46,19 @@ def test_keys_do_not_outlive_a_daemon_that_cannot_begin() -> None:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         timeout=60,
     )
+
+
+def test_keys_do_not_outlive_a_daemon_that_cannot_begin(keys: Path) -> None:
+    ran = launched("ps", keys, ZSTRAT_DRAIN="soon")
     assert ran.returncode == 2, ran.stderr
     assert "ZSTRAT_DRAIN" in ran.stderr
-    assert left() == []
+    assert left(keys / "ps.secret") == []
+
+
+def test_a_worker_that_is_killed_while_it_imports_jax_has_no_keys_yet(
+    keys: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "jax.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    ran = launched("worker", keys, PYTHONPATH=str(tmp_path))
+    assert ran.returncode == -9, ran.stderr
+    assert left(keys / "worker.secret") == []
