@@ -120,6 +120,10 @@ def run(options: DaemonOptions) -> int:
             log.error("the parent process %d has already ended", options.parent)
             return CRASHED
         return run_loop(_serve(options, incarnation, notifier))
+    except KeyboardInterrupt:
+        # Until the daemon serves, Python's own handler is in place.
+        log.info("ended by SIGINT before it served")
+        return DRAINED
     except Exception:
         # Goes to the log and, as the exit code, to the service manager.
         log.exception("crashed")
@@ -161,6 +165,9 @@ def run_evaluator(
         with kept_for_good():
             evaluator = make()
         return run_loop(_accompany(task, evaluator, notifier))
+    except KeyboardInterrupt:
+        log.info("ended by SIGINT before it began")
+        return DRAINED
     except ValueError as error:
         log.error("cannot start: %s", error)
         return MISTAKEN

@@ -130,6 +130,19 @@ def test_it_drains_when_the_process_that_it_was_told_ends(start):
     assert daemon.process.wait(100) == 0
 
 
+def test_an_interrupt_before_it_serves_is_no_crash(start):
+    """A worker that waited for its program ended with a page of traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        daemon = start("worker", "--join", address, "--bind", "127.0.0.1:7001")
+        server.settimeout(60)
+        server.accept()[0].close()
+        daemon.process.send_signal(signal.SIGINT)
+        assert daemon.process.wait(100) == 0
+    assert "Traceback" not in daemon.words()
+    assert "ended by SIGINT before it served" in daemon.words()
+
+
 def test_a_system_that_cannot_watch_its_parent():
     """Other systems than Linux: it crashed."""
     program = (
