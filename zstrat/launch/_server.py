@@ -169,8 +169,8 @@ class Server:
         return f"{self._def.protocol}://{address}"
 
     def start(self) -> None:
-        """Starts to serve; returns when the task answers. Does nothing if it is started
-        already.
+        """Starts to serve, also after `stop`; returns when the task answers. Does
+        nothing if it serves already.
 
         Cancellation: Ctrl-C stops the server again, then raises.
 
@@ -178,7 +178,7 @@ class Server:
             ZstratError, OSError: The address cannot be bound. The call may be repeated.
         """
         try:
-            if self._run is None:
+            if self._run is None or self._run.is_over:
                 self._run = ServerRun(self._def, self._settings)
                 # First: if Ctrl-C strikes in `start`, `stop` and the exit find it.
                 _running.add(self)
@@ -237,6 +237,11 @@ class ServerRun:
         self._reason = ""
         name = f"zstrat server {definition.job_name}:{definition.task_index}"
         self.thread = SteadyThread(self._run, name=name)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the task has ended, or could not be served."""
+        return self.started.is_there and not self.thread.is_alive()
 
     def end_soon(self, reason: str) -> None:
         """Requests the end of the task, even before it serves."""
