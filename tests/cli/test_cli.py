@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from zstrat.cli import _options, _tables, main
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
@@ -339,6 +341,17 @@ def test_table_and_lines_say_the_same():
         "task=worker:0 address=h:2 unreachable: nothing answers",
     ]
     assert _tables.table(seen).row_count == 2
+
+
+def test_why_a_task_does_not_answer_can_be_read_on_a_terminal():
+    """It was a column of 13 characters, a dozen lines high."""
+    problem = "worker:0 at h:2 did not answer within 5 s: nothing answers there; " * 2
+    seen = [TaskStatus("worker:0", "h:2", problem=problem)]
+    console = Console(width=80, file=io.StringIO())
+    console.print(_tables.table(seen))
+    text = console.file.getvalue()
+    assert len(text.splitlines()) < 6
+    assert " ".join(problem.split()) in " ".join(text.split())
 
 
 def test_second_copies_are_shown_where_they_are():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
+from rich.text import Text
 
 from zstrat.launch import TaskStatus
 from zstrat.telemetry import size
@@ -91,13 +92,20 @@ def _copy(status: TaskStatus, *path: str) -> str:
 
 
 def table(statuses: Sequence[TaskStatus]) -> Table:
-    """Formats the tasks as a table, for a terminal."""
+    """Formats the tasks as a table, for a terminal; below it, why some of them do not
+    answer."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
     for status in statuses:
         for cells in rows(status):
+            if status.problem:
+                # The reason is a sentence, which a column would make a tower of words.
+                cells[2] = "unreachable"
             table.add_row(*cells, style="red" if status.problem else None)
+    if problems := [status.problem for status in statuses if status.problem]:
+        table.caption = Text("\n".join(problems), style="red")
+        table.caption_justify = "left"
     return table
 
 
