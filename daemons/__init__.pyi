@@ -8,5 +8,5 @@ from ._arguments import parser as parser
 from ._arguments import settings_of as settings_of
 from ._main import leave as leave
 from ._main import run as run
-from ._main import run_program as run_program
+from ._main import run_evaluator as run_evaluator
 from ._supervision import ParentWatch as ParentWatch

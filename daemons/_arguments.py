@@ -51,6 +51,7 @@ class _Parser(argparse.ArgumentParser):
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
     """Makes the parser of a daemon's arguments; a daemon that binds no address has
     fewer of them. Call it first: it makes sure that standard error exists."""
+    # Before argparse, which prints errors to a standard error that may be missing.
     complete()
     sources = (
         "TF_CONFIG; --cluster and --index; --bind and --index; or --resolver and "
@@ -190,6 +191,7 @@ def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     """
     names = ("keys", "insecure", "log_json", "http", "spill")
     given = {name: value for name, value in vars(parsed).items() if name in names}
+    # An option that was not given is "", None or False, and leaves the setting.
     overrides = {name: value for name, value in given.items() if value}
     settings = settings_from(env)
     state = settings.state
@@ -217,6 +219,7 @@ def _task(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskA
         source = str(parsed.cluster)
         resolver = TomlClusterResolver(parsed.cluster)
         _check_job(resolver, job, source)
+    # As with --cluster, arguments win over TF_CONFIG, which may be another program's.
     elif parsed.bind is not None and parsed.index is not None:
         return TaskAddress(job, index_of(parsed.index), parsed.bind)
     elif env.get("TF_CONFIG"):
@@ -234,6 +237,7 @@ def _task(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskA
     index = parsed.index if parsed.index is not None else resolver.task_id
     if index is None:
         raise ValueError(f"{source} has no index for this {job}: pass --index N")
+    # With --bind, too: a task that is not in the cluster is one that nobody asks.
     indices = spec.task_indices(job)
     if index not in indices:
         raise ValueError(
@@ -261,6 +265,7 @@ def jobs_of(text: str) -> dict[str, int]:
     Raises:
         ValueError: The text has another form, or names a job twice.
     """
+    # Anything invalid, and a job that is named twice, makes fewer jobs than pairs.
     pairs = [part.partition("=") for part in text.split(",")]
     jobs = {job: int(n) for job, _, n in pairs if job and n.isdecimal() and int(n)}
     if len(jobs) != len(pairs):

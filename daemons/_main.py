@@ -26,7 +26,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from zstrat.config import MISTAKEN, TRY_AGAIN, environment
 from zstrat.errors import (
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.config import Settings
+    from zstrat.saving import SidecarEvaluator
     from zstrat.wire import PlainTree
 
 DRAINED: Final = 0
@@ -109,15 +110,20 @@ def run(options: DaemonOptions) -> int:
     task = options.task
     start_logging(task.task, incarnation, as_json=options.settings.log_json)
     name_children(task.job)
-    ends_with_parent = die_with if options.report >= 0 else is_running
-    if options.parent and not ends_with_parent(options.parent):
-        log.error("the parent process %d has already ended", options.parent)
-        return CRASHED
     _raise_descriptor_limit()
     keep_freed_memory()
     notifier = Notifier(environment())
+    ends_with_parent = die_with if options.report >= 0 else is_running
+    # Everything that may end the daemon is in here: its keys are removed in any case.
     try:
+        if options.parent and not ends_with_parent(options.parent):
+            log.error("the parent process %d has already ended", options.parent)
+            return CRASHED
         return run_loop(_serve(options, incarnation, notifier))
+    except KeyboardInterrupt:
+        # Until the daemon serves, Python's own handler is in place.
+        log.info("ended by SIGINT before it served")
+        return DRAINED
     except Exception:
         # Goes to the log and, as the exit code, to the service manager.
         log.exception("crashed")
@@ -127,24 +133,8 @@ def run(options: DaemonOptions) -> int:
         _remove(options.keys_to_remove)
 
 
-class Program(Protocol):
-    """The work of a daemon that serves no address; runs on a thread of its own."""
-
-    def start(self) -> None:
-        """Works until everything is done, or until `stop`."""
-        ...
-
-    def stop(self) -> None:
-        """Makes `start` return soon; may be called from any thread."""
-        ...
-
-    def summary(self) -> str:
-        """Describes the progress in a few words."""
-        ...
-
-
-class ProgramHealth:
-    """The answers of a `Program` over HTTP: always ready, without statistics."""
+class EvaluatorHealth:
+    """The answers of an evaluator over HTTP: always ready, without statistics."""
 
     def readiness(self) -> str:
         return ""
@@ -153,8 +143,10 @@ class ProgramHealth:
         return {}
 
 
-def run_program(task: str, make: Callable[[], Program], settings: Settings) -> int:
-    """Runs a program until it is done or a signal ends it; returns the exit code.
+def run_evaluator(
+    task: str, make: Callable[[], SidecarEvaluator], settings: Settings
+) -> int:
+    """Runs an evaluator until it is done or a signal ends it; returns the exit code.
 
     Calls ``make`` once logging is set up. A ValueError from it means that the arguments
     of the daemon are wrong: exit code 2.
@@ -162,6 +154,8 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
     start_logging(task, new_incarnation(), as_json=settings.log_json)
     name_children(task)
     notifier = Notifier(environment())
+    # Separate from the errors of the user's code: an OSError there is a crash, one
+    # about the HTTP port a wrong setting.
     try:
         serve_from_settings(settings)
     except (ValueError, OSError) as error:
@@ -169,8 +163,11 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     try:
         with kept_for_good():
-            program = make()
-        return run_loop(_accompany(task, program, notifier))
+            evaluator = make()
+        return run_loop(_accompany(task, evaluator, notifier))
+    except KeyboardInterrupt:
+        log.info("ended by SIGINT before it began")
+        return DRAINED
     except ValueError as error:
         log.error("cannot start: %s", error)
         return MISTAKEN
@@ -186,41 +183,46 @@ def leave(code: int) -> NoReturn:
     """Exits the process, even while user code still runs on another thread."""
     # A daemon thread that is inside XLA when the interpreter shuts down may abort the
     # process, which changes the exit code.
+    # `os._exit` flushes nothing.
     logging.shutdown()
     sys.stdout.flush()
     others = set(threading.enumerate()) - {threading.current_thread()}
+    # With TRY_AGAIN a request did not end in time, and its thread may still run; a
+    # thread that is not a daemon would be waited for.
     if code == TRY_AGAIN or any(not thread.daemon for thread in others):
         os._exit(code)
     sys.exit(code)
 
 
-async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
+async def _accompany(task: str, evaluator: SidecarEvaluator, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
-    health = ProgramHealth()
+    health = EvaluatorHealth()
     register(health, task, loop)
 
     def end(reason: str) -> None:
         log.info("ending: %s", reason)
         notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
-        program.stop()
+        evaluator.stop()
 
-    with ThreadPoolExecutor(1, "program") as thread:
-        working = loop.run_in_executor(thread, program.start)
+    # Not the main thread, which runs the loop: signals and the watchdog are answered
+    # while the evaluator computes.
+    with ThreadPoolExecutor(1, "evaluator") as thread:
+        working = loop.run_in_executor(thread, evaluator.start)
         _listen_to_signals(loop, end)
         log.info("ready, pid %d", os.getpid())
         notifier.send("READY=1", "STATUS=working")
-        heartbeat = ManagerHeartbeat(loop, program, notifier)
+        heartbeat = ManagerHeartbeat(loop, evaluator, notifier)
         try:
             await working
         except Exception:
-            # Goes to the log and the exit code; `run_program` must not see it, because
-            # it takes a ValueError for wrong arguments.
+            # Goes to the log and the exit code; `run_evaluator` must not see it,
+            # because it takes a ValueError for wrong arguments.
             log.exception("crashed")
             return CRASHED
         finally:
             heartbeat.stop()
             _ignore_signals(loop)
-    log.info("ended: %s", program.summary())
+    log.info("ended: %s", evaluator.summary())
     return DRAINED
 
 
@@ -229,14 +231,17 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
     has_given_index = options.task.index != UNNUMBERED
     try:
         options, join = await _with_index(options, incarnation)
-        with kept_for_good():  # a worker imports jax here
+        # A worker imports jax here.
+        with kept_for_good():
             task = _make_task(options, incarnation)
+        # Read by now, and the sooner they are gone the better.
         _remove(options.keys_to_remove)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     watch: ParentWatch | None = None
+    # Before the address is reported: the launcher may send a signal from then on.
     _listen_to_signals(loop, task.end)
     if options.parent and options.report >= 0:
         watch = ParentWatch(loop, task.end, options.launcher_timeout)
@@ -246,13 +251,16 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
     log.info("ready at %s, pid %d", task.address, os.getpid())
     notifier.send("READY=1", f"STATUS=serving at {task.address}")
     heartbeat = ManagerHeartbeat(loop, task, notifier)
+    # After the daemon serves, as the program connects to it at once.
     reporter = None if join is None else JoinReporter(join, task)
     reason = await task.wait_end()
     log.info("ending: %s", reason)
     notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
+    # Before the drain, so that no further program gets this worker.
     if reporter is not None:
         await reporter.stop()
     drained = await task.stop()
+    # The manager's watchdog covers the drain as well.
     heartbeat.stop()
     _ignore_signals(loop)
     log.info("ended" if drained else "ended before all accepted requests were done")
@@ -261,8 +269,9 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
         # restart the worker asks for a free index.
         gets_another = isinstance(refusal, AlreadyExistsError) and not has_given_index
         return TRY_AGAIN if gets_another or _may_pass(refusal) else MISTAKEN
+    # The launcher may only be cut off: it may come back and need this task.
     if watch is not None and watch.is_late:
-        return TRY_AGAIN  # the launcher may come back and need this task
+        return TRY_AGAIN
     return DRAINED if drained else TRY_AGAIN
 
 
@@ -276,6 +285,7 @@ async def _with_index(
     if options.task.index != UNNUMBERED:
         return options, join
     task = replace(options.task, index=await join.number())
+    # Again: its lines begin with the name of the task.
     start_logging(task.task, incarnation, as_json=options.settings.log_json)
     return replace(options, task=task), join
 
@@ -326,7 +336,7 @@ class ManagerHeartbeat:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        task: Task | Program,
+        task: Task | SidecarEvaluator,
         notifier: Notifier,
     ) -> None:
         self._loop, self._task, self._notifier = loop, task, notifier
@@ -339,6 +349,8 @@ class ManagerHeartbeat:
             self._timer.cancel()
 
     def _beat(self) -> None:
+        # From the loop, not from a thread: a thread would also report a loop that
+        # hangs.
         self._notifier.send("WATCHDOG=1", f"STATUS={self._task.summary()}")
         self._timer = self._loop.call_later(
             self._notifier.watchdog or self.interval, self._beat
@@ -377,6 +389,7 @@ def _listen_to_signals(
         signals = tuple(each for each in signals if each != signal.SIGHUP)
 
     def first(number: signal.Signals) -> None:
+        # The next signal has its effect at once, even if the loop hangs in the drain.
         for each in signals:
             loop.remove_signal_handler(each)
             again = each != signal.SIGHUP
@@ -401,5 +414,6 @@ def _report_address(descriptor: int, task: Task) -> None:
     if descriptor < 0:
         return
     line = {"address": task.address, "incarnation": task.hello.incarnation}
+    # Closed as well: the launcher reads to a line end, and the pipe has no other use.
     with os.fdopen(descriptor, "w") as out:
         out.write(json.dumps(line) + "\n")

@@ -76,6 +76,7 @@ def start_logging(task: str, incarnation: int, *, as_json: bool) -> None:
     formatter = JsonFormatter if as_json else LineFormatter
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(task, incarnation))
+    # Replaces the handlers, as this is called again when a worker gets its index.
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -91,6 +92,7 @@ def _time(record: logging.LogRecord) -> str:
 def _escaped(text: str) -> str:
     """Escapes control characters and indents all lines but the first: text from a peer
     cannot forge a log entry or control the terminal."""
+    # Nearly all lines are: `isprintable` is false for line breaks, too.
     if text.isprintable():
         return text
     lines = text.split("\n")
@@ -114,6 +116,7 @@ class Notifier:
         # "@" stands for the NUL byte of a name in the abstract namespace.
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._socket: socket.socket | None = None
+        # A manager that does not read must not stop the loop.
         if self._address:
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             self._socket = socket.socket(socket.AF_UNIX, kind)
@@ -145,9 +148,12 @@ class Notifier:
 def show_as(name: str, *arguments: str) -> None:
     """Makes `ps` and `top` show this command line in place of the real one, cut to the
     bytes that the real one has (proc(5): ``arg_start`` and ``arg_end``)."""
+    # A forked daemon has the command line of its fork server. Python offers no way to
+    # change it, so the memory of the arguments is overwritten, which has a fixed size.
     command_line = "\0".join((name, *arguments)).encode()
     with contextlib.suppress(OSError):  # no /proc, or it is read-only
         Path("/proc/self/comm").write_text(name)
+        # After the last ")", as the name of the program may contain one.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = map(int, fields[45:47])
         with open("/proc/self/mem", "r+b", 0) as memory:
@@ -175,6 +181,7 @@ def die_with(parent: int) -> bool:
 
 def is_running(pid: int) -> bool:
     """Returns whether a process with this id exists, of any user."""
+    # Signal 0 is not sent, only checked: without permission there is such a process.
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -191,10 +198,13 @@ def watch_process(
 
     It need not be the parent of this daemon: a shell may be in between.
     """
+    # A descriptor stands for this process, whereas its number may be another's later.
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError as error:  # also on kernels before 5.3: better to end than to leak
-        end(f"cannot watch the process {pid} of --parent: {error.strerror}")
+    except (AttributeError, OSError) as error:
+        # Also on kernels before 5.3 and other systems: better to end than to leak.
+        why = getattr(error, "strerror", None) or "this system has no pidfd_open"
+        end(f"cannot watch the process {pid} of --parent: {why}")
         return
 
     def gone() -> None:
@@ -222,6 +232,7 @@ class ParentWatch:
         self._stdin = sys.stdin.fileno()
         self._timer: asyncio.TimerHandle | None = None
         self.is_late = False
+        # The reader may be called without data, and `_late` looks for some by itself.
         os.set_blocking(self._stdin, False)
         loop.add_reader(self._stdin, self._read)
         self._restart_timer()
@@ -238,6 +249,7 @@ class ParentWatch:
             data = os.read(self._stdin, 4096)
         except BlockingIOError:
             return False
+        # What is sent has no meaning: every byte is a heartbeat.
         if data:
             self._restart_timer()
         else:
@@ -253,6 +265,7 @@ class ParentWatch:
             )
 
     def _finish(self, reason: str) -> None:
+        # A pipe at its end stays readable, and the loop would spin.
         self._loop.remove_reader(self._stdin)
         if self._timer is not None:
             self._timer.cancel()

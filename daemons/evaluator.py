@@ -19,13 +19,13 @@ from zstrat.cluster import TFConfigClusterResolver
 from zstrat.config import environment
 from zstrat.errors import NotFoundError
 
-from . import MISTAKEN, folder, index_of, leave, parser, run_program, settings_of
+from . import MISTAKEN, folder, index_of, leave, parser, run_evaluator, settings_of
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._main import Program
+    from zstrat.saving import SidecarEvaluator
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if parsed.platform is not None:
         # jax reads this once, when the user's program imports it, later.
         os.environ["JAX_PLATFORMS"] = parsed.platform
-    leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), settings))
+    leave(run_evaluator(f"evaluator:{index}", partial(evaluator, parsed), settings))
 
 
 def task_index() -> int:
@@ -91,7 +91,7 @@ def task_index() -> int:
     return resolver.task_id or 0
 
 
-def evaluator(parsed: argparse.Namespace) -> Program:
+def evaluator(parsed: argparse.Namespace) -> SidecarEvaluator:
     """Makes the evaluator that the arguments describe.
 
     Raises:
@@ -134,6 +134,8 @@ def load_program(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
     """
     from zstrat.saving import Checkpoint
 
+    # As Python does for a script; the program `zstrat-evaluator` has its own folder
+    # there.
     name, _, function = program.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -144,6 +146,8 @@ def load_program(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
         ) from error
     if not callable(make):
         raise ValueError(f"{program}: expected a function, got {make!r:.80}")
+    # Before the call: a TypeError inside of the function is a crash of its own, with a
+    # traceback.
     try:
         with contextlib.suppress(ValueError):  # a builtin without a signature
             inspect.signature(make).bind()

@@ -52,11 +52,14 @@ class ForkRequest:
 def main() -> None:
     """Entry point of the fork server and of each process that it forks."""
     requests = socket.socket(fileno=int(sys.argv[1]))
+    # Frozen objects are not touched by collections, so their pages stay shared with the
+    # forked daemons.
     with kept_for_good():
         # Step functions of users refer to strategies, which a worker then imports.
         from zstrat.strategy import Strategy  # noqa: F401
         from zstrat.worker import WorkerService  # noqa: F401
     daemon = ForkLoop(requests).run()
+    # On the empty stack of `main`, so that nothing of the loop lives on in the daemon.
     if daemon is not None:
         _become_daemon(daemon)
         parent = "--parent", str(os.getppid()), "--report", str(daemon.report)
@@ -78,9 +81,13 @@ class ForkLoop:
             parent = os.pidfd_open(os.getppid())
             self._selector.register(parent, selectors.EVENT_READ)
         self._wakeups, self._wakeup_writer = os.pipe()
+        # Python demands a writer that does not block: a full pipe must not stop the
+        # process in a signal handler.
         for end in (self._wakeups, self._wakeup_writer):
             os.set_blocking(end, False)
-        # `handle` resets it in the forked processes.
+        # A handler that does nothing: with SIG_DFL the kernel would not wake us, and
+        # with SIG_IGN it would reap our children itself. `handle` resets it in the
+        # forked processes.
         handle(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         self._selector.register(self._wakeups, selectors.EVENT_READ)
@@ -91,9 +98,12 @@ class ForkLoop:
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._wakeups:
+                    # Emptied before the reaping: a signal that comes meanwhile wakes
+                    # the selector again.
                     os.read(self._wakeups, 4096)
                     self._reap()
                     continue
+                # Otherwise it is a request, its end, or the end of the parent.
                 is_request = key.fileobj is self._requests
                 daemon = self._receive_request() if is_request else None
                 if daemon is None or self._fork(daemon):
@@ -103,6 +113,7 @@ class ForkLoop:
         head, descriptors, _, _ = socket.recv_fds(self._requests, len(REQUEST), 6)
         if not head:
             return None
+        # Its offset is shared with the sender, who has set it back to 0.
         with open(descriptors.pop(), "rb") as text:
             request: dict[str, Any] = json.load(text)
         return ForkRequest(
@@ -120,6 +131,7 @@ class ForkLoop:
             self._close_all()
             _reseed()
             return True
+        # Reported before any end of the process: `_reap` runs in this thread, later.
         self._running[pid] = daemon.status
         with contextlib.suppress(BrokenPipeError):  # the program closed its end
             os.write(daemon.status, WORD.pack(pid))
@@ -130,16 +142,22 @@ class ForkLoop:
     def _close_all(self) -> None:
         """Closes the descriptors of the fork server in a forked process."""
         for key in list(self._selector.get_map().values()):
+            # The socket is an object, which would close its number a second time, when
+            # that may be another file's.
             if key.fileobj is not self._requests:
                 os.close(key.fd)
         os.close(self._wakeup_writer)
         self._selector.close()
         self._requests.close()
+        # Of the daemons before this one: an open writer would hide the end of the fork
+        # server from the program.
         for status in self._running.values():
             os.close(status)
 
     def _reap(self) -> None:
         """Reports which daemons stopped, continued or ended."""
+        # SIGCHLD is not counted, so each child is asked, until it has nothing to say:
+        # it may have stopped, continued and ended since.
         for pid, status_pipe in list(self._running.items()):
             while True:
                 flags = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
@@ -176,12 +194,15 @@ def _become_daemon(daemon: ForkRequest) -> None:
     # Ctrl-C in the terminal is for the program, which then ends its daemons.
     os.setsid()
     os.fchdir(daemon.folder)
+    # The given descriptors are above 2, which `occupy_descriptors` ensured in the
+    # program; so none is overwritten before it is copied.
     for number, descriptor in enumerate((daemon.stdin, daemon.output, daemon.output)):
         os.dup2(descriptor, number)
     for descriptor in {daemon.stdin, daemon.output, daemon.status, daemon.folder}:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(daemon.environment)
+    # jax is imported here already, and has read the platforms of the fork server.
     choose_devices({"JAX_PLATFORMS": daemon.environment.get("JAX_PLATFORMS", "")})
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from zstrat.cluster import take_part
+from zstrat.launch import kept_for_good
 from zstrat.launch.fleet import share, write_keys
 from zstrat.signals import handle
 from zstrat.transport import hello, new_incarnation
@@ -38,6 +40,8 @@ _IN_MEMORY: Final = Path("/dev/shm")
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process with the exit codes of the daemon."""
     job, *arguments = sys.argv[1:] if argv is None else argv
+    # The conversation gets its own descriptor, and everything else that is printed goes
+    # to the log: an import that prints a line would be taken for an answer.
     report = os.dup(1)
     os.dup2(2, 1)
     me = hello(job, 0, new_incarnation())
@@ -46,20 +50,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     timeout = float(arguments[arguments.index("--launcher-timeout") + 1])
     received = _receive_setup(timeout)
     os.environ.update(received["env"])
+    # Python read PYTHONPATH when it started, before this process received it.
+    paths = received["env"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path]
     # As the workers of a `LocalCluster` do; a ps uses one core and no GPU.
     if job == "worker":
         host = received["host"]
+        # Before the import of jax, which reads both.
         _take_share(int(host["rank"]), int(host["tasks"]))
-    # Python read PYTHONPATH before this process received it.
-    paths = received["env"].get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [path for path in paths if path]
+        # Before the keys are written: a daemon that is killed in these seconds, because
+        # another task has failed, leaves none.
+        with kept_for_good():
+            from zstrat.worker import WorkerService  # noqa: F401
     arguments += ["--parent", str(os.getppid()), "--report", str(report)]
-    if received["keys"]:
-        parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=parent))
+    if not received["keys"]:
+        MAINS[job](arguments)
+        return
+    # In memory, so that no disk keeps what was deleted.
+    parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=parent))
+    try:
         write_keys(folder / "keys", received["keys"])
         arguments += ["--keys", str(folder / "keys"), "--remove-keys", str(folder)]
-    MAINS[job](arguments)
+        MAINS[job](arguments)
+    finally:
+        # The daemon removes them once it has read them, but may not come so far: an
+        # invalid setting ends it before.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_share(index: int, workers: int) -> None:
@@ -79,6 +96,8 @@ def _take_share(index: int, workers: int) -> None:
 def _receive_setup(timeout: float) -> dict[str, dict[str, str]]:
     """Reads the keys and variables of the task. A fleet whose versions do not match
     closes the stream instead."""
+    # A timer of the kernel, as `readline` has no timeout, and no loop runs yet: a
+    # daemon whose connection hangs at this point would stay without end.
     late = f"sent no task description within {timeout:g} s"
     handle(signal.SIGALRM, lambda number, frame: _exit(late))
     signal.setitimer(signal.ITIMER_REAL, timeout)

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         print(f"zstrat-worker: {error}", file=sys.stderr)
         leave(MISTAKEN)
+    # Before `run`, which imports jax; a forked daemon has it, with no backend yet.
     choose_devices(choice)
     leave(run(options))
 
@@ -52,6 +53,8 @@ def devices(platform: str | None, given: str | None) -> dict[str, str]:
         raise ValueError(
             f"--devices {given}: expected numbers separated by commas, such as 2 or 0,1"
         )
+    # Each platform has its own variable. Devices of the CPU are virtual, so that a
+    # number suffices.
     match platform:
         case "cpu" if len(numbers) == 1 and int(given) > 0:
             return {**chosen, "JAX_NUM_CPU_DEVICES": given}

@@ -297,7 +297,6 @@ def test_private_modules_stay_within_their_package() -> None:
 SMALL = {
     "zstrat.__main__": "started by name",
     "zstrat.cli.__main__": "started by name",
-    "zstrat.launch._units": "the text of systemd's units",
 }
 """Files of 60 lines or less that one file imports; in `contrib`, `compat` and
 `experimental` TF's paths decide what is a file."""

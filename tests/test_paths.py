@@ -33,6 +33,15 @@ def test_a_file_in_the_place_of_a_folder(file, make, below):
     assert isinstance(raised.value, FileExistsError | NotADirectoryError)
 
 
+@pytest.mark.parametrize("kind", ["a device", "a broken link"])
+def test_what_is_no_plain_file_in_the_place_of_a_folder(kind, tmp_path):
+    """The folder above it was said to be the file."""
+    link = tmp_path / "link"
+    link.symlink_to("/dev/null" if kind == "a device" else tmp_path / "nowhere")
+    with pytest.raises(OSError, match=f"{re.escape(str(link))} {IN_THE_WAY}"):
+        zs.LocalCluster(1, 0, directory=link)
+
+
 def test_a_file_of_lines_in_a_place_for_none(file, tmp_path):
     with pytest.raises(IsADirectoryError, match="JsonLines"):
         zs.JsonLines(tmp_path)

@@ -37,7 +37,8 @@ def _why(error: OSError, path: str) -> str:
     folder = os.path.dirname(path)
     match error.errno:
         case errno.ENOTDIR | errno.EEXIST:
-            is_file = os.path.isfile(path)
+            # Anything but a folder, such as /dev/null or a broken link.
+            is_file = os.path.lexists(path) and not os.path.isdir(path)
             return (
                 f"{path if is_file else file_above(path)} is a file, expected a "
                 "folder: choose another path, or move that file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,9 +18,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
-from zstrat.cli import main
-from zstrat.cli._options import endings, lines, span, table
+from zstrat.cli import _options, _tables, main
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
@@ -77,6 +78,22 @@ def test_status_lines(file):
     assert " variables=0 held=0 B" in ps
     assert worker.startswith("task=worker:0 ")
     assert "variables" not in worker
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_a_reader_that_leaves_is_no_error(file, command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone:
+        ran = subprocess.run(
+            [sys.executable, "-m", "zstrat.cli", command, "--cluster", file],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_status_json(file, cluster):
@@ -287,9 +304,9 @@ def test_the_end_of_a_terminal_ends_what_is_not_to_outlive_it():
     """As whoever starts us with nohup wants it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert endings() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        assert _options.endings() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert endings() == [signal.SIGINT, signal.SIGTERM]
+        assert _options.endings() == [signal.SIGINT, signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -318,12 +335,23 @@ def test_table_and_lines_say_the_same():
         TaskStatus("ps:0", "h:1", values=values),
         TaskStatus("worker:0", "h:2", problem="nothing answers"),
     ]
-    assert lines(seen) == [
+    assert _tables.lines(seen) == [
         "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "
         "variables=2 held=6.0 KiB",
         "task=worker:0 address=h:2 unreachable: nothing answers",
     ]
-    assert table(seen).row_count == 2
+    assert _tables.table(seen).row_count == 2
+
+
+def test_why_a_task_does_not_answer_can_be_read_on_a_terminal():
+    """It was a column of 13 characters, a dozen lines high."""
+    problem = "worker:0 at h:2 did not answer within 5 s: nothing answers there; " * 2
+    seen = [TaskStatus("worker:0", "h:2", problem=problem)]
+    console = Console(width=80, file=io.StringIO())
+    console.print(_tables.table(seen))
+    text = console.file.getvalue()
+    assert len(text.splitlines()) < 6
+    assert " ".join(problem.split()) in " ".join(text.split())
 
 
 def test_second_copies_are_shown_where_they_are():
@@ -346,13 +374,13 @@ def test_second_copies_are_shown_where_they_are():
         ),
         TaskStatus("ps:2", "h:3", values={"service": {"replication": never}}),
     ]
-    first, second, copy, third = lines(seen)
+    first, second, copy, third = _tables.lines(seen)
     assert first.endswith("copy=attached h:9")
     assert second.endswith("copy=no backup")
     assert copy.startswith("task=ps:0/copy address=h:9 ")
     assert copy.endswith(" variables=2 held=2.0 KiB copy=backup")
     assert "copy=" not in third
-    assert table(seen).row_count == 4
+    assert _tables.table(seen).row_count == 4
 
 
 @pytest.mark.parametrize(
@@ -360,7 +388,7 @@ def test_second_copies_are_shown_where_they_are():
     [(0, "0s"), (61, "1m 01s"), (3600, "1h 00m"), (90000, "1d 01h")],
 )
 def test_spans(seconds, words):
-    assert span(seconds) == words
+    assert _tables.span(seconds) == words
 
 
 @pytest.mark.parametrize(

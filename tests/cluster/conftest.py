@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from tpu_service import ATTRIBUTES, tell
 
-from zstrat.cluster import _slurm
+from zstrat.cluster import _gpu_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ def web() -> Iterator[Web]:
 @pytest.fixture(autouse=True)
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process that has not taken a share of its node's GPUs."""
-    monkeypatch.setattr(_slurm, "_taken", None)
+    monkeypatch.setattr(_gpu_shares, "_taken", None)
 
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.cluster import ClusterSpec, SlurmClusterResolver, _slurm, expand_hostlist
+from zstrat.cluster import (
+    ClusterSpec,
+    SlurmClusterResolver,
+    _gpu_shares,
+    expand_hostlist,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -309,7 +314,7 @@ def test_every_rank_finds_itself(nodes: list[int], data: st.DataObject) -> None:
             (f"n{n + 8}", at) for n, count in enumerate(nodes) for at in range(count)
         ]
         for rank, (host, local) in enumerate(ranks):
-            patch.setattr(_slurm, "_taken", None)  # a process of its own
+            patch.setattr(_gpu_shares, "_taken", None)  # a process of its own
             patch.setenv("SLURM_PROCID", str(rank))
             patch.setenv("SLURM_STEP_NODELIST", f"n[8-{len(nodes) + 7}]")
             patch.setenv("SLURM_STEP_TASKS_PER_NODE", ",".join(map(str, nodes)))

@@ -130,6 +130,33 @@ def test_it_drains_when_the_process_that_it_was_told_ends(start):
     assert daemon.process.wait(100) == 0
 
 
+def test_an_interrupt_before_it_serves_is_no_crash(start):
+    """A worker that waited for its program ended with a page of traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        daemon = start("worker", "--join", address, "--bind", "127.0.0.1:7001")
+        server.settimeout(60)
+        server.accept()[0].close()
+        daemon.process.send_signal(signal.SIGINT)
+        assert daemon.process.wait(100) == 0
+    assert "Traceback" not in daemon.words()
+    assert "ended by SIGINT before it served" in daemon.words()
+
+
+def test_a_system_that_cannot_watch_its_parent():
+    """Other systems than Linux: it crashed."""
+    program = (
+        "import os, sys; del os.pidfd_open; from zstrat.daemons.ps import main; "
+        f"main([*{LOCAL}, '--parent', str(os.getppid())])"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "of --parent: this system has no pidfd_open" in ended.stderr
+
+
 def test_a_ps_does_without_jax_logs_json_and_ends_by_an_interrupt(start):
     daemon = start("ps", *LOCAL, "--log-json")
     daemon.hear("READY=1")

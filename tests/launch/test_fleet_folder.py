@@ -104,7 +104,7 @@ def test_ctrl_c_anywhere_in_a_start_or_stop_leaves_no_thread_and_no_keys(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = "fleet/_fleet.py", "zstrat/threads.py", "/threading.py", "futures/_base.py"
-    more = "transport/_keys.py", "launch/_runtime_dir.py"
+    more = "transport/_keys.py", "launch/_run_folder.py", "launch/_started_tasks.py"
     made = []
 
     def start():

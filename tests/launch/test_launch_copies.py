@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -40,6 +41,17 @@ def test_each_copy_knows_itself_and_all_addresses(sockets):
     assert len(set(json.loads(clusters.pop())["worker"])) == 3
     for name, each in told.items():
         assert f"{each['task']['type']}:{each['task']['index']}" == name
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets(monkeypatch, tmp_path):
+    """Each copy ended with a traceback about an address that nobody had given."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ValueError, match="TMPDIR"):
+        started("print(1)", 1)
+    assert started("print(1)", 1, sockets="tcp") == (0, ["worker:0 | 1"])
+    assert not list(folder.iterdir())
 
 
 def test_copies_divide_the_gpus(monkeypatch):

@@ -35,7 +35,8 @@ def test_no_daemon_is_left_by_a_start_and_the_next_cluster_starts(
     def start():
         made.append(LocalCluster(1, 0, coordinates=False))
 
-    for _ in strikes(start, *FILES, "launch/_runtime_dir.py", every=2):
+    more = "launch/_run_folder.py", "launch/_started_tasks.py"
+    for _ in strikes(start, *FILES, *more, every=2):
         while made:  # struck behind its last line
             made.pop().stop()
         assert not any(tmp_path.iterdir())

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +206,34 @@ def test_a_count_of_numpy_is_a_number():
         LocalCluster(True)
 
 
+def test_a_closed_cluster_starts_and_kills_nothing(tmp_path):
+    """A task that was started again ran on until the program ended."""
+    cluster = LocalCluster(1, 0, coordinates=False, directory=tmp_path)
+    cluster.stop()
+    for call in (cluster.restart, cluster.kill, cluster.pid):
+        with pytest.raises(ClosedError, match="is closed"):
+            call("ps:0")
+    assert not cluster.is_running("ps:0")
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_server_that_saves_its_state_gets_the_time_for_it(has_state, tmp_path):
+    """It was killed after the drain, and all that it held was lost."""
+    env = {"ZSTRAT_STATE": str(tmp_path)} if has_state else {}
+    with LocalCluster(1, 0, env=env, coordinates=False) as cluster:
+        child, left = cluster._tasks["ps:0"], []
+        wait = child.wait
+
+        def watched(deadline):
+            left.append(deadline - time.monotonic())
+            return wait(deadline)
+
+        child.wait = watched
+        cluster.terminate("ps:0")
+    times = cluster.settings.timeouts
+    assert [seconds > times.handover for seconds in left] == [has_state] * 2
+
+
 def test_a_folder_too_deep_for_sockets(tmp_path):
     with pytest.raises(ValueError, match="transport="):
         LocalCluster(transport="ipc", directory=tmp_path / ("x" * 120))
@@ -248,13 +278,16 @@ def test_no_orphans_of_a_program_that_is_killed():
 cluster = LocalCluster(2, 0)
 cluster.stop_task("ps:1")
 tell(cluster)
+print(cluster.directory, flush=True)
 signal.pause()
 """
     )
     daemons = pids(process)
+    folder = process.stdout.readline().strip()
     process.kill()
     process.communicate()
     assert all(wait_gone(pid) for pid in daemons)
+    shutil.rmtree(folder)  # nobody else is left who would
 
 
 def test_no_orphans_of_a_program_that_is_interrupted():

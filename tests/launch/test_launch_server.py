@@ -92,6 +92,16 @@ def test_starts_later():
     server.stop()
 
 
+def test_a_stopped_server_serves_again():
+    """It returned as if it served."""
+    with Server(ONE) as server:
+        server.stop()
+        server.start()
+        address = server.target.removeprefix("tcp://")
+        (seen,) = run(observe(ClusterSpec({"ps": [address]}), Settings(), 30))
+        assert seen.problem == ""
+
+
 @pytest.mark.shows("Server")
 def test_local_server_is_a_worker():
     server = Server.create_local_server()

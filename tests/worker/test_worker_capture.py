@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import tempfile
 import time
 
 import jax
@@ -32,6 +33,15 @@ class Thread:
         return future
 
 
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch, tmp_path):
+    """The folder in which profiles make theirs."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
 @pytest.fixture
 def profiled(monkeypatch):
     """The folders of profiles that are under way; there can be one."""
@@ -57,13 +67,15 @@ def begin(seconds=60.0, profile=True):
     return BeginCapture(SESSION, 10, seconds, profile)
 
 
-async def test_a_profile_that_nobody_ends_ends_by_itself(profiled):
+async def test_a_profile_that_nobody_ends_ends_by_itself(profiled, temporary):
     thread, capture = make()
     await capture.serve(begin(-1000.0))
     assert len(profiled) == 1
     async with asyncio.timeout(60):
         await thread.told.wait()
     assert not profiled
+    capture.close()
+    assert not list(temporary.iterdir())
 
 
 async def test_a_profile_whose_time_is_up_when_it_is_ended_is_not_lost(profiled):
@@ -76,24 +88,58 @@ async def test_a_profile_whose_time_is_up_when_it_is_ended_is_not_lost(profiled)
     assert not told.problem
 
 
-async def test_another_capture_ends_the_profile_of_the_one_before(profiled):
+async def test_a_profile_that_is_asked_for_late_is_there(profiled, temporary):
+    thread, capture = make()
+    await capture.serve(begin(-1000.0))
+    await thread.told.wait()
+    told = capture.serve(EndCapture(SESSION))
+    capture.close()
+    assert [told.profile] == [str(path) for path in temporary.iterdir()]
+
+
+async def test_a_session_that_ends_takes_its_profile_with_it(profiled, temporary):
+    _, capture = make()
+    await capture.serve(begin())
+    capture.close()
+    assert not profiled
+    assert not list(temporary.iterdir())
+
+
+async def test_a_profile_that_is_lost_leaves_no_folder(
+    profiled, monkeypatch, temporary
+):
+    def stop_trace():
+        raise RuntimeError("the disk is full")
+
+    _, capture = make()
+    await capture.serve(begin())
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop_trace)
+    told = await capture.serve(EndCapture(SESSION))
+    assert (told.profile, "disk is full" in told.problem) == ("", True)
+    assert not list(temporary.iterdir())
+
+
+async def test_another_capture_ends_the_profile_of_the_one_before(profiled, temporary):
     _, capture = make()
     await capture.serve(begin())
     await capture.serve(begin())
     assert len(profiled) == 1
     told = await capture.serve(EndCapture(SESSION))
     assert not profiled
-    assert told.profile
+    assert [told.profile] == [str(path) for path in temporary.iterdir()]
     assert not told.problem
+    capture.close()
+    assert list(temporary.iterdir())  # the program knows it, and may read it
 
 
-async def test_each_capture_tells_of_its_own_profile(profiled):
+async def test_each_capture_tells_of_its_own_profile(profiled, temporary):
     _, capture = make()
     profiled.append("that of another session")
     await capture.serve(begin())
     told = await capture.serve(EndCapture(SESSION))
     assert not told.profile
     assert "one at a time" in told.problem
+    assert not list(temporary.iterdir())
     profiled.clear()
     await capture.serve(begin())
     told = await capture.serve(EndCapture(SESSION))

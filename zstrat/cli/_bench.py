@@ -142,6 +142,7 @@ def _among_tasks(
             ) as whole,
         ):
             plan = Calibration(ranks or whole.size, sizes, transport)
+            # Rank 0 writes, and may be another machine than this one.
             if whole.rank == 0 and file is not None:
                 _check_writable(file)
             measurements = calibrate_tasks(whole, plan, resolver, chosen, _print_group)
@@ -176,6 +177,7 @@ def _check_writable(file: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
+    # Opening is the only sure test of rights and of read-only disks.
     is_new = not file.exists()
     with file.open("a"):
         pass
@@ -194,6 +196,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _compared(measurements: Sequence[Measurement]) -> Iterator[str]:
     """Yields a line for each call, group and size: the algorithms, fastest first."""
+    # Consecutive ones: ranks measure case by case.
     cases = groupby(measurements, lambda m: (m[0], m[2], m[3]))
     for (call, ranks, nbytes), of_case in cases:
         times: dict[str, list[float]] = {}

@@ -46,10 +46,9 @@ from ._options import (
     folder,
     handled_by,
     interruptible,
-    lines,
     settings,
-    table,
 )
+from ._tables import lines, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,6 +99,7 @@ def cluster(
                 worker_devices=worker_devices,
                 directory=directory,
                 settings=chosen,
+                # It trains nothing, so it need not import jax.
                 coordinates=False,
             ) as running,
         ):
@@ -141,7 +141,8 @@ async def _draw(
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:
     """Returns shell commands that connect a program, ready to be pasted."""
-    config = {"cluster": spec.as_dict()}  # without a task: the program is not one
+    # Without a task: the program is not one.
+    config = {"cluster": spec.as_dict()}
     return "\n".join(
         [
             "connect with one of",
@@ -203,7 +204,8 @@ def run(
     command = (sys.executable, script, *arguments)
     with failures():
         times = settings(None).timeouts
-        # A survivor learns of a broken connection after ``reconnect``.
+        # A survivor learns of a broken connection after ``reconnect``; its error names
+        # the peer, which is worth waiting for.
         notice = times.reconnect + _NOTICE
         copies = Copies(command, workers, transport, restarts, times.drain, notice)
         code = run_loop(interruptible(run_copies(copies, click.echo)))
@@ -243,6 +245,8 @@ def slurm_command(
     before its time limit and before it is preempted; if it then exits with code 75, as
     zs.PreemptionHandler does, the job is requeued.
     """
+    # Options of sbatch are unknown here, so that a value in a separate word looks like
+    # the program.
     count = next((n for n, word in enumerate(words) if word[:1] != "-"), len(words))
     options, command = words[:count], words[count:]
     if not command:
@@ -252,7 +256,7 @@ def slurm_command(
     script = Path(command[0])
     if not script.is_file():
         what = "is not a file" if script.exists() else "does not exist"
-        advice = "" if not options else _advice(options[-1], command[0])
+        advice = "" if not options else _hint_for_value(options[-1], command[0])
         raise click.UsageError(f"program {command[0]!r} {what}{advice}")
     program = [str(script.absolute()), *command[1:]]
     with failures():
@@ -269,13 +273,14 @@ def slurm_command(
         if only_print:
             click.echo(text, nl=False)
             return
+        # By standard input: no file has to be kept until the job starts.
         sbatch = slurm_program("sbatch")
         sys.exit(
             subprocess.run([sbatch], input=text, text=True, check=False).returncode
         )
 
 
-def _advice(option: str, word: str) -> str:
+def _hint_for_value(option: str, word: str) -> str:
     """Suggests how to write the option if ``word`` is probably its value."""
     is_long = option.startswith("--")
     if "=" in option if is_long else len(option) > 2:
@@ -307,6 +312,7 @@ def batch_script(
                 "line of text for sbatch"
             )
     lines = [f"#SBATCH {shlex.quote(option)}" for option in all_options]
+    # exec: signals of Slurm for the batch shell (B:) reach the command itself.
     # -P: modules in the working folder of the job are not imported.
     this = [sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]
     command = shlex.join([*this, *own, *program])
@@ -317,6 +323,7 @@ def _run_here(
     ps: int, workers: int, directory: Path | None, program: Sequence[str]
 ) -> int:
     try:
+        # Only until the program runs: then SIGUSR1 is forwarded to it.
         with as_interrupts(signal.SIGUSR1):
             fleet = slurm(
                 ps,
@@ -332,6 +339,7 @@ def _run_here(
         if interrupt.args != (signal.SIGUSR1,):
             return exit_code_of(interrupt)
         code = TRY_AGAIN  # Slurm will end the job before the program has started
+    # By ourselves: Slurm does not requeue a job that ends within its grace time.
     if code == TRY_AGAIN:
         job = environment().get("SLURM_JOB_ID", "")
         problem = requeue(job)

@@ -55,6 +55,7 @@ def keygen(
         return
     counts = {Job.PS: ps, Job.WORKER: workers}
     tasks = {job: count for job, count in counts.items() if count is not None}
+    # All three or none of them.
     if per_task != (len(tasks) == len(counts)) or (tasks and not per_task):
         raise click.UsageError(
             "--per-task requires --ps and --workers and vice versa, for example: "
@@ -62,6 +63,7 @@ def keygen(
         )
     with failures():
         paths = generate_keys(directory, tasks)
+    # Paths only: a key on the terminal would stay in its history.
     for path in paths:
         click.echo(path)
 
@@ -218,7 +220,7 @@ def write_manifests(
         if with_secrets:
             objects = [*_secrets(cluster, keys), *objects]
         text = written(cluster, objects, "" if with_secrets else str(keys or KEYS))
-        _put(text, to, is_secret=with_secrets)
+        _write_text(text, to, is_secret=with_secrets)
     except (ImportError, OSError, ValueError) as error:
         fail(error)
 
@@ -233,11 +235,12 @@ def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
         return secrets_from(cluster, Path(folder, "keys"))
 
 
-def _put(text: str, to: Path | None, *, is_secret: bool) -> None:
+def _write_text(text: str, to: Path | None, *, is_secret: bool) -> None:
     if to is None:
         sys.stdout.write(text)
         return
     try:
+        # Before it has contents; `touch` leaves the mode of a file that exists.
         if is_secret:
             to.touch(mode=0o600)
             to.chmod(0o600)

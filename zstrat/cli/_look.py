@@ -27,11 +27,10 @@ from ._options import (
     failures,
     handled_by,
     interruptible,
-    lines,
     settings,
     spec,
-    table,
 )
+from ._tables import lines, table
 from ._top import watch
 
 if TYPE_CHECKING:
@@ -111,11 +110,13 @@ def doctor(
         _diagnose_run(cluster, keys, timeout, seconds, as_json)
     if as_json:
         raise click.UsageError("--json requires --run")
+    # By its source, as a user may pass the default value.
     source = click.get_current_context().get_parameter_source("seconds")
     if source is not ParameterSource.DEFAULT:
         raise click.UsageError("--seconds requires --run")
     with failures():
         chosen = settings(keys)
+        # Without a cluster the checks of this machine are of use as well.
         known = cluster is not None or environment().get("TF_CONFIG")
         tasks = spec(cluster) if known else None
         findings = run_loop(examine(tasks, chosen, timeout))
@@ -132,6 +133,7 @@ def _diagnose_run(
     as_json: bool,
 ) -> NoReturn:
     chosen = settings(keys)
+    # On standard error: standard output is for the findings, maybe as JSON.
     err = Console(stderr=True)
     with failures():
         words = f"observing the run for {seconds:g} s"
@@ -174,6 +176,8 @@ def _run_lines(findings: RunFindings) -> Iterator[str]:
         yield f"no step ended in this time{hint}"
     elif not findings.limits:
         yield "found no bottleneck"
+    # One entry for each kind of limit, with its worst task: a hundred workers may all
+    # wait for the same server.
     by_kind: dict[str, list[Limit]] = {}
     for limit in findings.limits:
         by_kind.setdefault(limit.what, []).append(limit)

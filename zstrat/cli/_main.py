@@ -41,6 +41,7 @@ class Commands(click.Group):
     """A group that imports only the command that is used."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        # Before click prints anything: a stream that was closed at the start is None.
         complete()
         return super().main(*args, **kwargs)
 
@@ -50,6 +51,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        # People look for the daemons here, where all else is.
         name = args[0]
         if name in DAEMONS:
             hint = f"; did you mean 'zstrat-{name}'?"

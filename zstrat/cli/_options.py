@@ -1,4 +1,4 @@
-"""What commands share: options, signals that end them, exits, and tables for people."""
+"""What commands share: options, exits, and the signals that end them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import click
-from rich.table import Table
 
 from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
 from zstrat.config import environment, settings_from
 from zstrat.errors import ZstratError
-from zstrat.launch import TaskStatus
 from zstrat.signals import handle, handle_on
-from zstrat.telemetry import size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -40,7 +37,8 @@ class Seconds(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number = float(super().convert(value, param, ctx))
-        if math.isnan(number):  # is in every range of click
+        # It compares false with both limits, so click takes it to be within them.
+        if math.isnan(number):
             self.fail(f"{value!r} is not a valid float.", param, ctx)
         return number
 
@@ -73,6 +71,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
             help="seconds for each task to answer",
         ),
     ]
+    # Decorators apply from the last one up; --help lists them in this order.
     for option in reversed(options):
         command = option(command)
     return command
@@ -112,6 +111,7 @@ def spec(file: str | None) -> ClusterSpec:
         raise ValueError(
             "no cluster specified: pass --cluster FILE.toml or set TF_CONFIG"
         )
+    # An empty TF_CONFIG is valid for a program, but there is nothing to look at.
     if not any(map(cluster.num_tasks, cluster.jobs)):
         raise ValueError(
             f"{file or 'TF_CONFIG'}: cluster: has no tasks, expected their addresses"
@@ -120,8 +120,17 @@ def spec(file: str | None) -> ClusterSpec:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Prints the error and exits with code 2."""
+    """Prints the error and exits with code 2.
+
+    Raises:
+        BrokenPipeError: It was given: the reader of the output has left.
+    """
+    # Nobody reads the output, as after `zstrat top | head`. click then ends silently,
+    # and makes sure that Python's last flush fails silently as well.
+    if isinstance(error, BrokenPipeError):
+        raise error
     words = str(error)
+    # Python's own text begins with the number of the error.
     if isinstance(error, OSError) and error.strerror:
         words = error.strerror
         if error.filename is not None:
@@ -154,8 +163,10 @@ class QueueingCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for index, word in enumerate(args):
+            # The first argument; later options are of the user's program. A number is
+            # the value of an option before it.
             if not word.startswith("-") and not word.isdecimal():
-                break  # the first argument: later options are of the user's program
+                break
             following = "".join(args[index + 1 : index + 2])
             if word == "--queue" and not following.isdecimal():
                 args = [*args[:index], f"--queue={NO_LIMIT}", *args[index + 1 :]]
@@ -226,125 +237,7 @@ async def interruptible(work: Coroutine[Any, Any, int]) -> int:
         try:
             return await work
         except asyncio.CancelledError:
+            # Not by us: by the caller that runs this task.
             if not received:
                 raise
             return 128 + received[0]
-
-
-COLUMNS: Final = (
-    "task",
-    "address",
-    "incarnation",
-    "uptime",
-    "memory",
-    "variables",
-    "held",
-    "copy",
-)
-_UNREACHABLE: Final = "unreachable: "
-
-
-def row(status: TaskStatus) -> list[str]:
-    """Formats the cells of one task. The last cell is its role in a replicated store
-    and the address of the backup."""
-    if status.problem:
-        problem = f"{_UNREACHABLE}{status.problem}"
-        return [status.task, status.address, problem, *[""] * 5]
-    number = status.number
-    variables = held = ""
-    if not status.task.startswith("worker"):  # a worker stores no variables
-        variables = f"{number('service', 'variables'):.0f}"
-        held = size(number("service", "bytes") + number("service", "slot_bytes"))
-    return [
-        status.task,
-        status.address,
-        f"{int(number('task', 'incarnation')):016x}"[:8],
-        span(number("task", "uptime")),
-        size(number("process", "memory")),
-        variables,
-        held,
-        _copy(status, "service"),
-    ]
-
-
-def rows(status: TaskStatus) -> list[list[str]]:
-    """Formats the rows of a task and of the copies of other stores in its process."""
-    copies = status.values.get("copies")
-    copy_rows = [
-        _copy_row(TaskStatus("", "", values=values))
-        for values in (copies if isinstance(copies, list) else [])
-        if isinstance(values, dict)
-    ]
-    return [row(status), *copy_rows]
-
-
-def _copy_row(copy: TaskStatus) -> list[str]:
-    number = copy.number
-    is_backup = copy.text("replication", "role") == "backup"
-    return [
-        f"ps:{number('store'):.0f}/{'copy' if is_backup else 'store'}",
-        copy.text("address"),
-        f"{int(number('incarnation')):016x}"[:8],
-        span(number("uptime")),
-        "",
-        f"{number('variables'):.0f}",
-        size(number("bytes") + number("slot_bytes")),
-        _copy(copy),
-    ]
-
-
-def _copy(status: TaskStatus, *path: str) -> str:
-    """Formats the replication of a store; "" if it never had a backup."""
-
-    def text(name: str) -> str:
-        return status.text(*path, "replication", name)
-
-    role, state = text("role"), text("backup_state")
-    if role != "primary" or not status.number(*path, "replication", "view"):
-        return "" if role == "primary" else role
-    return f"{state} {text('backup')}" if state else "no backup"
-
-
-def table(statuses: Sequence[TaskStatus]) -> Table:
-    """Formats the tasks as a table, for a terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
-    for status in statuses:
-        for cells in rows(status):
-            table.add_row(*cells, style="red" if status.problem else None)
-    return table
-
-
-def lines(statuses: Sequence[TaskStatus]) -> list[str]:
-    """Formats the tasks as lines, for a file or a pipe."""
-    return [
-        " ".join(
-            cell if cell.startswith(_UNREACHABLE) else f"{name}={cell}"
-            for name, cell in zip(COLUMNS, cells, strict=True)
-            if cell
-        )
-        for status in statuses
-        for cells in rows(status)
-    ]
-
-
-def seconds(number: float) -> str:
-    """Formats a short duration: 12 ms."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if number >= scale or unit == "µs":
-            scaled = number / scale
-            return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"
-    raise AssertionError(number)
-
-
-def span(seconds: float) -> str:
-    """Formats a long duration: 2h 05m."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02}h"
-    if hours:
-        return f"{hours}h {minutes:02}m"
-    return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"

@@ -39,10 +39,10 @@ from ._options import (
     cluster_options,
     failures,
     interruptible,
-    seconds,
     settings,
     spec,
 )
+from ._tables import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,8 +92,10 @@ def top(
         click.echo(text)
 
     arguments = (cluster, keys, timeout, every, count)
+    # A pipe or a file gets lines that can be searched, one block per update.
     if as_json or not sys.stdout.isatty():
         sys.exit(watch(print_plain, *arguments))
+    # With a count the last picture stays: the alternate screen would take it away.
     with Live(console=Console(), screen=count is None, auto_refresh=False) as live:
         code = watch(
             lambda found: live.update(RunScreen(metrics_of(found)), refresh=True),
@@ -114,6 +116,7 @@ def watch(
     task did not answer the last time."""
     chosen = settings(keys)
 
+    # Links stay open from look to look: opening them costs each task a handshake.
     async def inspect() -> int:
         loop = asyncio.get_running_loop()
         left, code = count, 0
@@ -167,20 +170,21 @@ class RunScreen:
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
         width = options.max_width
-        lines = [*_program_lines(self.metrics), *_held_up(self.metrics)]
+        lines = [*_program_lines(self.metrics), *_bottleneck_lines(self.metrics)]
         texts = [Text(line) for line in lines]
-        lost = _lost(self.metrics)
+        lost = _lost_tasks(self.metrics)
         if lost:
             texts.append(Text(f"lost: {lost}", style="red"))
         above = [line for text in texts for line in text.wrap(console, width)]
         servers, workers = _rows(self.metrics, "ps"), _rows(self.metrics, "worker")
+        # Servers get at most a third unless there is room; workers get the rest.
         height = console.height - AROUND - len(above)
         for_servers = max(FEWEST, height - len(workers), height // 3)
         for_workers = max(FEWEST, height - min(for_servers, len(servers)))
         yield Text(_summary(self.metrics), style="bold")
         yield from above
-        yield from _fitted(workers, for_workers, width)
-        yield from _fitted(servers, for_servers, width)
+        yield from _fitting_table(workers, for_workers, width)
+        yield from _fitting_table(servers, for_servers, width)
 
 
 def run_lines(metrics: Mapping[str, Any]) -> list[str]:
@@ -193,7 +197,7 @@ def run_lines(metrics: Mapping[str, Any]) -> list[str]:
         _summary(metrics),
         *[" ".join(f"{k}={cell}" for k, cell in row.items() if cell) for row in rows],
         *_program_lines(metrics),
-        *_held_up(metrics),
+        *_bottleneck_lines(metrics),
     ]
 
 
@@ -233,17 +237,17 @@ def _round_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
         for what in ("late", "dropped"):
             counts = [f"{worker} {n}" for worker, n in rounds[what].items()]
             if counts:
-                parts.append(f"{what}: {_first(counts)}")
+                parts.append(f"{what}: {_shortened(counts)}")
         waits = [
             f"{worker} {seconds(wait['seconds'])}"
             for worker, wait in rounds["waited_for"].items()
         ]
         if waits:
-            parts.append(f"waited for {_first(waits)}")
+            parts.append(f"waited for {_shortened(waits)}")
         yield ", ".join(parts)
 
 
-def _held_up(metrics: Mapping[str, Any]) -> list[str]:
+def _bottleneck_lines(metrics: Mapping[str, Any]) -> list[str]:
     slowest = metrics["slowest"]
     return [
         f"slowest: {task['task']} {task['why']}"
@@ -253,13 +257,13 @@ def _held_up(metrics: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _lost(metrics: Mapping[str, Any]) -> str:
+def _lost_tasks(metrics: Mapping[str, Any]) -> str:
     """Names the lost tasks; `run_lines` and ``zstrat status`` have the reasons."""
     tasks = metrics["tasks"].items()
-    return _first([name for name, task in tasks if task["state"] == "lost"])
+    return _shortened([name for name, task in tasks if task["state"] == "lost"])
 
 
-def _first(words: Sequence[str]) -> str:
+def _shortened(words: Sequence[str]) -> str:
     rest = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
     return ", ".join(words[:NAMED]) + rest
 
@@ -270,7 +274,8 @@ def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
     for name, task in metrics["tasks"].items():
         if name.partition(":")[0] == job:
             cells = _cells(task, job)
-            if task["state"] == "lost":  # its last numbers are outdated
+            # Its last numbers are outdated. Empty cells keep the columns.
+            if task["state"] == "lost":
                 cells = dict.fromkeys(cells, "")
             rows.append({"task": name, "state": task["state"], **cells})
     return rows
@@ -283,6 +288,7 @@ def _cells(task: Task, job: str) -> Row:
         number, heading = task[metric.name], COLUMNS[metric.name].lower()
         if not heading:
             continue
+        # Seconds per second are a share of time.
         match metric.unit, metric.kind is Kind.RATE:
             case Unit.COUNTS, True:
                 rates[heading] = f"{number:.1f}"
@@ -316,13 +322,14 @@ def _median(summary: Mapping[str, Any]) -> str:
     return seconds(summary["p50"]) if summary["count"] else ""
 
 
-def _fitted(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
+def _fitting_table(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
     """Yields a table of at most this height and width."""
     if not rows:
         return
     more = 0
     if len(rows) > height:
-        more = len(rows) - height + 1  # one more, for the line that says so
+        # One more, for the line that says so.
+        more = len(rows) - height + 1
         rows = sorted(rows, key=_priority)[:-more]
     columns = _columns(rows, width)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -350,6 +357,7 @@ def _columns(rows: list[Row], width: int) -> list[str]:
         name: GAP + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]
     }
+    # The columns are in the order of importance, so a new one needs no entry here.
     for name in [name for name in reversed(rows[0]) if name not in KEPT]:
         if sum(widths.values()) - GAP <= width:
             break

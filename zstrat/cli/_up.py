@@ -88,12 +88,14 @@ def up(
         raise click.UsageError("--detach cannot be combined with a program")
     if program and program[0].startswith("-"):
         raise click.UsageError(f"{program[0]}: options must come before HOSTS")
+    # A wrong path costs nothing here, and a start of the whole fleet later.
     if program:
         with failures():
             _require_program(program)
     if detach:
         counts = (("--ps", ps), ("--workers", workers), ("--queue", queue))
         options = [f"{name}={count}" for name, count in counts if count is not None]
+        # The other process locks the folder: a lock does not survive its process.
         sys.exit(_detach([*options, str(hosts)]))
     try:
         with locked_folder(folder_of(hosts), queue) as folder:
@@ -150,6 +152,7 @@ def _up(
         clear(folder)
         raise
     with _stopped_at_end(fleet, folder):
+        # Signals are the program's from here on; its end stops the tasks.
         if program:
             return run_with_cluster(fleet.spec, fleet.keys, program)
         with as_interrupts():
@@ -158,8 +161,10 @@ def _up(
             keys = shlex.quote(str(fleet.keys))
             click.echo(how_to_connect(fleet.spec, file), nl=False)
             click.echo(f"  export ZSTRAT_KEYS={keys}\n\n{_READY}")
+            # After `_READY` the starter leaves, and with it the pipe for the output.
             if alone:
                 _redirect_output(folder / "up.log")
+            # Returns only if no task is left; the usual end is a signal.
             fleet.wait()
             click.echo("all tasks have failed or ended", err=True)
             return 1
@@ -178,6 +183,7 @@ def _stopped_at_end(fleet: Fleet, folder: Path) -> Iterator[None]:
 
 def _redirect_output(log: Path) -> None:
     """Redirects standard output and standard error to the log."""
+    # By descriptor, for what native code and child processes print as well.
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -192,6 +198,7 @@ def _detach(arguments: Sequence[str]) -> int:
             [sys.executable, "-m", "zstrat.cli", "up", "--alone", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            # It outlives this terminal, whose end sends SIGHUP to the session.
             start_new_session=True,
             text=True,
         )
@@ -205,6 +212,7 @@ def _detach(arguments: Sequence[str]) -> int:
             process.terminate()
             click.echo(process.communicate()[0], nl=False)
             return exit_code_of(interrupt)
+        # Its output ended without `_READY`, so even code 0 is a failure.
         return process.wait() or 1
 
 
@@ -239,6 +247,7 @@ def locked_folder(folder: Path, queue: float = 0.0) -> Iterator[Path]:
         ValueError: Another process holds the lock, or the folder has foreign files.
     """
     with contextlib.ExitStack() as stack:
+        # The limit is for the lock alone, not for the run.
         with _time_limit(folder, queue):
             lock = stack.enter_context(_locked(folder, waits=queue > 0))
         if lock is None:
@@ -247,15 +256,19 @@ def locked_folder(folder: Path, queue: float = 0.0) -> Iterator[Path]:
                 "with --queue"
             )
         try:
-            if lock.read():  # left by a process that was killed
+            # A process id: its process was killed, or it would have removed the file.
+            # Its keys are nobody's.
+            if lock.read():
                 clear(folder, keys=True)
             _refuse_foreign_files(folder)
             clear(folder)
+            # Written last: until then `stop` asks to try again.
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
             yield folder
         finally:
+            # While the lock is held; see `_locked`.
             (folder / "lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # it still has logs
                 folder.rmdir()
@@ -285,6 +298,7 @@ def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.ExitStack() as stack:
+            # The folder may be removed between the two lines.
             try:
                 lock = stack.enter_context((folder / "lock").open("a+"))
             except FileNotFoundError:
@@ -296,8 +310,9 @@ def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
                     yield None
                     return
                 click.echo(f"zstrat: waiting: {_held_message(folder)}", err=True)
+                # Blocks in the kernel, which wakes one waiter at once; SIGALRM ends it.
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_same(folder / "lock", lock):
+            if not _is_locked_file(folder / "lock", lock):
                 continue
             lock.seek(0)
             yield lock
@@ -313,6 +328,7 @@ def _time_limit(folder: Path, seconds: float) -> Iterator[None]:
             f"{_held_message(folder)}, still after {seconds:g} s (--queue)"
         )
 
+    # An alarm, as `flock` has no timeout. A handler that raises ends it.
     before = handle(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -331,6 +347,7 @@ def stop(folder: Path, number: int) -> bool:
     """
     try:
         with (folder / "lock").open("r+") as lock:
+            # Only a process that holds the lock is alive; the id alone proves nothing.
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -340,7 +357,9 @@ def stop(folder: Path, number: int) -> bool:
                 # Bounded: the process drains its tasks with a deadline, then kills.
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 return True
-            if _is_same(folder / "lock", lock):  # left by a process that was killed
+            # We hold it: it was left by a process that was killed. If it is another
+            # file by now, a new process has the folder.
+            if _is_locked_file(folder / "lock", lock):
                 clear(folder, keys=True)
                 (folder / "lock").unlink()
                 with contextlib.suppress(OSError):  # it has foreign files
@@ -350,7 +369,7 @@ def stop(folder: Path, number: int) -> bool:
     return False
 
 
-def _is_same(file: Path, lock: IO[str]) -> bool:
+def _is_locked_file(file: Path, lock: IO[str]) -> bool:
     try:
         return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
     except FileNotFoundError:
@@ -362,7 +381,7 @@ def _holder(folder: Path, lock: IO[str]) -> int:
     been reused: it is valid only if that process has the file open (checked where
     there is a /proc)."""
     pid = lock.read()
-    if pid.isdecimal() and (not Path("/proc/self/fd").exists() or _has(pid, lock)):
+    if pid.isdecimal() and (not Path("/proc/self/fd").exists() or _has_open(pid, lock)):
         return int(pid)
     raise ValueError(
         f"{folder} is locked by a `zstrat up` that just started: try again"
@@ -377,11 +396,11 @@ def _held_message(folder: Path) -> str:
     return f"{folder} is locked by another `zstrat up`{holder}"
 
 
-def _has(pid: str, lock: IO[str]) -> bool:
+def _has_open(pid: str, lock: IO[str]) -> bool:
     """Returns whether the process has the lock file open."""
     with contextlib.suppress(OSError):  # it has ended, or is of another user
         for file in Path("/proc", pid, "fd").iterdir():
-            if _is_same(file, lock):
+            if _is_locked_file(file, lock):
                 return True
     return False
 

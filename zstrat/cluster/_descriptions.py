@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import SourceResolver
+from ._roles import TASK_TYPES
 from ._spec import (
-    TASK_TYPES,
     ClusterSpec,
     check_names,
     check_task_type,
@@ -76,9 +76,11 @@ class TFConfigClusterResolver(SourceResolver):
             ValueError: The cluster has no such task.
         """
         master = _text("session_master")
+        # Unchanged: TensorFlow adds no scheme to it.
         if master is not None:
-            return master  # unchanged: TensorFlow adds no scheme to it
+            return master
         spec = self.cluster_spec()
+        # As in TensorFlow: a single task has nobody to connect to.
         if not spec or (len(spec.jobs) == 1 and spec.task_indices(*spec.jobs) == [0]):
             return ""
         job, index = self._asked(task_type, task_id)
@@ -97,6 +99,8 @@ class TFConfigClusterResolver(SourceResolver):
 
     def _sparse(self, cluster: Any) -> Any:
         index = self.task_id
+        # The only ps is this one, whose index Kubeflow gives as that of the task; a
+        # list would make it ps 0.
         match cluster:
             case {"ps": [address]} if self.task_type == "ps" and index:
                 return {**cluster, "ps": {str(index): address}}
@@ -124,11 +128,13 @@ class TFConfigClusterResolver(SourceResolver):
 
 
 def _read() -> Mapping[str, Any]:
+    # Not cached: a program may set the variable after it has made the resolver.
     text = config.environment().get(VARIABLE, "").strip()
     if not text:
         return {}
     try:
         value = json.loads(text)
+    # The parser recurses, so a text of a thousand brackets is an error of its own.
     except (ValueError, RecursionError) as error:
         words = f"{VARIABLE}: expected JSON, got {text!r:.80}: {error}"
         raise ValueError(words) from None
@@ -146,6 +152,8 @@ def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> N
     allowed, as engines write some of their own."""
     for key in given:
         if key not in known:
+            # Close matches only, as engines write keys of their own; and not if the key
+            # itself is there as well.
             for closest in get_close_matches(key, known, n=1, cutoff=0.85):
                 if closest not in given:
                     raise ValueError(
@@ -205,6 +213,8 @@ class TomlClusterResolver(SourceResolver):
         rpc_layer: str | None = None,
     ) -> None:
         self._path = str(path)
+        # Read at once, so that a wrong file is an error here. The task of a process
+        # does not change; the cluster is read again at each query.
         _, (kind, index) = _read_file(self._path)
         super().__init__(
             kind if task_type is None else task_type,
@@ -239,6 +249,7 @@ def _task_in_file(task: Any, path: str) -> tuple[str | None, int | None]:
     kind, index = task.get("type"), task.get("index")
     if kind is not None:
         check_task_type(kind, TASK_TYPES, path)
+    # By type: in TOML true is not an integer, but in Python it is.
     if index is not None and (type(index) is not int or index < 0):
         raise ValueError(
             f"{path}: task.index: expected an integer of 0 or more, got {index!r:.80}"
@@ -323,6 +334,7 @@ def _hosts(env: Mapping[str, str]) -> list[str]:
         isinstance(hosts, list) and hosts and all(isinstance(h, str) for h in hosts)
     ):
         raise ValueError(f"{_HOSTS}: expected a JSON list of names, got {text!r:.80}")
+    # All hosts have to number each other alike.
     return sorted(hosts)
 
 

@@ -1,4 +1,4 @@
-"""Detects the launcher of this process, and finds ports for tasks to be launched.
+"""Detects the launcher of this process, and the addresses of those it started.
 
 Each launcher sets its own variables. They are converted to a `Launch`: the number of
 processes that were started together, the rank of this one, and the addresses of all, if
@@ -9,135 +9,28 @@ of the allocation: a single program in an allocation of many tasks is alone.
 
 Law: detection only reads its arguments, the environment and the name of this host, so
 that every launcher can be tested without being installed.
-
-Tasks get ports before they bind them (`free_ports`). The kernel may give a port that it
-chose for us to an outgoing connection a moment later. So these ports are below the
-range from which it chooses.
-
-Law: nothing holds a returned port; the caller has to bind it soon.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import hashlib
 import math
-import random
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zstrat import config
 
 from ._descriptions import TFConfigClusterResolver
+from ._gpu_shares import take_part
+from ._ports import agreed_port
 from ._resolver import SimpleClusterResolver
-from ._slurm import MAX_HOSTS, SlurmClusterResolver, take_part
+from ._slurm import MAX_HOSTS, SlurmClusterResolver
 from ._spec import host_and_port, ranked_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ._resolver import ClusterResolver
-
-
-_LOWEST: Final = 10_240
-"""Lower ports are used by well-known services: 5432, 6379, 8080."""
-_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL: Final = 32_768
-"""The first port that Linux chooses by default; other systems begin at 49,152."""
-_TRIES: Final = 1000
-"""Number of random ports to try in one call; nearly all of over 20,000 are free."""
-_ANOTHER: Final = (errno.EADDRINUSE, errno.EACCES)
-"""Errors of a single port, for which another port is tried."""
-_IPV6_ALONE: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
-"""Errors for a name that has only IPv6 addresses."""
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns distinct free TCP ports, in no order. If there are too few below the
-    range of the kernel, the kernel chooses the others.
-
-    Raises:
-        OSError: There are too few ports, or the host is not this machine.
-    """
-    below = range(_LOWEST, _first_chosen())
-    # Randomness of the system: programs with the same seed would collide.
-    drawn = random.SystemRandom()
-    found: set[int] = set()
-    with contextlib.ExitStack() as held:
-        for _ in range(_TRIES if below else 0):
-            if len(found) == count:
-                break
-            try:
-                found.add(_bound(held, host, drawn.choice(below)))
-            except OSError as error:
-                if error.errno not in _ANOTHER:
-                    raise _refusal(error, host) from error
-        while len(found) < count:  # a fallback: ports chosen by the kernel
-            try:
-                found.add(_bound(held, host, 0))
-            except OSError as error:
-                raise _refusal(error, host) from error
-        return list(found)
-
-
-def agreed_port(run: str, tasks: int) -> int:
-    """Derives from the name of a run the first of ``tasks`` ports, equal in all of its
-    processes, below the range of Linux. In the rare case that two runs collide, the
-    second one fails to bind.
-
-    Raises:
-        ValueError: There are too few ports.
-    """
-    choices = _USUAL - _LOWEST - tasks
-    if choices < 1:
-        raise ValueError(
-            f"{tasks} tasks on one host: expected less than {choices + tasks}"
-        )
-    digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
-    return _LOWEST + int.from_bytes(digest) % choices
-
-
-def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
-    try:
-        probe = _probe(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
-    except socket.gaierror as error:
-        if error.errno not in _IPV6_ALONE:
-            raise
-        probe = _probe(socket.AF_INET6, host, port)
-    held.enter_context(probe)
-    given: int = probe.getsockname()[1]
-    return given
-
-
-def _probe(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
-    made = socket.socket(family)
-    try:
-        made.bind((host, port))
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def _refusal(error: OSError, host: str) -> OSError:
-    """Makes the error for a host on which no port can be bound."""
-    why = f"cannot bind a TCP port of {host!r}: {error.strerror}"
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-        why += "; expected a name or an address of this machine"
-    elif error.errno in _ANOTHER:
-        why += "; all ports are in use"
-    return OSError(error.errno, why)
-
-
-def _first_chosen() -> int:
-    """Returns the first port that the kernel may choose."""
-    try:
-        return int(_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux, or /proc is hidden
-        return _USUAL
 
 
 _COUNTS: Final = {
@@ -181,11 +74,6 @@ class Launch:
         """Whether `SlurmClusterResolver` knows the addresses."""
         return self.size_variable.startswith("SLURM_")
 
-    @property
-    def is_mpi(self) -> bool:
-        """Whether MPI launched it; then addresses are known only on a single host."""
-        return self.size_variable.startswith(("OMPI_", "PMI_"))
-
 
 def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
     """Returns the variable with the number of processes started together, that number,
@@ -194,6 +82,8 @@ def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
         if name == _COMMON and rank not in env:
             continue
         text = env.get(name, "")
+        # ASCII, as `int` would accept the digits of other scripts as well; short, as it
+        # refuses numbers of thousands of digits.
         if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1:
             return name, int(text), rank
     return None
@@ -211,10 +101,13 @@ def launch_in(env: Mapping[str, str], host: str = "") -> Launch | None:
         ValueError: A variable has an invalid value.
     """
     found = list(_launches(env, host))
-    for launch in found:  # srun may set the variables of MPI as well, but knows more
+    # srun may set the variables of MPI as well, but knows more. Not if the numbers
+    # differ: then mpirun runs inside of one step.
+    for launch in found:
         first = found[0].size, found[0].rank
         if launch.is_slurm and (launch.size, launch.rank) == first:
             return launch
+    # Without addresses the first one counts, so that its lack is reported.
     known = (one for one in found if one.addresses is not None or one.is_slurm)
     return next(known, next(iter(found), None))
 
@@ -222,6 +115,7 @@ def launch_in(env: Mapping[str, str], host: str = "") -> Launch | None:
 def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
     for name, rank_name in _COUNTS.items():
         size = _count(env, name)
+        # One process is alone, also if a launcher started it.
         if size is None or size < 2:
             continue
         if rank_name == "SLURM_PROCID":  # its resolver reads and checks the rest
@@ -240,7 +134,7 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         addresses, lack = _addresses(env, name, size)
         yield Launch(name, rank_name, size, rank, addresses, lack)
     if _INDEX in env:
-        yield from _indexed(env, host)
+        yield from _launches_of_indexed_job(env, host)
 
 
 def _addresses(
@@ -259,6 +153,7 @@ def _addresses(
     hosts = env.get("SKYPILOT_NODE_IPS", "").split()
     if len(hosts) != size:
         return None, f"SKYPILOT_NODE_IPS has {len(hosts)} addresses, expected {size}"
+    # One process a host, so that all may use the same port.
     port = agreed_port(env.get("SKYPILOT_TASK_ID", "skypilot"), 1)
     return tuple(host_and_port(host, port) for host in hosts), ""
 
@@ -275,6 +170,7 @@ def _of_mpi(
     env: Mapping[str, str], size: int, names: tuple[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...] | None, str]:
     local, runs = names
+    # All ranks have to be on this host, whose loopback address all of them know.
     if _count(env, local) != size:
         here = env.get(local)
         return None, (
@@ -298,11 +194,13 @@ def _of_coordinator(
         host, text = address, env.get("COORDINATOR_PORT", "")
     if not host or not (text.isascii() and text.isdecimal() and 0 < int(text) < 65536):
         return None, f"{name}={env.get(name)!r:.80}: expected host:port"
+    # jax's coordinator listens on the port itself.
     port = int(text)
     port = port + 1 if port + size < 65536 else agreed_port(address, size)
+    # One host, so each rank needs its own port; else each host has one rank.
     if host in ("localhost", "127.0.0.1", "[::1]"):
         return tuple(f"{host}:{port + rank}" for rank in range(size)), ""
-    hosts = _numbered(host, 0, size)
+    hosts = _sibling_hosts(host, 0, size)
     if hosts is None:
         return None, (
             f"{name}={address}: expected a host name of Kubeflow whose first label "
@@ -311,10 +209,12 @@ def _of_coordinator(
     return tuple(f"{name}:{port}" for name in hosts), ""
 
 
-def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
+def _launches_of_indexed_job(env: Mapping[str, str], host: str) -> Iterator[Launch]:
+    # Kubernetes sets the index, but not the number of pods, which the user adds.
     index = _count(env, _INDEX) or 0
     wanted = ("JAX_NUM_PROCESSES", "NUM_PROCESSES")
     size = next((_count(env, name) for name in wanted if name in env), None)
+    # The user says that each pod trains alone.
     if size == 1:
         return
     if size is None:
@@ -326,7 +226,7 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         return
     if index >= size:
         raise ValueError(f"{_INDEX}={index}: expected less than NUM_PROCESSES={size}")
-    hosts = _numbered(host, index, size) if "." in host else None
+    hosts = _sibling_hosts(host, index, size) if "." in host else None
     if hosts is None:
         lack = (
             f"the full name of this host is {host!r:.80}, expected "
@@ -335,12 +235,13 @@ def _indexed(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         )
         yield Launch(_INDEX, _INDEX, size, index, None, lack)
         return
+    # The name of the first pod is the name of the run: equal in all pods.
     port = agreed_port(hosts[0], 1)
     addresses = tuple(f"{name}:{port}" for name in hosts)
     yield Launch(_INDEX, _INDEX, size, index, addresses)
 
 
-def _numbered(host: str, index: int, size: int) -> list[str] | None:
+def _sibling_hosts(host: str, index: int, size: int) -> list[str] | None:
     """Derives all host names from one: ``job-1.service`` from ``job-0.service``. None
     if its first label does not end in the index."""
     label, dot, rest = host.partition(".")
@@ -359,6 +260,8 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     text = env.get(name)
     if text is None or not text.strip():
         return None
+    # Infinite, so that one comparison refuses both words and numbers that are too
+    # large.
     number = int(text) if text.isascii() and text.isdecimal() else math.inf
     if not number <= MAX_HOSTS:
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
@@ -388,14 +291,17 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
         found = TFConfigClusterResolver()
         _require_agreement(found, jobs)
         return found
-    launch = launch_in(env, _full_name(env))
+    # The name of this host only if it is needed, as a DNS query may take seconds.
+    launch = launch_in(env, socket.getfqdn() if _INDEX in env else "")
     if launch is None:
         _require_none(jobs)
         return TFConfigClusterResolver()
     if launch.is_slurm:
         return SlurmClusterResolver(jobs)
     found_by_rank = resolver_of(launch, jobs)
-    if launch.is_mpi:
+    # Of MPI the addresses are known only if all ranks are on this host, where they
+    # divide the GPUs. Other launchers give each process its own, or start one a host.
+    if launch.size_variable.startswith(("OMPI_", "PMI_")):
         take_part(launch.rank, launch.size)
     return found_by_rank
 
@@ -409,7 +315,7 @@ def resolver_of(
         ValueError: The addresses are unknown, or their number is not that of the tasks.
     """
     if launch.addresses is None:
-        raise ValueError(apart(launch))
+        raise ValueError(unknown_addresses(launch))
     tasks = {"worker": launch.size} if jobs is None else dict(jobs)
     if sum(tasks.values()) != launch.size:
         raise ValueError(
@@ -421,7 +327,7 @@ def resolver_of(
     return SimpleClusterResolver(spec, task_type=job, task_id=index)
 
 
-def apart(launch: Launch) -> str:
+def unknown_addresses(launch: Launch) -> str:
     """Returns the error for processes that do not know the addresses of each other."""
     size = launch.size_variable
     several = f"{size}={launch.size}" if launch.size else size
@@ -435,12 +341,6 @@ def apart(launch: Launch) -> str:
         f"task_type='worker' and task_id={launch.rank}. If each process trains alone, "
         "set TF_CONFIG='{}'"
     )
-
-
-def _full_name(env: Mapping[str, str]) -> str:
-    """Returns the full name of this host, only if it is needed, as a DNS query may take
-    seconds."""
-    return socket.getfqdn() if "JOB_COMPLETION_INDEX" in env else ""
 
 
 def _require_agreement(

@@ -102,17 +102,26 @@ class KubernetesClusterResolver(SourceResolver):
         )
 
     def _pods(self) -> dict[str, list[Any]]:
+        # Only now: a program that names its tasks by itself needs no client library.
         if self._client is None:
             self._client = _Client(self._location)
         ask = self._client.list_pod_for_all_namespaces
+        # Kubernetes promises no order, and all tasks have to number each other alike.
         return {
             job: [
-                pod for each in selectors for pod in _sorted(ask(label_selector=each))
+                pod
+                for each in selectors
+                for pod in sorted(
+                    ask(label_selector=each).items,
+                    key=lambda pod: natural_order(pod.metadata.name),
+                )
             ]
             for job, selectors in self._selectors.items()
         }
 
     def _address_of(self, pod: Any) -> str:
+        # Its address may be missing, or belong to a pod that ends. Leaving it out would
+        # give the pods after it other indices.
         if pod.status.phase != "Running":
             raise RuntimeError(
                 f'Pod "{pod.metadata.name}" is not running; phase: '
@@ -129,24 +138,21 @@ class KubernetesClusterResolver(SourceResolver):
     def _own_task(self) -> tuple[str | None, int | None]:
         """Returns the task of the pod that this process is in."""
         env = config.environment()
-        mine = next((env[name] for name in _NAMES if env.get(name)), None)
-        if mine is None or self._location is ExecutableLocation.OFF_CLUSTER:
+        own_name = next((env[name] for name in _NAMES if env.get(name)), None)
+        # Off the cluster HOSTNAME is that of some machine, which a pod may have as
+        # well.
+        if own_name is None or self._location is ExecutableLocation.OFF_CLUSTER:
             return None, None
         for job, pods in self._pods().items():
             for index, pod in enumerate(pods):
-                if pod.metadata.name == mine:
+                if pod.metadata.name == own_name:
                     return job, index
         return None, None
 
 
-def _sorted(pods: Any) -> list[Any]:
-    """Kubernetes promises no order, and all tasks have to number each other alike."""
-    return sorted(pods.items, key=lambda pod: natural_order(pod.metadata.name))
-
-
 @final
 class _Client:
-    """The library's client with a deadline, and with words for what can go wrong."""
+    """Queries the pods with a deadline; its errors say what to do."""
 
     def __init__(self, location: ExecutableLocation) -> None:
         try:
@@ -157,6 +163,7 @@ class _Client:
                 "The Kubernetes Python client must be installed before using the "
                 "KubernetesClusterResolver: pip install 'zstrat[kubernetes]'"
             ) from error
+        # Not the library's global default, which is the program's.
         self._settings = client.Configuration()
         try:
             if location is ExecutableLocation.WITHIN_CLUSTER:
@@ -174,6 +181,8 @@ class _Client:
         from urllib3.exceptions import HTTPError
 
         try:
+            # Closed after each query: its pool of threads and connections would stay
+            # for the life of the program, which asks now and then.
             with client.ApiClient(self._settings) as api:
                 return client.CoreV1Api(api).list_pod_for_all_namespaces(
                     label_selector=label_selector, _request_timeout=_TIMEOUT

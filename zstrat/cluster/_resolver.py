@@ -12,7 +12,8 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar, Protocol, final, runtime_checkable
 
-from ._spec import ClusterSpec, normalize_cluster_spec, task_index
+from ._roles import normalize_cluster_spec
+from ._spec import ClusterSpec, task_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,6 +71,7 @@ class ClusterResolver(abc.ABC):
     def task_type(self) -> str | None:
         """The job of this process ("worker", "ps", ...): the value that was set, or
         else that of the source; None if unknown."""
+        # 0 and "" are values: only None asks the source.
         given = self._task_type
         return self._found_task_type() if given is None else str(given)
 
@@ -154,6 +156,7 @@ class SourceResolver(ClusterResolver):
             Also the errors of `cluster_spec`.
         """
         job, index = self._asked(task_type, task_id)
+        # Before the query, which may be one of a service.
         if job is None or index is None:
             return ""
         return self._with_layer(self.cluster_spec().task_address(job, index), rpc_layer)
@@ -248,6 +251,7 @@ class SimpleClusterResolver(SourceResolver):
         Raises:
             ValueError: The cluster has no such task.
         """
+        # Not the task of this process: TensorFlow returns the fixed address then.
         if task_type is None or task_id is None:
             return self._with_layer(self._master, rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -262,6 +266,7 @@ def query_cluster_spec(resolver: ClusterResolver) -> ClusterSpec:
     Raises:
         TypeError: The argument is not a resolver; suggests one.
     """
+    # People pass a `LocalCluster` or a fleet where only a resolver will do.
     if not isinstance(resolver, ClusterResolver):
         inner = getattr(resolver, "resolver", None)
         hint = (
@@ -316,6 +321,7 @@ class UnionResolver(SourceResolver):
         Raises:
             KeyError: Two clusters have the same index of a job that is merged by index.
         """
+        # Each resolver is asked once, so that all jobs are of the same answer.
         merged: dict[str, list[str] | dict[int, str]] = {}
         parts = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         for job in dict.fromkeys(job for part in parts for job in part):
@@ -375,6 +381,7 @@ def _merge(
     merged: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        # Two addresses for one task cannot both be right, and neither is better.
         if twice := sorted(merged.keys() & tasks.keys()):
             raise KeyError(
                 "Duplicate keys detected when merging two ClusterSpecs: "

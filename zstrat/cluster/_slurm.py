@@ -1,17 +1,10 @@
-"""Slurm: the tasks of a step, its lists of nodes, and each task's share of GPUs.
+"""Slurm: the tasks of a step, and its lists of nodes.
 
 The tasks of one Slurm step are a cluster. Each task knows its rank and derives the
 addresses of all tasks from the list of nodes.
 
 `expand_hostlist` and `expand_tasks_per_node` read Slurm's short forms of the nodes of a
 job and of the tasks on each. Law: text in, lists out.
-
-If several tasks run on a node, each gets a *share*, a part of the GPUs that
-CUDA_VISIBLE_DEVICES lists; the variable is then set to the share. Code that reads the
-variable again must not take the share for all GPUs, so `take_part` remembers the share
-and the previous value.
-
-Law: nothing else changes CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -19,12 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat import config
 
+from ._gpu_shares import before_shares, count_gpus, share_of, take_share
 from ._resolver import SourceResolver
 from ._spec import ranked_cluster
 
@@ -58,6 +51,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     try:
         for part in _parts(hostlist):
             hosts += _hosts(part)
+            # Each part is bounded by itself; here their sum is.
             _check_size(len(hosts))
     except ValueError as error:
         words = f"Invalid hostlist format {hostlist!r:.80}: {error}"
@@ -78,6 +72,8 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
             if match is None:
                 raise ValueError(f"expected 3 or 3(x2), got {part!r}")
             count, times = int(match[1]), int(match[2] or 1)
+            # Before the list is made, which 3(x99999999) would make too long for
+            # memory.
             _check_size(len(tasks) + times)
             tasks += [count] * times
     except ValueError as error:
@@ -105,6 +101,7 @@ def _parts(hostlist: str) -> list[str]:
         at = match.end()
         if at < end and hostlist[at] != ",":
             raise ValueError(f"expected a comma at {hostlist[at:]!r:.20}")
+        # The loop would end, and the missing host pass unnoticed.
         if at == end - 1:
             raise ValueError("expected a host after the last comma")
         at += 1
@@ -116,6 +113,7 @@ def _hosts(part: str) -> list[str]:
         [match[2]] if match[1] is None else _numbers(match[1])
         for match in _PIECE.finditer(part)
     ]
+    # Several brackets multiply.
     _check_size(math.prod(map(len, pieces)))
     return ["".join(chosen) for chosen in itertools.product(*pieces)]
 
@@ -130,6 +128,7 @@ def _numbers(ranges: str) -> list[str]:
         if last < first:
             raise ValueError(f"the range {text!r:.40} ends before it begins")
         _check_size(len(numbers) + last - first + 1)
+        # That of the first number, as in Slurm: [8-10] is 8, 9, 10.
         width = len(match[1])
         numbers += [str(number).zfill(width) for number in range(first, last + 1)]
     return numbers
@@ -138,137 +137,6 @@ def _numbers(ranges: str) -> list[str]:
 def _check_size(hosts: int) -> None:
     if hosts > MAX_HOSTS:
         raise ValueError(f"it has {hosts} entries, and {MAX_HOSTS} is the limit")
-
-
-GPUS_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
-_TIMEOUT: Final = 60.0
-"""Seconds for nvidia-smi, which loads the driver first if nothing keeps it loaded."""
-
-
-def visible_gpus(env: Mapping[str, str]) -> list[str] | None:
-    """Returns the GPUs in CUDA_VISIBLE_DEVICES, None if it is not set.
-
-    CUDA stops reading at the first invalid entry, such as "-1" or Slurm's "NoDevFiles".
-    """
-    text = env.get(GPUS_VARIABLE)
-    if text is None:
-        return None
-    shown: list[str] = []
-    for entry in map(str.strip, text.split(",")):
-        if not entry or not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
-            break
-        shown.append(entry)
-    return shown
-
-
-def count_gpus(env: Mapping[str, str]) -> int:
-    """Counts the GPUs for this process, by CUDA_VISIBLE_DEVICES or else by nvidia-smi;
-    0 without that program.
-
-    Raises:
-        RuntimeError: nvidia-smi exists but fails.
-    """
-    shown = visible_gpus(env)
-    return _ask_driver() if shown is None else len(shown)
-
-
-def _ask_driver() -> int:
-    command = ["nvidia-smi", "--list-gpus"]
-    try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT, check=True
-        )
-    except FileNotFoundError:
-        return 0
-    except (OSError, subprocess.SubprocessError) as error:
-        said = error.stdout if isinstance(error, subprocess.CalledProcessError) else ""
-        raise RuntimeError(
-            f"Could not get number of GPUs from nvidia-smi: {error}. {said or ''}"
-            "Set CUDA_VISIBLE_DEVICES, to '' to use no GPU, or pass gpus_per_node to "
-            "SlurmClusterResolver"
-        ) from error
-    return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
-
-
-_taken: tuple[str | None, str] | None = None
-"""What this process put into its own environment: the value before, None if it was not
-set, and the share."""
-
-
-def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the environment from before this process took its share."""
-    before, share = _taken or (None, None)
-    if share is None or env.get(GPUS_VARIABLE) != share:
-        return env  # no share was taken, or the program has set the variable since
-    others = {name: value for name, value in env.items() if name != GPUS_VARIABLE}
-    return others if before is None else {**others, GPUS_VARIABLE: before}
-
-
-def share_of(
-    env: Mapping[str, str], per_node: int, per_task: int, local: int
-) -> list[str]:
-    """Returns the GPUs of a task for CUDA_VISIBLE_DEVICES; empty if that should not
-    change: the task has no GPUs, or sees only its own GPUs already.
-
-    Args:
-        env: The result of `before_shares`.
-        local: Number of the task on its node.
-    """
-    shown = visible_gpus(env)
-    if shown is None:
-        shown = [str(number) for number in range(per_node)]
-    if len(shown) < per_node:
-        return []
-    return shown[local * per_task : (local + 1) * per_task]
-
-
-def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
-    """Divides the GPUs of a machine equally among tasks that all see the same ones, in
-    the order of their numbers (Dask lists them in another order for each worker). If
-    there are more tasks than GPUs, tasks share GPUs round robin. Empty if nothing
-    should change: there is one task, or jax uses other devices, or there are no GPUs.
-
-    Args:
-        env: The result of `before_shares`.
-
-    Raises:
-        RuntimeError: nvidia-smi exists but fails.
-    """
-    platforms = env.get("JAX_PLATFORMS", "")
-    if tasks < 2 or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
-        return [[]] * tasks
-    shown = visible_gpus(env)
-    if shown is None:
-        shown = [str(number) for number in range(_ask_driver())]
-    if not shown:
-        return [[]] * tasks
-    shown.sort(key=natural_order)
-    count = len(shown) // tasks
-    if not count:
-        return [[shown[index % len(shown)]] for index in range(tasks)]
-    return [shown[index * count : (index + 1) * count] for index in range(tasks)]
-
-
-def take_part(index: int, tasks: int) -> list[str]:
-    """Makes only the task's part (`parts_of`) visible to this process, and returns it.
-    Call it before jax initializes its devices; a second call returns the same part."""
-    env = before_shares(config.environment())
-    part = parts_of(env, tasks)[index]
-    if part:
-        take_share(env, part)
-    return part
-
-
-def take_share(env: Mapping[str, str], share: list[str]) -> None:
-    """Makes only the share visible to this process.
-
-    Args:
-        env: The result of `before_shares`.
-    """
-    global _taken
-    value = ",".join(share)
-    _taken = env.get(GPUS_VARIABLE), value
-    config.set_environment(GPUS_VARIABLE, value)
 
 
 T = TypeVar("T")
@@ -284,7 +152,7 @@ _LAST_STEP: Final = 2**32 - 16
 _JOB: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 _USUAL_PORT: Final = 8888
 """The port of TensorFlow, used if there is no job id."""
-_FIRST_PORT, _PORTS, _OF_A_JOB = 10_240, 22_528, 64
+_FIRST_PORT, _PORTS, _PORTS_OF_A_JOB = 10_240, 22_528, 64
 """Ports below those that Linux and jax choose, and the number for one job on a node:
 352 consecutive jobs have different ports."""
 _GPUS: Final = "SLURM_GPUS_ON_NODE"
@@ -338,11 +206,14 @@ class SlurmClusterResolver(SourceResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
+        # A second resolver in this process must not divide its share once more.
         env = before_shares(config.environment())
         rank = _number(env, _RANK)
         jobs = {"worker": _number(env, _TASKS)} if jobs is None else jobs
+        # Before all other checks, whose messages would lead a batch script astray.
         _require_step(env, sum(jobs.values()))
         layout = _layout(env, tasks_per_node)
+        # The fullest node decides, so that all tasks have the same number of GPUs.
         largest = max(layout.values(), default=0)
         per_node = gpus_per_node
         if per_node is None:  # Slurm's number first, as a task may see only its share
@@ -361,8 +232,9 @@ class SlurmClusterResolver(SourceResolver):
                 f"SLURM_PROCID={rank}: expected a rank below the number of tasks, "
                 f"{len(slots)}; check tasks_per_node, or {_TASKS_PER_NODE[0]}"
             )
-        _check_place(env, rank, slots)
+        _check_slot(env, rank, slots)
         super().__init__(*names[rank], rpc_layer)
+        # Last: nothing is set in the environment if an argument was wrong.
         share = share_of(env, per_node, self._gpus_per_task, slots[rank].local)
         if auto_set_gpu and share:
             take_share(env, share)
@@ -397,6 +269,7 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
 
 def _require_step(env: Mapping[str, str], tasks: int) -> None:
     """Refuses a batch script, which has the same variables as rank 0."""
+    # Any of these shows a step; which ones are set depends on the version of Slurm.
     step = next((env[name] for name in _STEP if name in env), "")
     by_srun = step.isdecimal() and int(step) < _LAST_STEP
     has_step = _TASKS[0] in env or _NODES[0] in env
@@ -416,7 +289,7 @@ def _port(env: Mapping[str, str], given: int | None) -> int:
     step = next((env[name] for name in _STEP if name in env), "0")
     # Steps of one job may share a node as well; 89 is coprime to the number of jobs.
     place = _number(env, _JOB) + 89 * (int(step) if step.isdecimal() else 0)
-    return _FIRST_PORT + place * _OF_A_JOB % _PORTS
+    return _FIRST_PORT + place * _PORTS_OF_A_JOB % _PORTS
 
 
 def _expanded(
@@ -448,10 +321,12 @@ def _layout(
         layout = dict.fromkeys(hosts, tasks_per_node)
     else:
         layout = dict(tasks_per_node)
+    # Slurm sorts the nodes of a job; its ranks follow that order, not the list's.
     return {host: layout[host] for host in sorted(layout, key=natural_order)}
 
 
 def _slots(layout: Mapping[str, int]) -> list[_Slot]:
+    # Before the list is made: an argument or a variable may say any number.
     tasks = sum(layout.values())
     if tasks > MAX_HOSTS:
         raise RuntimeError(
@@ -477,7 +352,7 @@ def _cluster(
     return ranked_cluster(jobs, addresses)
 
 
-def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
+def _check_slot(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
     """Checks that Slurm assigned ranks in the expected order; otherwise every task
     would have the address of another one."""
     host, local = env.get("SLURMD_NODENAME"), env.get("SLURM_LOCALID")

@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any, Final, Self, assert_never, final
 
 from zstrat import config
 
-from ._google import (
+from ._google import ask_metadata, build_service, metadata_host
+from ._resolver import SourceResolver
+from ._spec import ClusterSpec
+from ._tpu_hosts import (
     LOCAL_NAME,
     LocalTpu,
     TpuHosts,
     TpuNode,
-    ask_metadata,
-    build_service,
     devices_per_host,
     find_tpu,
     hosts_of_machine,
     hosts_of_node,
-    metadata_host,
 )
-from ._resolver import SourceResolver
-from ._spec import ClusterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,6 +90,8 @@ class TPUClusterResolver(SourceResolver):
                 f"coordinator_name={coordinator_name!r} and coordinator_address="
                 f"{coordinator_address!r}: expected both or none of them"
             )
+        # The environment first: asking the metadata server takes seconds where there is
+        # none.
         env = config.environment()
         source = find_tpu(tpu, zone, project, env)
         self._source = _this_machine(env) if source is None else source
@@ -103,7 +103,11 @@ class TPUClusterResolver(SourceResolver):
         self._coordinator = {}
         if coordinator_name is not None and coordinator_address is not None:
             self._coordinator = {coordinator_name: [coordinator_address]}
-        self._credentials, self._service, self._lent = credentials, service, service
+        self._credentials, self._service, self._given_service = (
+            credentials,
+            service,
+            service,
+        )
         self._discovery_url = env.get(_DISCOVERY) or discovery_url
         self._topology: bytes | None = None
 
@@ -112,9 +116,10 @@ class TPUClusterResolver(SourceResolver):
 
     def __exit__(self, *error: object) -> None:
         """Closes connections to Google's service, if this object made them."""
-        if self._service is not self._lent:
+        # A service that the program passed is the program's to close.
+        if self._service is not self._given_service:
             self._service.close()
-            self._service = self._lent
+            self._service = self._given_service
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the hosts of the TPU, and the coordinator if there is one; an empty
@@ -141,6 +146,7 @@ class TPUClusterResolver(SourceResolver):
             ValueError: The cluster has no such task, or the TPU has no host.
             Exception: The errors of `cluster_spec`.
         """
+        # Once: each call may be a query, and the answers may differ.
         hosts = self._hosts()
         if hosts is None:
             return LOCAL_NAME
@@ -220,11 +226,11 @@ class TPUClusterResolver(SourceResolver):
             case TpuHosts():
                 return self._source
             case TpuNode():
-                return hosts_of_node(self._source.name, self._ask(self._source))
+                return hosts_of_node(self._source.name, self._query_node(self._source))
             case _:
                 assert_never(self._source)
 
-    def _ask(self, node: TpuNode) -> Mapping[str, Any]:
+    def _query_node(self, node: TpuNode) -> Mapping[str, Any]:
         if self._service is None:
             self._service = build_service(
                 "tpu", "v2", self._credentials, self._discovery_url
@@ -232,6 +238,7 @@ class TPUClusterResolver(SourceResolver):
         try:
             host = metadata_host(config.environment())
             project = node.project or ask_metadata(host, "project/project-id")
+            # The server's answer is a path, projects/NUMBER/zones/ZONE.
             zone = node.zone or ask_metadata(host, "instance/zone") or ""
             parent = f"projects/{project}/locations/{zone.split('/')[-1]}"
             nodes = self._service.projects().locations().nodes()
@@ -258,6 +265,7 @@ def _this_machine(env: Mapping[str, str]) -> TpuHosts:
     )
     if env.get(_NO_METADATA):
         raise ValueError(words)
+    # The attributes that Google sets on hosts of a TPU only.
     host, path = metadata_host(env), "instance/attributes"
     try:
         workers = ask_metadata(host, f"{path}/worker-network-endpoints")

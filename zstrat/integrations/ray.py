@@ -36,8 +36,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from zstrat.cluster import free_ports, host_and_port
 from zstrat.config import set_environment
-from zstrat.launch.fleet import write_keys
-from zstrat.transport import generate_keys
+from zstrat.launch.fleet import RunKeys, write_keys
 
 _IN_MEMORY: Final = Path("/dev/shm")
 _REMOVING: Final = ("/bin/sh", "-c", 'read -r _; rm -rf -- "$0"')
@@ -64,6 +63,7 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray when all workers are there."""
         del backend_config
+        # All addresses before any worker begins: each one needs all of them.
         keys = _fresh_keys()
         addresses = worker_group.execute(own_address)
         started = [
@@ -72,6 +72,7 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
             )
             for index in range(len(addresses))
         ]
+        # Raises what a worker raised.
         ray.get(started)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
@@ -105,6 +106,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
     # Each strategy that the program makes reads them: they stay until the end.
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
+    # Before the keys are written. Not `atexit`: Ray kills workers.
     _remover = subprocess.Popen(
         [*_REMOVING, str(folder)],
         stdin=subprocess.PIPE,
@@ -119,13 +121,13 @@ def forget_keys() -> None:
     global _remover
     remover, _remover = _remover, None
     if remover is not None:
+        # Closes its input and waits for its end.
         remover.communicate()
 
 
 def _fresh_keys() -> dict[str, str]:
     """Generates the keys of a worker: its secret, and the public halves of all."""
-    with tempfile.TemporaryDirectory(prefix="zstrat-keys-") as passing:
-        folder = Path(passing) / "keys"
-        generate_keys(folder)
-        files = [folder / "worker.secret", *sorted(folder.glob("*.public"))]
-        return {file.name: file.read_text("ascii") for file in files}
+    with tempfile.TemporaryDirectory(prefix="zstrat-keys-") as folder:
+        keys = RunKeys(Path(folder, "keys"))
+        keys.make()
+        return keys.of("worker")

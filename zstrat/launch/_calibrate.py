@@ -78,6 +78,7 @@ class Calibration:
     @property
     def groups(self) -> list[int]:
         """The numbers of ranks, ascending."""
+        # Between two of them the choice changes at their geometric mean (`fitted`).
         doubled = [2**n for n in range(1, self.ranks.bit_length())]
         return sorted({*doubled, self.ranks})
 
@@ -138,6 +139,8 @@ def calibrate_tasks(
             ) as group:
                 for timing in timings(group, sorted(plan.sizes)):
                     measurements += timing
+        # Ranks that do not measure wait here: idle, so that they disturb nobody, and
+        # until the next group begins on all.
         whole.barrier(timeout=_LONGEST)
     return measurements
 
@@ -145,6 +148,7 @@ def calibrate_tasks(
 async def _measure(plan: Calibration, ranks: int) -> list[Measurement]:
     sizes = ",".join(map(str, sorted(plan.sizes)))
     module = "zstrat.launch._calibrate"
+    # As new processes: ranks in threads of one would share its interpreter lock.
     command = (sys.executable, "-P", "-m", module, sizes, plan.sockets)
     printed: list[str] = []
     code = await run_copies(Copies(command, ranks, plan.sockets), printed.append)
@@ -172,6 +176,7 @@ def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
         ZstratError: A rank is lost; see `Group.all_reduce`.
     """
     for kind in CallKind:
+        # One algorithm: nothing to compare.
         algorithms = ALGORITHMS[kind.value]
         if len(algorithms) == 1:
             continue
@@ -190,12 +195,15 @@ def measure_call(
     call = _call(group, kind, algorithm, nbytes)
     for _ in range(_WARM):
         call()
+    # About 8 MiB in all: times of small arrays vary more, large ones take long.
     seconds = np.empty(min(max(8 * MiB // max(nbytes, 1), _FEW), _MANY))
     for index in range(seconds.size):
+        # So that nobody measures how long others are away.
         group.barrier()
         began = time.perf_counter()
         call()
         seconds[index] = time.perf_counter() - began
+    # The slowest rank counts: a call is over when all have its result.
     slowest: list[float] = group.all_reduce(seconds, "max").tolist()
     return slowest
 
@@ -214,6 +222,7 @@ def _call(
         case CallKind.BROADCAST:
             return partial(group.broadcast, whole, algorithm=algorithm)
         case CallKind.ALL_GATHER:
+            # Rounded up: at least one element, also on more ranks than elements.
             part = whole[: -(-count // group.size)]
             return partial(group.all_gather, part, algorithm=algorithm)
         case CallKind.ALL_TO_ALL | CallKind.BARRIER:

@@ -44,7 +44,7 @@ _OF_THIS_PROCESS: Final = (
 """Variables that describe this process and would be wrong for a child."""
 
 
-def inherited() -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
     """Returns the environment of this process without `_OF_THIS_PROCESS`."""
     variables = environment().items()
     return {name: value for name, value in variables if name not in _OF_THIS_PROCESS}
@@ -69,6 +69,7 @@ class KeptLogs:
         """Moves the log of an ended task if necessary; returns its new path."""
         if not self._is_removed or log.parent == self._folder:
             return log
+        # Only now: most clusters end without a failure, and leave no folder behind.
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="zstrat-logs-"))
         return Path(shutil.move(log, self._folder))
@@ -123,11 +124,15 @@ class Child:
         if self.is_running:
             raise RuntimeError(f"{self.task} is already running, pid {self.pid}")
         self.close()
+        # After `close`, which judges by them whether the last end was our doing.
         self._sent.clear()
         server = fork_server(self._env)
         start = start_process if server is None else server.start
+        # From the second start on the known address, so that peers find it again.
         arguments = ["--index", str(self.index), "--bind", self.address or self._bind]
         arguments += extra
+        # Unbuffered, as `read_report` reads the descriptor itself. Our copy of the
+        # child's end is closed at once: else its death would not end the stream.
         report, child_end = os.pipe()
         self._report, self._received = os.fdopen(report, "rb", 0), b""
         with os.fdopen(child_end, "wb", 0), self._open_log() as output:
@@ -148,6 +153,8 @@ class Child:
         data = os.read(self.fileno(), 4096)
         self._received += data
         if not data:
+            # The end of the pipe comes with the end of the process, so this wait is
+            # short.
             code = self._running().wait()
             self.keep_log()
             raise UnavailableError(
@@ -163,6 +170,8 @@ class Child:
         """Sends a signal if the process still runs."""
         process = self._process
         if process is not None and process.poll() is None:
+            # Noted first: Ctrl-C between the two lines must not make our signal look
+            # like a failure of the task.
             self._sent.add(number)
             process.send_signal(number)
 
@@ -190,6 +199,7 @@ class Child:
             self._note_failure(process.wait())
             if process.stdin is not None:
                 process.stdin.close()
+            # Last: a call after Ctrl-C begins again with the process.
             self._process = None
         self._close_report()
 
@@ -216,6 +226,8 @@ class Child:
         return self._process
 
     def _note_failure(self, code: int) -> None:
+        # TRY_AGAIN only says that a restart may help, as after a drain that was too
+        # short. That is not worth keeping the log.
         is_ours = -code in self._sent
         if code not in (0, TRY_AGAIN) and not is_ours:
             self.failures.append(end_words(code))
@@ -226,6 +238,7 @@ class Child:
         )
 
     def _close_report(self) -> None:
+        # Taken out first, for calls from a signal handler during this one.
         report, self._report = self._report, None
         if report is not None:
             report.close()
@@ -268,6 +281,8 @@ def wait_ready(children: Iterable[Child], deadline: float) -> None:
             if not ready and time.monotonic() >= deadline:
                 raise _late(waiting)
             for child in [key.data for key, _ in ready]:
+                # Before the read, which closes the descriptor once the child is ready;
+                # a selector cannot unregister a closed one.
                 selector.unregister(child)
                 if child.read_report():
                     waiting.remove(child)

@@ -27,8 +27,9 @@ from zstrat.cluster import free_ports
 from zstrat.signals import handle
 from zstrat.transport import on_own_thread
 
-from ._child import end_words, inherited, shell_code
-from ._runtime_dir import divided
+from ._child import end_words, inherited_environment, shell_code
+from ._run_folder import addresses_in
+from ._started_tasks import environments_with_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ async def run_copies(copies: Copies, write: Write) -> int:
     Raises:
         Any error of ``write``, after all copies have ended.
         OSError: A process cannot be started.
+        ValueError: The temporary folder has too long a path for sockets.
 
     Cancellation: ends all copies, then raises.
     """
@@ -118,9 +120,10 @@ def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> i
     Raises:
         OSError: The program cannot be started.
     """
-    config = {"cluster": spec.as_dict()}  # without a task: the program is not one
+    # Without a task: the program is not one.
+    config = {"cluster": spec.as_dict()}
     env = {
-        **inherited(),
+        **inherited_environment(),
         "TF_CONFIG": json.dumps(config),
         "ZSTRAT_KEYS": str(keys),
     }
@@ -138,12 +141,16 @@ def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> i
             process.send_signal(number)
 
     try:
+        # Handlers come before the process, so that no signal ends us and leaves it.
         for number in FORWARDED:
             if before[number] is not signal.SIG_IGN:
                 handle(number, forward)
+        # Not SIG_IGN, which the program would inherit: then Ctrl-C would not end it.
         handle(signal.SIGINT, lambda number, frame: None)
         process = subprocess.Popen([*WATCHING_PARENT, *command], env=env)
-        for early in tuple(received):  # while the process was started
+        # Signals that came while it was started, when `forward` had no process yet. One
+        # that comes in this loop may be sent twice, which programs have to bear.
+        for early in tuple(received):
             process.send_signal(early)
         code = process.wait()
     finally:
@@ -156,7 +163,7 @@ class _CopiesRun:
     def __init__(self, copies: Copies, addresses: Sequence[str], write: Write) -> None:
         self._copies, self._write = copies, write
         self._cluster = {"worker": list(addresses)}
-        self._variables = divided(inherited(), copies.count)
+        self._variables = environments_with_gpus(inherited_environment(), copies.count)
         self._restarts_left = copies.restarts
         self._is_ending = False
         self._groups: set[int] = set()
@@ -171,6 +178,8 @@ class _CopiesRun:
             for done in asyncio.as_completed(tasks):
                 code = await done
                 if code:
+                    # The others may say by themselves which peer they lost, which
+                    # helps more than that they were ended.
                     await asyncio.wait(tasks, timeout=self._copies.notice)
                     return code
             return 0
@@ -186,7 +195,9 @@ class _CopiesRun:
                 return shell_code(code)
             ended = f"worker:{index} {end_words(code)}"
             if not self._restarts_left:
-                self._is_ending = True  # later failures are consequences of this one
+                # Later failures are consequences of this one: they are not restarted,
+                # nor printed.
+                self._is_ending = True
                 self._write(f"{ended}: ending the others")
                 return shell_code(code)
             self._restarts_left -= 1
@@ -194,13 +205,16 @@ class _CopiesRun:
 
     async def _process(self, index: int) -> int:
         process = _start_copy(self._copies.command, self._environment(index))
+        # `start_new_session` made the process the leader of its group.
         self._groups.add(process.pid)
         try:
             async with asyncio.TaskGroup() as group:
                 relay = self._relay(index, process.stdout)
                 group.create_task(relay, name=f"output of worker:{index}")
                 code = await on_own_thread(process.wait)
-                # Also the processes that it started, which may hold its output open.
+                # Also the processes that it started, which may hold its output open:
+                # the relay would wait for them. Then its number is not ours any longer,
+                # and the system may give it to another process.
                 _signal(process.pid, signal.SIGKILL)
                 self._groups.discard(process.pid)
         except ExceptionGroup as failed:  # only the relay fails: an error of `write`
@@ -223,6 +237,8 @@ class _CopiesRun:
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
         try:
+            # The tasks are not cancelled: they end with their processes, and relay the
+            # output until then.
             await asyncio.wait(tasks, timeout=self._copies.drain)
         finally:
             self._signal(signal.SIGKILL)
@@ -262,6 +278,7 @@ async def _line_of(reader: asyncio.StreamReader) -> bytes:
     except asyncio.IncompleteReadError as end:
         return end.partial
     except asyncio.LimitOverrunError:
+        # Without a line end in the buffer: its content becomes a line.
         return await reader.read(_LONGEST_LINE)
 
 
@@ -278,4 +295,5 @@ def _addresses(copies: Copies) -> Iterator[list[str]]:
         yield [f"127.0.0.1:{port}" for port in free_ports(copies.count)]
         return
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:  # of mode 0700
-        yield [f"ipc://{Path(folder) / f'worker-{n}'}" for n in range(copies.count)]
+        address = addresses_in(Path(folder), "ipc")
+        yield [address(f"worker-{n}") for n in range(copies.count)]

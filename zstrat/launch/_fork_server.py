@@ -79,6 +79,7 @@ class ForkServer:
         program: Sequence[str] = ("-P", "-m", "zstrat.daemons.fork_server"),
     ) -> None:
         ours, theirs = socket.socketpair()
+        # Taken now: the caller may change its mapping later.
         self._identity = _identity(environment)
         self._socket = ours
         command = [sys.executable, *program]
@@ -90,8 +91,10 @@ class ForkServer:
                     stdin=subprocess.DEVNULL,
                     env=dict(environment),
                     pass_fds=[theirs.fileno()],
+                    # Ctrl-C in the terminal is for the program, which then ends this.
                     start_new_session=True,
                 )
+            # At exit as well; clusters are finalized before it, as they are younger.
             self._end = weakref.finalize(self, _end, process, ours, os.getpid())
         except BaseException:  # to the caller; also for Ctrl-C
             ours.close()
@@ -139,15 +142,21 @@ class ForkServer:
             stack.callback(os.close, status_writer)
             stdin_reader, stdin_writer = os.pipe()
             stack.callback(os.close, stdin_reader)
+            # Nothing is written to it: its end is how the daemon notices our end.
             stdin = os.fdopen(stdin_writer, "wb", 0)
             process = ForkedProcess(self, status_reader, stdin)
+            # A descriptor, as the fork server may have another working folder, and the
+            # path may be renamed.
             cwd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
             stack.callback(os.close, cwd)
+            # In memory, not on the socket: an environment may be larger than its
+            # buffer, and the send would block until the imports are done.
             file = stack.enter_context(
                 os.fdopen(os.memfd_create("zstrat request"), "w+b", 0)
             )
             file.write(json.dumps(text).encode())
             file.seek(0)
+            # In the order of the fields of the fork server's `ForkRequest`.
             pipes = [stdin_reader, output, report, status_writer]
             descriptors = [*pipes, cwd, file.fileno()]
             socket.send_fds(self._socket, [REQUEST], descriptors)
@@ -218,6 +227,8 @@ class ForkedProcess:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, sig)
         if sig in (signal.SIGSTOP, signal.SIGCONT):
+            # The kernel stops a process a moment after the signal; a test that froze a
+            # task must not get an answer from it.
             while self.poll() is None and self._is_stopped != (sig == signal.SIGSTOP):
                 self._read_status(None)
 
@@ -228,13 +239,16 @@ class ForkedProcess:
             with self._reading:
                 self._parse()
             return True
+        # Not `select.select`, which fails for descriptors above 1023. The wait is
+        # outside of the lock, so that `poll` of another thread does not wait for it.
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         if not poll.poll(None if timeout is None else timeout * 1000):
             return False
         with self._reading:
+            # Another thread was first: the caller looks at the state again.
             if self.returncode is not None or not poll.poll(0):
-                return True  # another thread was first
+                return True
             # Read and appended in C, so that Ctrl-C loses no bytes: if the process id
             # were lost, the exit code would be taken for it.
             self._received.extend(map(os.read, (self._status,), (4096,)))
@@ -243,6 +257,8 @@ class ForkedProcess:
 
     def _parse(self) -> None:
         """Derives the state of the daemon from all received bytes."""
+        # From all of them each time, so that it may be repeated after Ctrl-C; there are
+        # a few words in the life of a daemon.
         parsed, data = len(self._received), b"".join(self._received)
         whole = len(data) // WORD.size * WORD.size
         pid, *words = [word for (word,) in WORD.iter_unpack(data[:whole])] or [None]
@@ -251,9 +267,11 @@ class ForkedProcess:
             self._is_stopped = words[-1] == STOPPED
         elif words:
             self.returncode = words[-1]
+        # The stream ended without an exit code.
         if not self._received[-1] and self.returncode is None:
             # The fork server has ended: the kernel kills its daemons.
             self.returncode = self._server.wait() if pid is None else -signal.SIGKILL
+        # Last: until here the bytes count as not parsed.
         self._parsed = parsed
 
 
@@ -273,6 +291,7 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer | None:
     if sys.platform != "linux":
         return None
     with _keeping:
+        # A server that no longer suits ends with its last daemon: each refers to it.
         if _kept is None or not _kept.suits(environment):
             _kept = ForkServer(environment)
         return _kept
@@ -322,6 +341,7 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket, program: int) ->
     """Ends the fork server, unless this is a forked process of the program."""
     ours.close()
     if os.getpid() == program:
+        # Killed, as it may be amid an import, where it does not see that we are gone.
         process.kill()
         process.wait()
 

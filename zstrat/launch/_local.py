@@ -17,15 +17,13 @@ from zstrat.streams import occupy_descriptors
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
-from ._own_process import import_coordinator
-from ._runtime_dir import (
-    RunFolder,
+from ._run_folder import RunFolder, addresses_in
+from ._started_tasks import (
     StartedTasks,
-    addresses_in,
     daemon_environment,
-    divided,
+    environments_with_gpus,
     share,
-    virtual,
+    virtual_device_arguments,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +91,7 @@ class LocalCluster(StartedTasks[Child]):
         settings: Settings | None = None,
         coordinates: bool = True,
     ) -> None:
+        # Before any pipe is made, which might get the number of a closed stream.
         occupy_descriptors()
         num_ps = _count("num_ps", num_ps, 1)
         num_workers = _count("num_workers", num_workers, 0)
@@ -101,24 +100,35 @@ class LocalCluster(StartedTasks[Child]):
         self._settings = settings or settings_from(environment())
         self.transport = transport or self._settings.transport
         self._coordinates = coordinates
-        self._extra = () if worker_devices is None else virtual(worker_devices)
+        self._extra = (
+            () if worker_devices is None else virtual_device_arguments(worker_devices)
+        )
         daemons = daemon_environment(self._settings, self.transport, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         if self._extra:
             workers["JAX_PLATFORMS"] = "cpu"
         variables: dict[str, list[Mapping[str, str]]] = {
             "ps": [daemons] * num_ps,
-            "worker": divided(workers, num_workers),
+            "worker": environments_with_gpus(workers, num_workers),
         }
-        fork_server(daemons)  # first, so that it ends after this object at exit
+        # First, as finalizers run at exit in reverse order: the daemons drain before
+        # their fork server ends. It imports jax while the rest is prepared.
+        fork_server(daemons)
         folder = RunFolder(directory)
         address = addresses_in(folder.path, self.transport)
         self.directory = folder.path
+        # Empty when the finalizer is made, and filled below: Ctrl-C at any point ends
+        # what was started until then.
         children: dict[str, Child] = {}
         drain = self._settings.timeouts.drain
+        # A ps with a state folder writes its state after the drain.
+        handover = (
+            float(daemons["ZSTRAT_HANDOVER"]) if daemons.get("ZSTRAT_STATE") else 0
+        )
+        self._drains = {"worker": drain, "ps": drain + handover}
         remove = self.directory if directory is None else None
         super().__init__(
-            children, f"over {self.transport}", _end, children, drain, remove
+            children, f"over {self.transport}", _end, children, self._drains, remove
         )
         kept = KeptLogs(directory is None)
         try:
@@ -154,25 +164,36 @@ class LocalCluster(StartedTasks[Child]):
         return SimpleClusterResolver(self.spec)
 
     def pid(self, task: str) -> int:
-        """Process id of ``task``, such as "worker:1"."""
+        """Process id of ``task``, such as "worker:1".
+
+        Raises:
+            ClosedError: The cluster is closed.
+        """
+        self._check_open()
         return self._task(task).pid
 
     def is_running(self, task: str) -> bool:
         return self._task(task).is_running
 
     def kill(self, task: str) -> None:
-        """Ends ``task`` as a power cut does (SIGKILL); returns when it is gone."""
+        """Ends ``task`` as a power cut does (SIGKILL); returns when it is gone.
+
+        Raises:
+            ClosedError: The cluster is closed.
+        """
+        self._check_open()
         self._task(task).kill()
 
     def terminate(self, task: str) -> int:
         """Drains and ends ``task`` (SIGTERM); returns its exit code.
 
         Raises:
-            DeadlineExceededError: It did not end within twice ``timeouts.drain``.
+            DeadlineExceededError: It did not end within twice ``timeouts.drain``; for
+                a ps with a state folder also ``timeouts.handover``.
         """
         child = self._task(task)
         child.signal(signal.SIGTERM)
-        timeout = 2 * self._settings.timeouts.drain
+        timeout = self._settings.timeouts.drain + self._drains[child.job]
         code = child.wait(time.monotonic() + timeout)
         if code is None:
             raise DeadlineExceededError(
@@ -193,7 +214,12 @@ class LocalCluster(StartedTasks[Child]):
         """Restarts ``task`` at its address; kills it first if it runs.
 
         Returns when it serves. Raises the errors of the constructor.
+
+        Raises:
+            ClosedError: The cluster is closed.
         """
+        # Nobody would end a task that was started after that.
+        self._check_open()
         child = self._task(task)
         if child.is_running:
             child.kill()
@@ -207,11 +233,14 @@ class LocalCluster(StartedTasks[Child]):
 
     def _start(self, children: Iterable[Child]) -> None:
         fresh = list(children)
+        # All are started before any is waited for.
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
             child.start(extra)
+        # Meanwhile, on another core, this program imports what it needs next: jax and
+        # the modules of a coordinator. No device is initialized.
         if self._coordinates:
-            import_coordinator()
+            from zstrat.strategy import ParameterServerStrategy  # noqa: F401
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
 
 
@@ -220,23 +249,33 @@ def _count(name: str, given: int, least: int) -> int:
         count = operator.index(given)  # accepts integers of numpy as well
         if count < least:
             raise ValueError(f"{name}={given}: expected {least} or more")
+        # True is an int, but hardly meant as a number of tasks.
         if not isinstance(given, bool):
             return count
     raise TypeError(f"{name}={given!r}: expected a whole number, {least} or more")
 
 
-def _end(tasks: Mapping[str, Child], drain: float, folder: Path | None) -> None:
-    """Ends workers first, as their last pushes need the parameter servers."""
+def _end(
+    tasks: Mapping[str, Child], drains: Mapping[str, float], folder: Path | None
+) -> None:
+    """Ends workers first, as their last pushes need the parameter servers.
+
+    Args:
+        drains: Seconds that a task of each job may take to drain.
+    """
     children = list(tasks.values())
     for job in ("worker", "ps"):
         group = [child for child in children if child.job == job]
         for child in group:
             child.signal(signal.SIGTERM)
             child.signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
-        deadline = time.monotonic() + drain + 2 * GRACE
+        # Two graces: the task has one beyond its drain, and the process has to exit.
+        deadline = time.monotonic() + drains[job] + 2 * GRACE
         for child in group:
             child.wait(deadline)
+            # Kills it if it is late.
             child.close()
+    # Before the folder goes, in which the logs are.
     for child in children:
         if child.failures and child.log is not None:
             child.keep_log()

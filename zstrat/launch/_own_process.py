@@ -52,6 +52,7 @@ class ProcessOutput:
     def install(self) -> None:
         """Replaces the streams of the process and adds a logging handler, for good."""
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            # What the old stream still buffers would come after newer output.
             stream.flush()
             # The descriptor stays open: the logging handler writes to it as well.
             out = open(number, "wb", closefd=False)  # noqa: SIM115
@@ -76,6 +77,8 @@ class ProcessOutput:
         """Sets the listener, None for none. Call it on the thread whose output is
         forwarded."""
         current = threading.current_thread()
+        # A weak set: a thread that ends must not be kept, nor its number, which the
+        # system gives to a new thread.
         # Native threads are "dummy" threads to Python; they work for the current one.
         self._older = weakref.WeakSet(
             thread
@@ -83,12 +86,16 @@ class ProcessOutput:
             if thread is not current and not isinstance(thread, threading._DummyThread)
         )
         self._process = os.getpid()
+        # The listener last: `_forward`, on other threads, reads it first and without a
+        # lock, and must then find the rest of its session.
         self._thread, self._listener = threading.get_ident(), listener
 
     def _forward(self, stream: int, text: str) -> None:
         listener = self._listener
         if listener is None or os.getpid() != self._process:
             return
+        # By number first, which is cheap: `current_thread` looks up an object, and in a
+        # native thread makes one.
         if threading.get_ident() == self._thread or (
             threading.current_thread() not in self._older
         ):
@@ -109,6 +116,7 @@ class ForwardingStream(io.TextIOWrapper):
         self._forward = forward
 
     def write(self, text: str, /) -> int:
+        # The file first: the log has the text even if the listener fails.
         count = super().write(text)
         self._forward(text)
         return count
@@ -125,6 +133,8 @@ class ForwardingHandler(logging.Handler):
         self._usual = logging.Formatter(logging.BASIC_FORMAT)
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Records of zstrat are about the daemon, not about the user's program, and
+        # a record that a handler of the user prints would come twice.
         if record.name.partition(".")[0] == _OURS or _is_written(record):
             return
         shown = self._plain if record.name == _WARNINGS else self._usual
@@ -138,6 +148,7 @@ def _is_written(record: logging.LogRecord) -> bool:
     """Returns whether a handler of the user writes the record to a forwarding
     stream."""
     logger = logging.getLogger(record.name)
+    # Up to the root, but without it: its handlers are the daemon's.
     while logger.parent is not None:
         for handler in logger.handlers:
             stream = getattr(handler, "stream", None)
@@ -162,13 +173,9 @@ def kept_for_good() -> Iterator[None]:
     try:
         yield
     finally:
+        # Before `enable`: the next allocation might start a full collection.
         gc.freeze()
         gc.enable()
-
-
-def import_coordinator() -> None:
-    """Imports jax and the modules of a coordinator, without initializing a device."""
-    from zstrat.strategy import ParameterServerStrategy  # noqa: F401
 
 
 def choose_devices(variables: Mapping[str, str]) -> None:
@@ -181,6 +188,8 @@ def choose_devices(variables: Mapping[str, str]) -> None:
         set_environment(name, value)
     if (jax := sys.modules.get("jax")) is not None:
         for name, value in variables.items():
+            # jax has read its own variables when it was imported. Those of CUDA and
+            # ROCm are read by their libraries, when a backend starts.
             if name.startswith("JAX_"):
                 word = int(value) if value.isdecimal() else value
                 jax.config.update(name.lower(), word)

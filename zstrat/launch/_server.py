@@ -1,23 +1,15 @@
-"""Tasks that a program serves itself: TF's ``Server``, and workers that join late.
+"""TF's ``Server``: a task that a program serves itself, on a thread of its own.
 
-A ``Server`` is a task on a thread of its own. SIGTERM and SIGHUP drain the servers of a
+SIGTERM and SIGHUP drain the servers of a
 program before it ends. zstrat handles them only if the program has no handler of its
 own, does not ignore the signal, and starts its servers on the main thread, the only one
 on which Python can set handlers. If the main thread is in `Server.join`, that call
 returns and the program continues, as when a coordinator ends the servers. Otherwise the
 signal ends the program after the drain.
-
-A worker that is not in the cluster joins the session of the training program: it
-reports itself to a parameter server, the only address that it needs, and the program of
-that server decides. With the addresses of several servers it tries one after the other
-until one answers. When the session ends, it reports itself again for the next program.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
 import os
 import signal
 import threading
@@ -27,21 +19,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
-from zstrat.errors import DeadlineExceededError, PeerLostError
 from zstrat.signals import handle
 from zstrat.threads import Promise, SteadyThread
-from zstrat.transport import Link, check_address, check_reachable, close_portals, hello
+from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
-from zstrat.wire import AnswerReport, Job, ReportWorker
 
-from ._task import TaskAddress, load_keys, serve
+from ._task import TaskAddress, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import FrameType
 
     from zstrat.config import Settings
-    from zstrat.worker import WorkerService
 
     from ._task import Task
 
@@ -57,8 +46,11 @@ class ShutdownSignals:
 
     def install(self) -> None:
         """Sets the handlers where the program has none. Idempotent."""
+        # Python sets handlers on the main thread only. A server that is started on
+        # another one is drained only if the program exits by itself.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                # Not for SIG_IGN, which nohup sets for SIGHUP.
                 if signal.getsignal(number) is signal.SIG_DFL:
                     handle(number, self._received)
 
@@ -66,6 +58,7 @@ class ShutdownSignals:
         """Restores the default handlers when no server is left."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
+                # Not a handler that the program has set since.
                 if signal.getsignal(number) == self._received:
                     signal.signal(number, signal.SIG_DFL)
 
@@ -81,13 +74,18 @@ class ShutdownSignals:
     def _received(self, number: int, frame: FrameType | None) -> None:
         self.uninstall()  # a second signal ends the process at once
         handle(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both send it
+        # All begin to drain before the first one is waited for, so that several servers
+        # take the time of one.
         for server in list(_running):
             if server._run is not None:
                 name = signal.Signals(number).name
                 server._run.end_soon(f"{name} (once more ends at once)")
+        # In `join` the handler need not wait: `join` does, and then the program cleans
+        # up. Elsewhere nothing else would end the program.
         if not self._joins:
             for server in list(_running):
                 server.stop()  # within its drain
+            # By the signal itself, not by sys.exit: the parent sees what ended us.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -141,7 +139,9 @@ class Server:
         config: Settings | None = None,
         start: bool = True,
     ) -> None:
-        self._def = _define(server_or_cluster_def, job_name, task_index, protocol)
+        self._def = _definition_of(
+            server_or_cluster_def, job_name, task_index, protocol
+        )
         self._settings = config or settings_from(environment())
         self._run: ServerRun | None = None
         if start:
@@ -169,8 +169,8 @@ class Server:
         return f"{self._def.protocol}://{address}"
 
     def start(self) -> None:
-        """Starts to serve; returns when the task answers. Does nothing if it is started
-        already.
+        """Starts to serve, also after `stop`; returns when the task answers. Does
+        nothing if it serves already.
 
         Cancellation: Ctrl-C stops the server again, then raises.
 
@@ -178,8 +178,9 @@ class Server:
             ZstratError, OSError: The address cannot be bound. The call may be repeated.
         """
         try:
-            if self._run is None:
+            if self._run is None or self._run.is_over:
                 self._run = ServerRun(self._def, self._settings)
+                # First: if Ctrl-C strikes in `start`, `stop` and the exit find it.
                 _running.add(self)
                 self._run.thread.start()
             self._run.started.get()
@@ -209,6 +210,7 @@ class Server:
         if self._run is None:
             return
         self._run.end_soon("stopped by its program")
+        # False as well if Ctrl-C came before the thread was started.
         if self._run.thread.is_alive():
             self._run.thread.join()
         _running.discard(self)
@@ -236,6 +238,11 @@ class ServerRun:
         name = f"zstrat server {definition.job_name}:{definition.task_index}"
         self.thread = SteadyThread(self._run, name=name)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the task has ended, or could not be served."""
+        return self.started.is_there and not self.thread.is_alive()
+
     def end_soon(self, reason: str) -> None:
         """Requests the end of the task, even before it serves."""
         self._reason = reason  # before reading `task`, which `_serve` sets first
@@ -250,7 +257,7 @@ class ServerRun:
             run_loop(self._serve())
         except BaseException as error:
             # `start` raises it again. Once `start` has returned, the thread reports it
-            # like any other thread.
+            # through `threading.excepthook`, like any other thread.
             if self.started.is_there:
                 raise
             self.started.fail(error)
@@ -262,13 +269,14 @@ class ServerRun:
         )
         async with serve(address, self._settings) as task:
             self.task = task
+            # `end_soon` may have run before `task` was there.
             if self._reason:
                 task.end(self._reason)
             self.started.settle(None)
             await task.wait_end()
 
 
-def _define(
+def _definition_of(
     given: ServerDef | ClusterSpec | Mapping[str, Any],
     job: str | None,
     index: int | None,
@@ -285,8 +293,8 @@ def _define(
         )
     else:
         cluster = ClusterSpec(given)
-        job = _only("job_name", job, cluster.jobs)
-        index = _only("task_index", index, cluster.task_indices(job))
+        job = _given_or_only("job_name", job, cluster.jobs)
+        index = _given_or_only("task_index", index, cluster.task_indices(job))
         definition = ServerDef(cluster, job, index, protocol or "tcp")
     _ = definition.address  # raises if there is no such task
     # The index may be an integer of numpy.
@@ -304,6 +312,8 @@ def _end_all() -> None:
     Later the interpreter would kill threads inside the C++ code of jax, which aborts
     the process."""
     running = list(_running)
+    # Portals close at exit by themselves. With servers they close first, as sessions
+    # of this program would wait for answers of a server that has stopped.
     if running:
         close_portals()
     for server in running:
@@ -317,7 +327,7 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 T = TypeVar("T", str, int)
 
 
-def _only(name: str, given: T | None, choices: Iterable[T]) -> T:
+def _given_or_only(name: str, given: T | None, choices: Iterable[T]) -> T:
     """Returns the given value, or the only possible one."""
     known = list(choices)
     if given is not None:
@@ -325,137 +335,3 @@ def _only(name: str, given: T | None, choices: Iterable[T]) -> T:
     if len(known) != 1:
         raise ValueError(f"must specify an explicit `{name}`: the cluster has {known}")
     return known[0]
-
-
-log = logging.getLogger("zstrat.task")
-
-UNNUMBERED: Final = -1
-"""The index of a worker that has none yet."""
-
-_PROGRAM_WAIT: Final = 86400.0
-"""Seconds that a worker waits for the next program before it reports itself again."""
-_TURN: Final = 30.0
-"""Seconds that it waits at one of several servers before it tries the next, because a
-server may have lost its program while the others have one."""
-_SLACK: Final = 5.0
-"""Seconds beyond the deadline for the server to report that the time is up."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinAddresses:
-    """The addresses of one or more parameter servers, and the ``address`` at which
-    others reach the worker.
-
-    Raises:
-        ValueError: An address is invalid.
-    """
-
-    servers: tuple[str, ...]
-    address: str
-
-    def __post_init__(self) -> None:
-        for server in self.servers:
-            check_address(server)
-        check_reachable(self.address)
-
-
-@final
-class WorkerJoin:
-    """Reports one worker process. ``incarnation`` is that of its task."""
-
-    def __init__(
-        self, addresses: JoinAddresses, settings: Settings, incarnation: int
-    ) -> None:
-        self._addresses, self._settings = addresses, settings
-        self._incarnation = incarnation
-
-    async def number(self) -> int:
-        """Asks the program for an index that no worker has or had.
-
-        Raises:
-            ZstratError: The program or the server refuses the worker.
-            DeadlineExceededError: No program started within ``timeouts.connect``.
-
-        Cancellation: has no effect on the program.
-        """
-        return await self._report(UNNUMBERED, self._settings.timeouts.connect)
-
-    async def stay(self, index: int, worker: WorkerService) -> None:
-        """Reports the worker, which serves already, now and after each session. Returns
-        only by an error.
-
-        Raises: As `number`.
-
-        Cancellation: it is reported no more.
-        """
-        timeout = self._settings.timeouts.connect
-        while True:
-            before = worker.sessions
-            try:
-                await self._report(index, timeout)
-            except DeadlineExceededError:
-                if worker.sessions == before:
-                    if timeout != _PROGRAM_WAIT:
-                        raise
-                    continue
-                # The program has come, and its answer was lost with the server.
-            log.info("in the session of the program as worker %d", index)
-            await worker.wait_left(before)
-            timeout = _PROGRAM_WAIT
-
-    async def _report(self, index: int, timeout: float) -> int:
-        """Tries one server after the other; returns the index from the program."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        servers = self._addresses.servers
-        failures: dict[str, str] = {}
-        for server in itertools.cycle(servers):
-            greeted = until = deadline
-            if len(servers) > 1:
-                greeted = min(until, loop.time() + self._settings.timeouts.liveness)
-                until = min(until, loop.time() + _TURN)
-            try:
-                return await self._report_at(server, index, greeted, until)
-            except PeerLostError:
-                continue  # the next report waits until a server answers
-            except DeadlineExceededError as error:
-                failures[server] = str(error)
-                if loop.time() >= deadline:
-                    break
-                log.info("trying the next server: %s", error)
-        raise DeadlineExceededError("; ".join(failures.values()))
-
-    async def _report_at(
-        self, server: str, index: int, greeted: float, until: float
-    ) -> int:
-        """Reports to this server and waits for its program until ``until``. The server
-        has to complete the handshake by ``greeted``. Both are loop times."""
-        loop = asyncio.get_running_loop()
-        link = self._link(server, index)
-        link.start()
-        try:
-            await link.wait_open(greeted)
-            left = max(0.0, until - loop.time())
-            report = ReportWorker(self._addresses.address, index, left)
-            log.info("reported to %s, waiting for its program", server)
-            answer = await link.request(report, deadline=until + _SLACK)
-            assert isinstance(answer, AnswerReport), answer
-            return answer.index
-        finally:
-            await link.close()
-
-    def _link(self, server: str, index: int) -> Link:
-        """Makes a new link for each report, as the keys may have changed. Its handshake
-        has no index unless the key is bound to one: the program decides which worker
-        has an index, not the order of connections."""
-        security = load_keys(self._settings.keys, Job.WORKER, index)
-        if security is None or security.index is None:
-            index = UNNUMBERED
-        return Link(
-            server,
-            hello(Job.WORKER, index, self._incarnation),
-            name="the parameter server",
-            settings=self._settings,
-            security=security,
-            expect=(Job.PS, None),
-        )

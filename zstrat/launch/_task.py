@@ -91,6 +91,8 @@ class Task:
         self._returns = 0.0
         """Seconds within which another process takes over the state; 0: none does."""
         me = hello(place.job, place.index, incarnation or new_incarnation())
+        # The service comes before the endpoint: a ps that takes over a state has the
+        # incarnation of the process before, with which the endpoint must greet.
         if place.job == Job.WORKER:
             self.worker = self._make_worker(me)
         else:
@@ -123,12 +125,16 @@ class Task:
 
     async def start(self) -> None:
         """Binds the address and starts to answer, also over HTTP if configured."""
+        # First: an HTTP port that is taken fails the start before copies are hosted.
         serve_from_settings(self._settings)
         if self._ps is not None and not await self._ps.inherit():
+            # It begins empty after all, so it greets with another incarnation.
             self._make_endpoint(self._ps.me)
         self.address = await self._endpoint.bind(self.place.bind)
         if self._ps is not None:
-            self._ps.take_over()  # before any message: nothing was awaited since `bind`
+            # Nothing may be awaited since `bind`: a message that is handled before this
+            # would find the variables of the predecessor missing.
+            self._ps.take_over()
         register(self, self.place.task, self._loop)
         if self.place.job == Job.WORKER:
             announce(self._node)
@@ -140,7 +146,8 @@ class Task:
 
     def end_soon(self, reason: str) -> None:
         """Calls `end` from any thread; does nothing if the task has ended."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        # Closed: the task ended meanwhile.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.end, reason)
 
     async def wait_end(self) -> str:
@@ -152,6 +159,7 @@ class Task:
 
         Cancellation: loses nothing; it may be awaited again.
         """
+        # A waiter that is cancelled must not cancel the end for all others.
         return await asyncio.shield(self._end)
 
     async def stop(self) -> bool:
@@ -160,10 +168,12 @@ class Task:
         Returns whether all requests were finished in time.
         """
         drain = longest = self._settings.timeouts.drain
+        # A ps writes its state after the drain, for which it has a timeout of its own.
         if self._ps is not None and self._settings.state is not None:
             longest += self._settings.timeouts.handover
         drained = False
         try:
+            # The service keeps to its deadline; the grace is for reporting that.
             async with asyncio.timeout(longest + GRACE):
                 drained = await self._service.drain()
                 if self._ps is not None:
@@ -176,6 +186,8 @@ class Task:
         finally:
             unregister(self)
             withdraw(self._node)
+            # Groups before the endpoint: the other ranks are notified that this one
+            # leaves; otherwise they would merely lose it.
             await self._node.close("its task ended")
             if self._returns:
                 await self._endpoint.close(RESTART, self._returns)
@@ -224,6 +236,7 @@ class Task:
     def _handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
+        # Answered even if no session is open, and for observers, who own nothing.
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         if type(message) in GROUP_MESSAGES:
@@ -246,6 +259,7 @@ class Task:
         )
 
     def _make_worker(self, me: Hello) -> WorkerService:
+        # Imports jax, which a ps does without.
         from zstrat.worker import WorkerService
 
         return WorkerService(
@@ -261,6 +275,8 @@ class Task:
 
     def _load_code(self, code: bytes) -> object:
         """Loads the code that a coordinator sent; imports jax."""
+        # Collections are frozen only in a process of our own, and only for the import
+        # itself: later garbage of this call is freed as usual.
         is_first = self._is_alone and "jax" not in sys.modules
         with kept_for_good() if is_first else contextlib.nullcontext():
             from zstrat.program import load

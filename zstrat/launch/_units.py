@@ -27,6 +27,8 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
             characters that are special in a unit file.
         OSError: The units cannot be written.
     """
+    # These end a word of a unit file, or are expanded in it; quoting would have to be
+    # right for ExecStart and for all other keys.
     for path in (bindir, config):
         if not path.is_absolute() or any(
             c.isspace() or c in "%\"'\\$" for c in str(path)
@@ -34,6 +36,7 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
             raise ValueError(
                 f"{path}: expected an absolute path without spaces or %$\"'\\"
             )
+    # systemd would say so only on the machine, when the unit is started.
     for program in ("zstrat-evaluator", "zstrat-ps", "zstrat-worker"):
         if not (bindir / program).is_file():
             raise ValueError(

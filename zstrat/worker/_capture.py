@@ -8,6 +8,8 @@ clock. Marks at known times, right after the start, relate it to the worker's cl
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 import tempfile
 from collections import deque
 from pathlib import Path
@@ -59,7 +61,9 @@ class SessionCapture:
         self._recorder, self._executor, self._clock = recorder, executor, clock
         self._profile = JaxProfile(clock, 0)
         self._limit: asyncio.TimerHandle | None = None
-        """Stops jax's profile at last; None: there is no profile."""
+        """Stops jax's profile at last; None: no profile runs."""
+        self._is_reported = True
+        """Whether the program knows the folder of jax's profile, or there is none."""
 
     def serve(self, message: Capturing) -> Message | Awaitable[Message]:
         """Answers at once, or when jax's profiler has started or stopped."""
@@ -81,15 +85,23 @@ class SessionCapture:
                 return self._end_profile()
 
     def close(self) -> None:
-        """Stops jax's profile, if there is one."""
+        """Stops jax's profile and removes it, unless the program knows its folder."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
-            self._executor.tell(self._profile.stop)
+        if not self._is_reported:
+            self._is_reported = True
+            self._executor.tell(self._profile.discard)
+
+    def _stop_late(self) -> None:
+        # Not discarded yet: a program that was only frozen may still ask for it.
+        self._limit = None
+        self._executor.tell(self._profile.stop)
 
     async def _begin_profile(self, seconds: float) -> Message:
         loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(seconds + ANSWERED, self.close)
+        self._is_reported = False
+        self._limit = loop.call_later(seconds + ANSWERED, self._stop_late)
         await self._executor.submit(self._profile.start)
         return Done()
 
@@ -104,6 +116,7 @@ class SessionCapture:
         capture, profile = self._recorder.end_capture(self._clock()), self._profile
         phases, columns = columns_of(capture)
         folder, problem = profile.folder, profile.problem
+        self._is_reported = True
         if profile.events is not None:
             columns += jax_columns(profile.events)
         return Captured(phases, capture.is_cut, folder, problem, tuple(columns))
@@ -135,9 +148,11 @@ class JaxProfile:
         """Why there is no profile; "": no problem."""
         self.events: JaxEvents | None = None
         """Events of the profile, once stopped."""
+        self._is_running = False
 
     def start(self) -> None:
         """Starts the profile, in its own temporary folder."""
+        folder = ""
         try:
             folder = tempfile.mkdtemp(prefix="zstrat-jax-profile-")
             options = jax.profiler.ProfileOptions()
@@ -149,8 +164,9 @@ class JaxProfile:
                 f"jax's profiler did not start: {error} (a process has one profile "
                 "at a time: stop the other one first)"
             )
+            _remove(folder)
             return
-        self.folder = folder
+        self.folder, self._is_running = folder, True
         for _ in range(_MARKS):
             began = self._clock()
             with jax.profiler.TraceAnnotation(_MARK):
@@ -160,18 +176,30 @@ class JaxProfile:
     def stop(self) -> None:
         """Stops the profile, writes it, and reads its events."""
         # The time of a profile may be up while an order to end it is on its way.
-        if not self.folder or self.problem or self.events is not None:
+        if not self._is_running:
             return
+        self._is_running = False
         try:
             jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
         except Exception as error:  # reported with the capture
-            self.folder, self.problem = "", f"jax's profile is lost: {error}"
+            self.problem = f"jax's profile is lost: {error}"
+            self.discard()
             return
         try:
             self.events = self._read()
         except Exception as error:  # reported in the file: another jax, a full disk
             words = f"the events cannot be read: {type(error).__name__}: {error}"
             self.events = JaxEvents([], words)
+
+    def discard(self) -> None:
+        """Stops the profile if it runs, and removes its folder."""
+        if self._is_running:
+            self._is_running = False
+            # Nobody is left to whom an error could be reported.
+            with contextlib.suppress(Exception):
+                jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
+        _remove(self.folder)
+        self.folder = ""
 
     def _read(self) -> JaxEvents:
         found = list(_events(Path(self.folder)))
@@ -198,6 +226,11 @@ class JaxProfile:
         """
         trips = zip(self._marks, marks, strict=True)
         return read_clock([RoundTrip(began, at, ended) for (began, ended), at in trips])
+
+
+def _remove(folder: str) -> None:
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _events(folder: Path) -> Iterator[JaxEvent]:

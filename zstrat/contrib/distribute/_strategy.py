@@ -69,6 +69,8 @@ class PerDeviceDataset:
             if self._towers == 1:
                 yield from elements
                 return
+            # The elements of a step are there together, so they have to be kept while
+            # the next ones are made: hence `_steady`.
             while True:
                 several = tuple(itertools.islice(elements, self._towers))
                 if len(several) < self._towers:
@@ -91,6 +93,7 @@ def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
     Raises (while iterating):
         TypeError: An element contains an object that is not data.
     """
+    # A source may fill one buffer again and again; copies only where it does.
     stays = is_steady(source)
     with ending(iter(source)) as elements:
         for element in elements:
@@ -106,6 +109,7 @@ class DistributionStrategy:
 
     def __init__(self, engine: Strategy) -> None:
         self.engine = engine
+        # So that a tower finds the object that the program has made, with its subclass.
         _faces[id(engine)] = self
 
     @property
@@ -180,6 +184,7 @@ class DistributionStrategy:
             RuntimeError: Called in a tower; or towers make different numbers of
                 ``merge_call``.
         """
+        # TensorFlow's own keywords are mixed with those of `fn`.
         named = dict(kwargs)
         if not named.pop("run_concurrently", True):
             fn = function(fn, eager=True)
@@ -293,6 +298,8 @@ class DistributionStrategy:
         extended = self.engine.extended
         if not isinstance(where, list | tuple):
             return extended.broadcast_to(tensor, where)
+        # The engine takes one destination: the value goes to the first device, and from
+        # there to the others. A number of Python has no copy on a device.
         first = extended.broadcast_to(tensor, first_place(where))
         if isinstance(tensor, int | float):
             return first

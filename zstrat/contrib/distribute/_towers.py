@@ -84,6 +84,7 @@ class TowerContext:
             RuntimeError: Another tower makes fewer of these calls, or this tower is not
                 the one that runs.
         """
+        # The engine passes itself; TF 1.12 passes the object that the program has made.
         distribution = self.distribution_strategy
 
         def merge(_: object, *merged: Any, **named: Any) -> Any:
@@ -213,6 +214,8 @@ class ParameterServerStrategy(DistributionStrategy):
 
     def _join(self, spec: ClusterSpec, job: str, task: int) -> None:
         resolver = SimpleClusterResolver(spec, task_type=job, task_id=task)
+        # Replaces the engine without a cluster, under the same face. It blocks, and may
+        # fail; `_task` is set after it, so that `configure` may be called again.
         engine = BetweenGraphStrategy(resolver, devices=self._towers)
         super().__init__(engine)
         self._task = job, task
@@ -232,6 +235,7 @@ class ParameterServerStrategy(DistributionStrategy):
     def _require_here(self, destinations: Any) -> None:
         several = isinstance(destinations, list | tuple)
         for each in destinations if several else [destinations]:
+            # A destination without a task, such as "/gpu:0", is on this worker.
             found = _TASK.match(each) if isinstance(each, str) else None
             if self._task is None or found is None or found["task"] is None:
                 continue

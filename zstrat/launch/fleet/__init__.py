@@ -33,8 +33,9 @@ and only build the command line. Engines that run `zs.Server` in an actor write 
 of `TaskLaunch.keys` with `write_keys`.
 """
 
-from zstrat.launch._runtime_dir import share as share
-from zstrat.launch._runtime_dir import write_keys as write_keys
+from zstrat.launch._run_folder import RunKeys as RunKeys
+from zstrat.launch._run_folder import write_keys as write_keys
+from zstrat.launch._started_tasks import share as share
 
 from ._dask import dask as dask
 from ._fleet import Fleet as Fleet

@@ -60,6 +60,8 @@ class _DaskTask:
 
     def _call(self, name: str) -> None:
         self._is_ending.set()
+        # A call blocks until the actor answers, and a lost one never does: not on the
+        # thread of the fleet.
         if (actor := self._actor) is not None:
             method = actor.drain if name == "drain" else actor.kill
             thread = threading.Thread(
@@ -79,11 +81,13 @@ class _DaskTask:
     def _run_actor(self) -> TaskEnd:
         future = self._engine.submit(self._launch)
         self._actor = actor = future.result()
+        # `drain` or `kill` came before the actor was there.
         if self._is_ending.is_set():
             self.kill()
         if address := actor.address().result():
             self._events.bound(address)
         end: TaskEnd = actor.over().result()
+        # Dask keeps an actor as long as its future is referenced.
         future.release()
         return end
 
@@ -125,8 +129,10 @@ class DaskEngine:
             self._launch_on(host, launch),
             host,
             actor=True,
+            # The launch is adapted to this host.
             workers=[worker],
             allow_other_workers=False,
+            # Otherwise equal arguments are one result, of an attempt before.
             pure=False,
         )
 
@@ -144,9 +150,11 @@ class DaskEngine:
 
     def _worker(self, host: str) -> str:
         """Chooses the Dask worker on ``host`` with the fewest tasks, or else on any."""
+        # After a lost worker its nanny takes a moment to start the next one.
         self._client.wait_for_workers(1, timeout=ARRIVAL)
         workers: list[str] = list(self._client.nthreads())
         on_host = [worker for worker in workers if host_of(worker) == host]
+        # Counted at once: the threads of several tasks choose at the same time.
         with self._lock:
             chosen = min(on_host or workers, key=lambda worker: self._counts[worker])
             self._counts[chosen] += 1

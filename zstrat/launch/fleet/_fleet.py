@@ -23,7 +23,8 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.launch._child import KeptLogs, quoted_end
-from zstrat.launch._runtime_dir import RunFolder, RunKeys, StartedTasks
+from zstrat.launch._run_folder import RunFolder, RunKeys
+from zstrat.launch._started_tasks import StartedTasks
 from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
@@ -85,6 +86,7 @@ class FleetPlan:
             len(on_host),
             on_host.index(task),
             log,
+            # All attempts append to one file, so what was logged before is skipped.
             log.stat().st_size if log is not None and log.exists() else 0,
             self.launcher_timeout,
         )
@@ -114,8 +116,6 @@ class FleetThread:
         self._engine = engine
         self._running: dict[str, RunningTask] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        # A daemon thread: the interpreter must not wait for it before it runs the
-        # exit handlers, which end the tasks.
         name = f"zstrat fleet by {engine.name}"
         self._thread = SteadyThread(self._work, name=name)
 
@@ -136,6 +136,7 @@ class FleetThread:
             self.over.get()
 
     def kill(self, task: str) -> None:
+        # Past the state, for which the end of the task is then a failure like others.
         self.put(lambda now: [KillTask(task)])
 
     def _work(self) -> None:
@@ -144,6 +145,8 @@ class FleetThread:
                 now = time.monotonic()
                 look = self.state.next_look()
                 wait = None if look is None else max(0.0, look - now)
+                # One event at a time, and its orders before the next one: the state may
+                # rely on its orders being carried out.
                 try:
                     event: Event = self._events.get(timeout=wait)
                 except queue.Empty:
@@ -156,6 +159,7 @@ class FleetThread:
             log.exception("internal error: killing all tasks of the fleet")
             for running in self._running.values():
                 running.kill()
+            # No waiter may hang because this thread is gone.
             for promise in (self.ready, self.over):
                 if not promise.is_there:
                     promise.fail(error)
@@ -173,6 +177,7 @@ class FleetThread:
                 if task in self._running:
                     self._running[task].kill()
             case LogTask(message, task, is_failure):
+                # At the end their logs are kept, and others are not.
                 if is_failure:
                     self.failed.add(task)
                 log.warning("%s", message)
@@ -188,6 +193,8 @@ class FleetThread:
 
     def _start(self, task: str, attempt: int, bind: str) -> None:
         put, state = self.put, self.state
+        # Callbacks run on threads of the engine. They only queue an event, so the state
+        # needs no lock.
         events = TaskEvents(
             lambda address: put(lambda now: state.bound(task, attempt, address)),
             lambda end: put(lambda now: state.ended(task, attempt, end, now)),
@@ -200,6 +207,7 @@ class FleetThread:
             mistake = (
                 error if isinstance(error, ZstratError) else UnavailableError(words)
             )
+            # The process of the attempt before must not get the orders of this one.
             self._running.pop(task, None)
             events.ended(TaskEnd(f"could not be started: {error}", mistake=mistake))
 
@@ -248,9 +256,11 @@ class Fleet(StartedTasks[FleetTask]):
         times = settings.timeouts
         variables = {
             **daemon_variables(settings),
+            # Several tasks may share a GPU, as on one machine.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             **(env or {}),
         }
+        # As of a `LocalCluster`: the task's own grace, and one for the process to exit.
         drain = times.drain + 2 * GRACE
         if variables.get("ZSTRAT_STATE"):  # a ps then saves its state
             drain += float(variables["ZSTRAT_HANDOVER"])
@@ -258,6 +268,8 @@ class Fleet(StartedTasks[FleetTask]):
         state = FleetState([task.name for task in tasks], timeouts)
         folder = RunFolder(directory)
         self.directory = folder.path
+        # New keys for each run: a daemon of an earlier run, cut off somewhere, cannot
+        # connect to this one.
         keys = RunKeys(self.directory / "keys")
         self.settings = dataclasses.replace(settings, keys=keys.folder, insecure=False)
         """The settings with which a strategy connects to this fleet. A strategy that is
@@ -273,6 +285,7 @@ class Fleet(StartedTasks[FleetTask]):
         )
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)
+        # Logs in a folder of the user stay; keys go in any case.
         remove = self.directory if directory is None else keys.folder
         super().__init__(by_name, f"by {engine.name}", _end, self._thread, remove)
         self._begin(folder, keys)
@@ -329,10 +342,13 @@ class Fleet(StartedTasks[FleetTask]):
             self._thread.begin()
             self._thread.ready.get()
         except ZstratError as error:
+            # Only after all have ended are the logs complete.
             self._thread.over.get()
             quotes = [self._quote(task) for task in sorted(self._thread.failed)]
             self.stop()
             words = "; ".join([str(error), *filter(None, quotes)])
+            # A new error, as the words now include the logs. These two types ask for
+            # something else than a look at the task: other versions, more time.
             kept = VersionMismatchError, DeadlineExceededError
             kind = type(error) if isinstance(error, kept) else UnavailableError
             raise kind(words) from None

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.cluster import host_and_port
 from zstrat.config import MISTAKEN
 from zstrat.errors import UnavailableError, VersionMismatchError
-from zstrat.launch._child import end_words, inherited
+from zstrat.launch._child import end_words, inherited_environment
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
@@ -90,6 +90,7 @@ class Piped(ABC):
 
     @final
     def start(self, launch: TaskLaunch, events: TaskEvents) -> RunningTask:
+        # The port of before, or the configured one; 0 lets the daemon's kernel choose.
         before = launch.bind or f":{launch.task.port}"
         bind = _bind(self.host(launch.task), before)
         # -P: modules in the working folder must not shadow those of the daemon.
@@ -140,12 +141,14 @@ class TaskHost:
             port = "0"  # on another machine than before that port may be taken
         bind = launch.bind and host_and_port(host, port)
         here = dataclasses.replace(launch, log=None, bind=bind)
+        # Last: its thread may call back at once.
         self._running = _ThisHost(host).start(here, TaskEvents(self.bound, self.ended))
 
     def bound(self, address: str) -> None:
         self._bound.set_result(address)
 
     def ended(self, end: TaskEnd) -> None:
+        # Who waits for the address would wait without end.
         if not self._bound.done():
             self._bound.set_result("")
         self._over.set_result(end)
@@ -182,11 +185,14 @@ class _Conversation:
         self._is_ending = self._has_served = False
         self._over = threading.Event()
         self._mistake: ZstratError | None = None
+        # A daemon thread: at exit the interpreter must not wait for it, as only the
+        # exit handlers end the process that it waits for.
         name = f"zstrat reads {launch.task.name}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def drain(self) -> None:
         """Makes the daemon drain, by closing its standard input."""
+        # Without a process yet, the flag keeps it from being started.
         with self._lock:
             self._is_ending = True
             if self._process is not None:
@@ -210,18 +216,21 @@ class _Conversation:
         self._events.ended(end)
 
     def _run_process(self) -> TaskEnd:
+        # The turn ends with the first answer, when the connection is authenticated.
         with self._engine.turn(self._launch.task):
             process = self._start_process()
             if process is None:
                 return TaskEnd("was stopped before it was started")
-            greeting = self._checked(lambda: _read_answer(process))
+            greeting = self._read_or_kill(lambda: _read_answer(process))
         if greeting is not None:
-            self._checked(lambda: self._set_up(process, greeting))
+            self._read_or_kill(lambda: self._set_up(process, greeting))
+        # To the end of the stream, which is the end of the process. What still comes is
+        # thrown away: a full pipe would stop it.
         while _stream(process.stdout).read(LONGEST_LINE):
-            pass  # reads to the end of the stream, which is the end of the process
+            pass
         return self._ended(process)
 
-    def _checked(self, read: Callable[[], T]) -> T | None:
+    def _read_or_kill(self, read: Callable[[], T]) -> T | None:
         """Calls ``read``; kills the process and returns None if an answer is
         invalid."""
         try:
@@ -236,6 +245,7 @@ class _Conversation:
             log = None
             if self._launch.log is not None:
                 log = stack.enter_context(self._launch.log.open("ab"))
+            # So that `kill` either prevents the start or finds the process.
             stack.enter_context(self._lock)
             if not self._is_ending:
                 self._process = subprocess.Popen(
@@ -243,7 +253,7 @@ class _Conversation:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=inherited(),
+                    env=inherited_environment(),
                     # Ctrl-C in the terminal is for the program, which ends its tasks.
                     start_new_session=True,
                 )
@@ -253,6 +263,7 @@ class _Conversation:
         self, process: subprocess.Popen[bytes], greeting: Mapping[str, object]
     ) -> None:
         """Checks the versions, sends keys and variables, and waits for the address."""
+        # Before the keys are sent: a daemon that is not used does not get them.
         self._mistake = _mismatch(self._where(), greeting)
         if self._mistake is not None:
             with self._lock:
@@ -265,12 +276,16 @@ class _Conversation:
         with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
             _stream(process.stdin).write(json.dumps(setup).encode() + b"\n")
             _stream(process.stdin).flush()
+            # From here on there are only heartbeats, for which nobody may wait, and
+            # which hold the lock that `kill` needs.
             os.set_blocking(_stream(process.stdin).fileno(), False)
         name = f"zstrat heartbeat to {launch.task.name}"
         threading.Thread(target=self._send_heartbeats, name=name, daemon=True).start()
+        # Meanwhile the daemon imports jax and binds; heartbeats collect in the pipe.
         report = _read_answer(process)
         if report is not None:
             self._has_served = True
+            # It binds all interfaces, so only the port of its address is of use.
             port = str(report["address"]).rpartition(":")[2]
             self._events.bound(host_and_port(self._engine.host(launch.task), port))
 
@@ -325,6 +340,7 @@ def _close_stdin(process: subprocess.Popen[bytes]) -> None:
 
 def _read_answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
     """Reads the next line of JSON, past other output of a shell; None at the end."""
+    # A login shell may print a greeting before.
     while line := _stream(process.stdout).readline(LONGEST_LINE):
         if line.startswith(b"{"):
             answer: dict[str, object] = json.loads(line)
@@ -352,6 +368,7 @@ def _mismatch(
         raise TypeError(f"versions: {there!r:.80}")
     pairs = [("protocol", str(greeting["protocol"]), str(here.protocol))]
     pairs.append(("zstrat", there.get("zstrat", "none"), here.versions["zstrat"]))
+    # Code of functions is sent as bytecode, which changes with minor versions.
     pythons = there.get("python", "none"), here.versions["python"]
     minors = [".".join(version.split(".")[:2]) for version in pythons]
     pairs.append(("Python", minors[0], minors[1]))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.cluster import GPUS_VARIABLE
 from zstrat.errors import UnavailableError
-from zstrat.launch._runtime_dir import share
+from zstrat.launch._started_tasks import share
 
 from ._fleet import Fleet
 from ._piped import TaskHost
@@ -50,6 +50,7 @@ class RayHost(TaskHost):
     """A `TaskHost` in a Ray actor, which finds its own address and GPUs."""
 
     def __init__(self, launch: TaskLaunch) -> None:
+        # Only here, in the actor, is it known where Ray has put it.
         context = _ray().get_runtime_context()
         super().__init__(
             _with_gpus(launch, context.get_accelerator_ids()["GPU"]),
@@ -61,6 +62,8 @@ def _with_gpus(launch: TaskLaunch, gpus: Sequence[str]) -> TaskLaunch:
     """Adds the GPUs that Ray assigned to the actor, and its share of the cores, which
     Ray does not divide."""
     env = {GPUS_VARIABLE: ",".join(gpus), "NPROC": str(share(launch.on_host))}
+    # One task on its host as far as the daemon is concerned: it must not divide the
+    # GPUs of its actor once more.
     return dataclasses.replace(launch, env={**env, **launch.env}, on_host=1, rank=0)
 
 
@@ -79,6 +82,8 @@ class _RayTask:
         """None once the task has ended: Ray ends an actor without references, which
         frees its resources. (A callback, which runs on a thread of Ray, must not kill
         it.)"""
+        # Both are asked at once and answered when it is so far; they run side by side,
+        # as the methods of the actor are coroutines.
         actor.address.remote().future().add_done_callback(self._bound)
         actor.over.remote().future().add_done_callback(self._ended)
 
@@ -96,6 +101,7 @@ class _RayTask:
             self._events.bound(answer.result())
 
     def _ended(self, answer: Future[TaskEnd]) -> None:
+        # First: the next attempt needs the resources of this one.
         self._actor = None
         lost = answer.exception()
         if lost is None:
@@ -123,11 +129,13 @@ class RayEngine:
             placement_group=group, placement_group_bundle_index=bundle
         )
         wanted = dict(group.bundle_specs[bundle])
-        if launch.bind and not group.wait(0):  # its machine is lost
+        # A restart whose machine is lost: Ray schedules the group again, by itself.
+        if launch.bind and not group.wait(0):
             words = "Ray has no free resources for %s (%s): waiting until it has some"
             log.warning(words, launch.task.name, wanted)
         host = self._ray.remote(RayHost).options(
             scheduling_strategy=strategy,
+            # 0, as Ray's default of 1 would not fit into a bundle without CPUs.
             num_cpus=wanted.pop("CPU", 0),
             num_gpus=wanted.pop("GPU", 0),
             memory=wanted.pop("memory", None),
@@ -188,6 +196,8 @@ def ray(
         engine.init()
     reserved = _PlacementGroups(engine, time.monotonic() + wait)
     try:
+        # All ps in one group, as training needs all of them; a group for each worker,
+        # as any number will do.
         ps = reserved.group([dict(ps_resources or {"CPU": 1})] * num_ps)
         workers = [
             reserved.group([dict(worker_resources or {"CPU": 1})]) for _ in range(most)
@@ -244,6 +254,7 @@ class _PlacementGroups:
         if len(ready) < least:
             what = f"{least} workers, only for {len(ready)},"
             raise self._too_small(what, workers[0].bundle_specs)
+        # Otherwise Ray would give them the next free resources.
         for group in [group for group in workers if group not in ready]:
             self._ray.util.remove_placement_group(group)
             self.groups.remove(group)
@@ -260,6 +271,7 @@ class _PlacementGroups:
 
     def release(self) -> None:
         """Removes all groups. Idempotent."""
+        # One by one, so that a call after Ctrl-C continues.
         while self.groups:
             self._ray.util.remove_placement_group(self.groups.pop())
 
@@ -270,6 +282,7 @@ class _PlacementGroups:
         free = {
             name: amount
             for name, amount in self._ray.available_resources().items()
+            # Without what Ray adds for its own use: a name of each node, and bundles.
             if not name.startswith(("node:", "object_store")) and "_group_" not in name
         }
         return UnavailableError(

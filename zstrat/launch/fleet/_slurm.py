@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, final
 from zstrat.cluster import expand_hostlist, expand_tasks_per_node
 from zstrat.config import environment
 from zstrat.errors import UnavailableError
-from zstrat.launch._runtime_dir import own_folder
+from zstrat.launch._started_tasks import script_folder
 
 from ._fleet import Fleet
 from ._piped import Piped
@@ -68,6 +68,7 @@ class Allocation:
         job, nodes, tasks = (env[name] for name in names)
         hosts, counts = expand_hostlist(nodes), expand_tasks_per_node(tasks)
         by_task = [name for name in _GPUS_BY_TASK if name in env]
+        # A total: on one node it is that of the node.
         if len(hosts) > 1 and "SLURM_GPUS" in env:
             by_task.append("SLURM_GPUS")
         if by_task:
@@ -89,6 +90,7 @@ class Allocation:
                 "and 0 or more"
             )
         wanted = num_ps + num_workers
+        # One task of each node, then the next of each, as long as nodes have slots.
         rounds = max(self.slots.values(), default=0)
         nodes = [
             node
@@ -123,8 +125,12 @@ class SlurmEngine(Piped):
 
     def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
         task = launch.task
+        # --exact: only the CPUs that the step asks for, and not all of its node.
+        # --overlap: other steps may use the same ones, so that a restarted task is not
+        # queued behind them. --mpi=none: no library of MPI is started for a daemon.
         command = [self._srun, "--exact", "--overlap", "-N1", "-n1", "-w", task.where]
-        # Overrides defaults of sites, by which a failed step would end the whole job.
+        # --kill-on-bad-exit overrides a default of many sites, by which a failed task
+        # ends its whole step.
         command += ["--kill-on-bad-exit=0", "--quiet", "--mpi=none", *self._cpus]
         return [*command, f"--job-name={task.job}-{task.index}", *daemon]
 
@@ -135,6 +141,7 @@ class SlurmEngine(Piped):
         return sys.executable
 
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
+        # It began once, so Python and zstrat are there.
         if has_served:
             return ""
         if code in (126, 127) or "No module named" in launch.log_tail():
@@ -185,6 +192,8 @@ def _addresses(nodes: Sequence[str]) -> dict[str, str]:
             f"Slurm's controller did not answer scontrol within {TIMEOUT:g} s"
         ) from None
     addresses = {}
+    # One line a node: "NodeName=n1 Arch=x86_64 ... NodeAddr=10.0.0.7 ...". Values may
+    # have spaces, but not these two.
     for line in output.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if "NodeName" in fields:
@@ -237,8 +246,10 @@ def slurm(
     cpus = process_env.get("SLURM_CPUS_PER_TASK", "")
     engine = SlurmEngine(list(allocation.slots), cpus)
     variables = dict(env or {})
+    # Of this process, too: srun passes its environment on, but the task gets these
+    # variables later, and they would replace it.
     path = variables.get("PYTHONPATH") or process_env.get("PYTHONPATH", "")
-    paths = [own_folder(), path]
+    paths = [script_folder(), path]
     variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return Fleet(
         engine,

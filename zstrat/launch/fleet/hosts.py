@@ -123,7 +123,8 @@ class SshHosts:
                 has fewer ports than tasks.
         """
         ps = self._assign("ps", self.ps if num_ps is None else num_ps, 0)
-        # Workers continue after the last ps, so that hosts are filled evenly.
+        # Workers continue after the last ps that was assigned round robin, so that
+        # hosts are filled evenly.
         begin = sum(self._own("ps").get(where) is None for where in ps)
         wanted = self.workers if num_workers is None else num_workers
         workers = self._assign("worker", wanted, begin)
@@ -166,6 +167,8 @@ class SshHosts:
 
     def _with_ports(self, tasks: list[FleetTask]) -> list[FleetTask]:
         """Gives each task the next port of its host's range, if there is one."""
+        # A port for each task, also over jobs: ps and workers of a host share the
+        # range.
         left = {host.name: list(host.port_range()) for host in self.hosts if host.ports}
         with_ports = []
         for task in tasks:
@@ -192,6 +195,7 @@ def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
 
 
 def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
+    # Keys outside of the tables of the hosts are defaults for all of them.
     rest = dict(table)
     named = rest.pop("hosts", None)
     counts = {key: rest.pop(key, None) for key in ("ps", "workers")}
@@ -216,6 +220,7 @@ def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
 
 
 def _host(file: str, name: str, table: Mapping[str, object]) -> SshHost:
+    # The types of the keys are those of the defaults, so that a new field is read, too.
     kinds = {field.name: field.default for field in dataclasses.fields(SshHost)}
     values: dict[str, object] = {}
     for key, value in table.items():
@@ -224,6 +229,7 @@ def _host(file: str, name: str, table: Mapping[str, object]) -> SshHost:
             raise ValueError(
                 f"{file}: unknown key {key!r} of a host: expected one of {known}"
             )
+        # None is the default of `gpus` alone.
         is_list = kinds[key] is None or isinstance(kinds[key], tuple)
         kind = list if is_list else type(kinds[key])
         # True is an int in Python, but no key of a host is a boolean.
@@ -253,6 +259,7 @@ def _problem(host: SshHost) -> str:
             "PATH of that host (~ is not expanded)"
         )
     gpus = list(host.gpus or ())
+    # CUDA stops reading at the first invalid entry, silently.
     if visible_gpus({GPUS_VARIABLE: ",".join(gpus)}) != gpus or len({*gpus}) < len(
         gpus
     ):
@@ -334,6 +341,8 @@ class SshEngine(Piped):
             )
         self._program = path
         self._hosts = {host.name: host for host in hosts}
+        # Once, before any task starts: it runs ssh, and a host that ssh does not know
+        # fails the whole fleet.
         self._addresses = {host.name: self._address(host) for host in hosts}
         _refuse_loopback(self._addresses)
         self._turns = {
@@ -346,6 +355,7 @@ class SshEngine(Piped):
         # -T: no terminal, whose line ends and echo would corrupt the conversation.
         command = [self._program, "-T", "-x", *host.options_of_ssh(), *options]
         # exec: without a shell in between, which the daemon would outlive.
+        # --: what follows is a host even if it begins with a dash.
         return [*command, "--", host.name, f"exec {shlex.join(daemon)}"]
 
     def host(self, task: FleetTask) -> str:
@@ -364,10 +374,12 @@ class SshEngine(Piped):
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         where = launch.task.where
         python = self._hosts[where].python
-        if code == 255 and has_served:  # ssh returns 255 also after a signal
+        # ssh returns 255 for its own errors, and also if a signal ended the command.
+        if code == 255 and has_served:
             return f"it was killed, or ssh lost the connection to {where}"
         if code == 255:
             return f"ssh could not connect to {where} or log in; try: ssh {where}"
+        # Of the shell there: not executable, not found.
         if code in (126, 127):
             return (
                 f"{python} not found; set `python` of {where} to an interpreter with "
@@ -384,6 +396,8 @@ class SshEngine(Piped):
         """Returns the configured address of a host, or the one that ssh uses."""
         if host.address:
             return host.address
+        # -G prints the configuration, after aliases and Match blocks, and does not
+        # connect.
         command = [self._program, *host.options_of_ssh(), "-G", "--", host.name]
         try:
             result = subprocess.run(
@@ -411,6 +425,7 @@ class SshEngine(Piped):
 def _refuse_loopback(addresses: Mapping[str, str]) -> None:
     """Refuses loopback addresses for some of several hosts, as the others cannot reach
     them."""
+    # All loopback: the hosts are one machine by several names, as in a trial.
     local = [name for name, address in addresses.items() if is_loopback(address)]
     if local and len(local) < len(addresses):
         raise ValueError(
@@ -464,6 +479,7 @@ def ssh(
     """
     cluster = hosts_of(hosts)
     tasks = cluster.tasks(num_ps, num_workers)
+    # Hosts without a task need not be reachable, nor known to ssh.
     used = {task.where for task in tasks}
     engine = SshEngine([host for host in cluster.hosts if host.name in used], program)
     return Fleet(

@@ -61,6 +61,7 @@ def assign(num_ps: int, num_workers: int, hosts: Iterable[str]) -> list[FleetTas
     """Assigns each task to the next of the hosts, parameter servers first."""
     names = [("ps", n) for n in range(num_ps)]
     names += [("worker", n) for n in range(num_workers)]
+    # Not strict: the hosts may go on endlessly, or be more than the tasks.
     pairs = zip(names, hosts, strict=False)
     return [FleetTask(job, index, where) for (job, index), where in pairs]
 
@@ -99,6 +100,7 @@ class TaskLaunch:
             return ""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
+            # Not before this attempt: the cause of an earlier failure may be gone.
             file.seek(max(self.logged, size - LOG_TAIL))
             return file.read(LOG_TAIL).decode("utf-8", "replace")
 
@@ -302,6 +304,7 @@ class FleetState:
             return None
         if self._stage is FleetStage.ENDING:
             return self._deadline
+        # A task that serves has no deadline, one that is down is not looked at again.
         timed = (TaskPhase.WAITING, TaskPhase.STARTING)
         dues = [known.due for known in self._tasks.values() if known.phase in timed]
         return min(dues, default=None)
@@ -316,6 +319,7 @@ class FleetState:
         # A late report of an earlier attempt is ignored.
         if attempt != known.attempt or known.phase is not TaskPhase.STARTING:
             return []
+        # Its next attempt binds the same address, so that peers find it again.
         known.phase, known.address = TaskPhase.SERVING, address
         if self._stage is not FleetStage.BEGINNING:
             return []
@@ -329,6 +333,7 @@ class FleetState:
     ) -> list[FleetOrder]:
         """Handles the end of a task's process."""
         known = self._tasks[task]
+        # DOWN: it was given up, and its end is reported after all.
         if attempt != known.attempt or known.phase is TaskPhase.DOWN:
             return []
         was_ready, known.phase = known.phase is TaskPhase.SERVING, TaskPhase.DOWN
@@ -336,6 +341,7 @@ class FleetState:
             case FleetStage.BEGINNING:
                 moment = "" if was_ready else " before it was ready"
                 words = f"{task} {end.words}{moment}{_reason(end)}"
+                # A mistake has its own words, such as both versions.
                 error = end.mistake or UnavailableError(words)
                 return self._fail(task, error, now)
             case FleetStage.RUNNING:
@@ -354,6 +360,7 @@ class FleetState:
             for task, known in self._tasks.items()
             if known.phase in timed and known.due <= now
         ]
+        # A program waits for the whole fleet, so the first one that is late ends it.
         if self._stage is FleetStage.BEGINNING and due:
             task = due[0][0]
             words = f"{task} was not ready within {self._timeouts.start:g} s"
@@ -363,7 +370,7 @@ class FleetState:
             if known.phase is TaskPhase.WAITING:
                 orders.append(self._start(task, now))
             else:
-                orders += self._late(task, known, now)
+                orders += self._kill_late_task(task, known, now)
         return orders
 
     def stop(self, now: float) -> list[FleetOrder]:
@@ -371,6 +378,7 @@ class FleetState:
         if self._stage in (FleetStage.ENDING, FleetStage.OVER):
             return []
         self._stage = FleetStage.ENDING
+        # These have no process, whose end would be reported.
         for known in self._tasks.values():
             if known.phase is TaskPhase.WAITING:
                 known.phase = TaskPhase.DOWN
@@ -379,15 +387,20 @@ class FleetState:
     def _start(self, task: str, now: float) -> StartTask:
         known = self._tasks[task]
         known.phase, known.is_killed = TaskPhase.STARTING, False
+        # From here on events of earlier attempts are ignored.
         known.attempt += 1
         known.due = now + self._timeouts.start
         return StartTask(task, known.attempt, known.address)
 
-    def _late(self, task: str, known: _TaskState, now: float) -> list[FleetOrder]:
+    def _kill_late_task(
+        self, task: str, known: _TaskState, now: float
+    ) -> list[FleetOrder]:
         """Kills a task whose restart took too long; its end is reported as usual."""
         words = f"{task} was not ready within {self._timeouts.start:g} s"
         known.due = now + KILL_TIMEOUT
-        if known.is_killed:  # and its end was not reported
+        # Killed at the last look, and its end was not reported since: the engine does
+        # not reach its machine, on which it may still run, so it is not started again.
+        if known.is_killed:
             known.phase = TaskPhase.DOWN
             return self._over_if_all_down([LogTask(f"{words}; giving up", task)])
         known.is_killed = True
@@ -400,6 +413,7 @@ class FleetState:
         if end.code == 0:
             words = f"{task} {end.words}: it drained on request; not restarting it"
             return self._over_if_all_down([LogTask(words, task, is_failure=False)])
+        # A restart would fail in the same way.
         if end.mistake is not None:
             words = f"{task} {end.words}; not restarting it: {end.mistake}"
             return self._over_if_all_down([LogTask(words, task)])
@@ -418,6 +432,7 @@ class FleetState:
         log = LogTask(f"{task} {end.words}{_reason(end)}; restarting it{when}", task)
         if not pause:
             return [log, self._start(task, now)]
+        # `tick` starts it; `next_look` says when.
         known.phase, known.due = TaskPhase.WAITING, now + pause
         return [log]
 
@@ -455,6 +470,8 @@ class FleetState:
             self._tasks[task].phase = TaskPhase.DOWN
         words = f"was killed, but its end was not reported within {KILL_TIMEOUT:g} s"
         logs: list[FleetOrder] = [LogTask(f"{task} {words}", task) for task in lost]
+        # The first time kills the wave and sets its second deadline; then nothing of it
+        # is up, and `_advance` begins the next wave.
         return logs + self._kill(now) + self._advance(now)
 
     def _kill(self, now: float) -> list[FleetOrder]:
@@ -471,5 +488,6 @@ def _reason(end: TaskEnd) -> str:
 
 def _pause(count: int) -> float:
     """Returns the seconds before the restart after this many failures."""
+    # Bounded: larger powers of 2 do not fit into a float.
     longer: float = FIRST_PAUSE * 2 ** min(count - 2, 30)
     return 0.0 if count == 1 else min(longer, LONGEST_PAUSE)

@@ -44,6 +44,7 @@ def kubernetes(cluster: PodCluster) -> list[Object]:
         "spec": {
             "serviceName": cluster.name,
             "replicas": cluster.ps,
+            # By default a server starts when the one before is ready; none needs that.
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": cluster.labels("ps")},
             "template": pod(cluster, "ps", index=_POD_INDEX, addresses=addresses),
@@ -58,6 +59,7 @@ def kubernetes(cluster: PodCluster) -> list[Object]:
         }
         for job in ("worker", PROGRAM)
     ]
+    # The service first: pods look up each other's names as soon as they run.
     return [_service(cluster), ps, *jobs, *_budgets(cluster)]
 
 
@@ -83,6 +85,7 @@ def jobset(cluster: PodCluster) -> list[Object]:
                 "subdomain": cluster.name,
                 "publishNotReadyAddresses": True,
             },
+            # Daemons do not end by themselves.
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [PROGRAM]},
             "replicatedJobs": replicated,
         },
@@ -108,6 +111,7 @@ def tfjob(cluster: PodCluster) -> list[Object]:
         "metadata": cluster.metadata(),
         "spec": {
             "runPolicy": {
+                # Ended pods stay, for their logs.
                 "cleanPodPolicy": "Running",
                 "backoffLimit": cluster.restarts,
             },
@@ -143,6 +147,7 @@ def secrets_from(cluster: PodCluster, keys: Path) -> list[Object]:
     Raises:
         ValueError: A key is missing in the folder.
     """
+    # All public keys, so that each role recognizes all others; but one secret only.
     public = {f"{name}.public" for name in key_names(keys)}
     return [
         {
@@ -193,15 +198,17 @@ def written(cluster: PodCluster, objects: list[Object], keys: str) -> str:
         ) from error
     # Copies shared parts, for which YAML would write references.
     plain = json.loads(json.dumps(objects))
+    # Wide, as a folded TF_CONFIG cannot be read or copied.
     text: str = yaml.safe_dump_all(plain, sort_keys=False, width=4096)
-    return "".join(f"# {line}\n" for line in _steps(cluster, keys)) + text
+    return "".join(f"# {line}\n" for line in _key_commands(cluster, keys)) + text
 
 
-def _steps(cluster: PodCluster, keys: str) -> list[str]:
+def _key_commands(cluster: PodCluster, keys: str) -> list[str]:
     if not (cluster.has_keys and keys):
         return []
     space = f" -n {cluster.namespace}" if cluster.namespace else ""
     folder = shlex.quote(keys)
+    # As arguments of the shell ("$@"), which keep names with spaces in one piece.
     public = f'for file in {folder}/*.public; do set -- "$@" --from-file="$file"; done'
     return [
         "Run once, to create the keys of the cluster:",
@@ -240,9 +247,11 @@ def _job(
         "parallelism": count,
         "backoffLimit": cluster.restarts,
         "podFailurePolicy": {
+            # In order: the first one that matches counts. All else counts as a failure,
+            # up to the limit.
             "rules": [
-                _at_exit(job, MISTAKEN, "FailJob"),
-                _at_exit(job, TRY_AGAIN, "Ignore"),
+                _exit_code_rule(job, MISTAKEN, "FailJob"),
+                _exit_code_rule(job, TRY_AGAIN, "Ignore"),
                 {
                     "action": "Ignore",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
@@ -259,7 +268,7 @@ def _job(
     }
 
 
-def _at_exit(container: str, code: int, action: str) -> Object:
+def _exit_code_rule(container: str, code: int, action: str) -> Object:
     codes = {"containerName": container, "operator": "In", "values": [code]}
     # kubectl up to 1.28 requires the empty list.
     return {"action": action, "onExitCodes": codes, "onPodConditions": []}
@@ -273,6 +282,7 @@ def _service(cluster: PodCluster) -> Object:
         "kind": "Service",
         "metadata": cluster.metadata(),
         "spec": {
+            # Headless: the names lead to the pods themselves, not to a balancer.
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": cluster.labels(),

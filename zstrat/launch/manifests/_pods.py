@@ -188,6 +188,7 @@ def _container(
 ) -> Object:
     made: Object = {"name": name, "image": cluster.image}
     if job in DAEMONS:
+        # Not the address in TF_CONFIG: a pod may not resolve its own name at first.
         made["command"] = [DAEMONS[job], "--bind", f"*:{cluster.port}"]
         made["command"] += ["--http", f"*:{cluster.http_port}"]
     else:
@@ -232,16 +233,21 @@ def _environment(
             env.append(
                 {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}}
             )
-            number = "$(INDEX)"  # expanded by Kubernetes, as INDEX is defined above
+            # Expanded by Kubernetes, as INDEX is defined above, before TF_CONFIG.
+            number = "$(INDEX)"
+        # Without its closing brace; the task cannot come from json.dumps, as its index
+        # is only known in the pod.
         config = json.dumps({"cluster": addresses})[:-1]
         task = f'"task": {{"type": "{ROLES[job]}", "index": "{number}"}}'
         env.append({"name": "TF_CONFIG", "value": f"{config}, {task}}}"})
+    # The only folder that can be written.
     env.append({"name": "HOME", "value": "/tmp"})
     if cluster.has_keys:
         env.append({"name": "ZSTRAT_KEYS", "value": "/keys"})
     else:
         env.append({"name": "ZSTRAT_INSECURE", "value": "1"})
     if job == PROGRAM:
+        # Daemons get the port as an option.
         http = f"*:{cluster.http_port}"
         env.append({"name": "ZSTRAT_HTTP", "value": http})
         # Pulling images and scheduling the pods may take long.
@@ -252,6 +258,7 @@ def _environment(
 def _probes() -> Object:
     """Makes the probes of a daemon. A program has no probes: before it has a session it
     may do anything."""
+    # Above the 5 s after which /healthz itself reports a loop that hangs.
     healthy = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 6}
     ready = {"httpGet": {"path": "/readyz", "port": "http"}, "timeoutSeconds": 6}
     return {

@@ -37,12 +37,14 @@ class StrategyOfOld:
     def __init__(self, make: Callable[..., Strategy], kinds: Sequence[str]) -> None:
         self._make = make
         self._kinds = kinds
+        # `help` and `inspect.signature` show the function's arguments.
         functools.update_wrapper(self, make)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._make(*args, **kwargs)
 
     def __instancecheck__(self, instance: object) -> bool:
+        # By name, so that only the strategies that somebody uses are imported.
         return isinstance(instance, tuple([getattr(zstrat, k) for k in self._kinds]))
 
 

@@ -1,53 +1,34 @@
-"""The parts that a `LocalCluster` and a `Fleet` share: the folder of a run with its
-sockets, keys and logs, the environment of the daemons, and tasks that this program
-starts and that end with it (`StartedTasks`)."""
+"""Tasks that this program starts, and that end with it: environment, and end.
+
+A `LocalCluster` and a `Fleet` have these in common.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sys
-import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from zstrat.cluster import GPUS_VARIABLE, ClusterSpec, parts_of
-from zstrat.config import checked_transport, daemon_variables
+from zstrat.config import daemon_variables
 from zstrat.errors import ClosedError
-from zstrat.paths import explained
-from zstrat.transport import generate_keys
 
-from ._child import inherited
+from ._child import inherited_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from zstrat.config import Settings
 
 
 log = logging.getLogger("zstrat.launch")
 
-LONGEST_SOCKET_PATH: Final = 100
-"""Bytes of the path of an ``ipc://`` address; the kernel allows 107."""
 
-
-def addresses_in(folder: Path, transport: str) -> Callable[[str], str]:
-    """Returns a function that makes the address of a daemon from its name: a socket in
-    the folder, which need not exist yet, or a free loopback port.
-
-    Raises:
-        ValueError: The transport is unknown, or the path is too long for its sockets.
-    """
-    checked_transport(transport)
-    if _sockets(transport, folder) == "tcp":
-        return lambda name: "127.0.0.1:0"
-    return lambda name: f"ipc://{folder / name}"
-
-
-def virtual(devices: int) -> tuple[str, ...]:
+def virtual_device_arguments(devices: int) -> tuple[str, ...]:
     """Returns the arguments of a worker with this many virtual CPU devices."""
     return ("--platform", "cpu", "--devices", str(devices))
 
@@ -56,6 +37,7 @@ def share(workers: int) -> int:
     """Returns the number of cores for each worker of this machine. If each worker had
     threads for all cores, they would wait for each other: two workers on two cores take
     5 % more processor time for a step of 4 ms."""
+    # In a container or under taskset a process may have fewer cores than the machine.
     if sys.platform == "linux":
         cores = len(os.sched_getaffinity(0))
     else:
@@ -63,7 +45,9 @@ def share(workers: int) -> int:
     return max(1, cores // workers)
 
 
-def divided(env: Mapping[str, str], tasks: int) -> list[Mapping[str, str]]:
+def environments_with_gpus(
+    env: Mapping[str, str], tasks: int
+) -> list[Mapping[str, str]]:
     """Divides the GPUs of this machine among tasks; returns the environment of each,
     and logs its GPUs.
 
@@ -95,112 +79,20 @@ def daemon_environment(
     # Several jax processes may share one accelerator of this machine.
     defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ours = {**daemon_variables(settings), "ZSTRAT_TRANSPORT": transport}
-    variables = {**defaults, **inherited(), **ours, **extra}
-    if folder := own_folder():
+    variables = {**defaults, **inherited_environment(), **ours, **extra}
+    if folder := script_folder():
         path = variables.get("PYTHONPATH")
         parts = [folder, path] if path else [folder]
         variables["PYTHONPATH"] = os.pathsep.join(parts)
     return variables
 
 
-def own_folder() -> str:
+def script_folder() -> str:
     """Returns the folder of the script or notebook, the first entry of ``sys.path``; ""
     if Python was started with -P."""
     if sys.flags.safe_path or not sys.path:
         return ""
     return os.path.abspath(sys.path[0])
-
-
-@final
-class RunFolder:
-    """The folder of a run: the given one, or a new temporary one. Its path is known
-    before it exists, so that its owner can remove it after Ctrl-C.
-
-    Raises:
-        ValueError: ``directory`` is an empty string, as of an unset variable.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self._is_new = directory is None
-        if directory is None:
-            name = f"zstrat-{secrets.token_urlsafe(6)}"
-            self.path = Path(tempfile.gettempdir(), name).absolute()
-        elif not os.fspath(directory):
-            raise ValueError("directory='': expected a folder or None")
-        else:
-            self.path = Path(os.fsdecode(directory)).absolute()
-
-    def make(self) -> None:
-        """Creates the folder with mode 0700, unless a given one exists.
-
-        Raises:
-            OSError: The folder cannot be created.
-        """
-        with explained("directory", self.path):
-            self.path.mkdir(0o700, parents=True, exist_ok=not self._is_new)
-
-
-class RunKeys:
-    """A folder with new keys for one run, a pair for each role. `make` creates them.
-
-    Raises:
-        FileExistsError: The folder has files already. They would be removed with it at
-            the end of the run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(
-                f"{folder} is not empty, and the keys of a run are removed together "
-                "with their folder: move it, or pass another directory"
-            )
-
-    def make(self) -> None:
-        """Generates the keys.
-
-        Raises:
-            OSError: They cannot be written.
-        """
-        generate_keys(self.folder)
-
-    def of(self, job: str) -> dict[str, str]:
-        """Reads the files that a task of ``job`` needs: its secret key and all public
-        keys."""
-        files = [self.folder / f"{job}.secret", *sorted(self.folder.glob("*.public"))]
-        return {file.name: file.read_text("ascii") for file in files}
-
-
-def write_keys(folder: Path, keys: Mapping[str, str]) -> None:
-    """Writes received keys, by file name, to a new folder (mode 0700, files 0600).
-
-    Raises:
-        ValueError: A name is not that of a key file.
-        FileExistsError: The folder exists already.
-    """
-    for name in keys:
-        if "/" in name or not name.endswith((".secret", ".public")):
-            raise ValueError(f"{name!r:.80}: expected a name *.secret or *.public")
-    folder.mkdir(mode=0o700)
-    for name, text in keys.items():
-        file = folder / name
-        file.touch(mode=0o600)
-        file.write_text(text, "ascii")
-
-
-def _sockets(transport: str, folder: Path) -> str:
-    fits = len(os.fsencode(folder / "worker-1000")) <= LONGEST_SOCKET_PATH
-    if transport == "tcp":
-        return "tcp"
-    if transport == "auto":
-        return "ipc" if os.name == "posix" and fits else "tcp"
-    if not fits:
-        raise ValueError(
-            f"{folder}: the path is too long for ipc sockets (over "
-            f"{LONGEST_SOCKET_PATH} bytes): pass a shorter directory, or "
-            "transport='tcp'"
-        )
-    return "ipc"
 
 
 T = TypeVar("T")
@@ -219,6 +111,8 @@ class StartedTasks(ABC, Generic[T]):
         self, tasks: dict[str, T], by: str, end: Callable[..., None], *parts: Any
     ) -> None:
         self._tasks, self._by = tasks, by
+        # The finalizer must not refer to this object, which would never be collected;
+        # hence a function of the module and parts.
         self._parts = os.getpid(), end, parts
         self._end = weakref.finalize(self, _end, *self._parts)
 
@@ -253,6 +147,8 @@ class StartedTasks(ABC, Generic[T]):
     def stop(self) -> None:
         """Drains and ends all tasks, workers first; kills those that do not end in
         time. Idempotent; a call after Ctrl-C finishes an interrupted one."""
+        # Called directly, not through the finalizer, which counts as done when it is
+        # called: after Ctrl-C the next call would do nothing.
         if self._end.alive:
             _end(*self._parts)
             self._end.detach()

@@ -1,0 +1,64 @@
+"""The keys that a daemon of a fleet receives, if it ends before it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from zstrat.transport import generate_keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    generate_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def left(secret: Path) -> list[Path]:
+    """The files that still have the secret."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    pattern = f"zstrat-keys-*/keys/{secret.name}"
+    files = [file for folder in folders for file in folder.glob(pattern)]
+    return [file for file in files if file.read_text() == secret.read_text()]
+
+
+def launched(job: str, keys: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a daemon that gets its keys as of a fleet."""
+    command = ["zstrat.daemons.launched", job, "--index", "0", "--bind", "127.0.0.1:0"]
+    files = [keys / f"{job}.secret", *keys.glob("*.public")]
+    setup = {
+        "env": env,
+        "keys": {file.name: file.read_text() for file in files},
+        "host": {"rank": "0", "tasks": "1"},
+    }
+    return subprocess.run(
+        [sys.executable, "-P", "-m", *command, "--launcher-timeout", "60"],
+        input=json.dumps(setup) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        timeout=60,
+    )
+
+
+def test_keys_do_not_outlive_a_daemon_that_cannot_begin(keys: Path) -> None:
+    ran = launched("ps", keys, ZSTRAT_DRAIN="soon")
+    assert ran.returncode == 2, ran.stderr
+    assert "ZSTRAT_DRAIN" in ran.stderr
+    assert left(keys / "ps.secret") == []
+
+
+def test_a_worker_that_is_killed_while_it_imports_jax_has_no_keys_yet(
+    keys: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "jax.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    ran = launched("worker", keys, PYTHONPATH=str(tmp_path))
+    assert ran.returncode == -9, ran.stderr
+    assert left(keys / "worker.secret") == []
