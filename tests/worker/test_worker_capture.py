@@ -78,16 +78,6 @@ async def test_a_profile_that_nobody_ends_ends_by_itself(profiled, temporary):
     assert not list(temporary.iterdir())
 
 
-async def test_a_profile_whose_time_is_up_when_it_is_ended_is_not_lost(profiled):
-    _, capture = make()
-    await capture.serve(begin())
-    ending = capture.serve(EndCapture(SESSION))
-    capture.close()
-    told = await ending
-    assert told.profile
-    assert not told.problem
-
-
 async def test_a_profile_that_is_asked_for_late_is_there(profiled, temporary):
     thread, capture = make()
     await capture.serve(begin(-1000.0))
