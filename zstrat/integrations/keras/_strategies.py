@@ -22,11 +22,12 @@ With one worker both are what Keras does.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
-import keras
+import jax.numpy as jnp
 import numpy as np
 
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
@@ -41,6 +42,7 @@ from zstrat.variables import (
     values,
 )
 
+from ._means import require_mean_reductions, require_means
 from ._private import layers_of, noted_losses
 from ._sources import Draw, LeaseSource
 from ._steps import Batch, trace_step
@@ -55,16 +57,6 @@ if TYPE_CHECKING:
     from ._steps import TracedStep
     from ._training import Source, StepResult
     from .shipped import StepProgram
-
-
-_MEANS: Final = ("sum_over_batch_size", "mean")
-
-_TOLERANCE: Final = 0.05
-"""How far a loss may be from the mean of those of its rows, but for what draws do. A
-sum is twice as large with two replicas."""
-
-_DRAWS: Final = 16
-"""How often the losses of a model that draws numbers are computed."""
 
 
 class Ended:
@@ -90,15 +82,8 @@ class ReplicaTraining(Training):
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
         self._are_means: Final[set[str]] = set()
-        for loss in keras.tree.flatten(model.loss):
-            kind = getattr(loss, "reduction", _MEANS[0])
-            if kind not in _MEANS and strategy.num_replicas_in_sync > 1:
-                raise NotImplementedError(
-                    f"a loss of model {model.name!r} has reduction={kind!r}, but "
-                    "replicas count by their rows: use "
-                    'reduction="sum_over_batch_size" (the default of Keras), or a '
-                    "strategy with one replica"
-                )
+        if strategy.num_replicas_in_sync > 1:
+            require_mean_reductions(model)
 
     def call(
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
@@ -115,12 +100,10 @@ class ReplicaTraining(Training):
         steps, parts = {batch.key: step}, self._parts(batch)
         with noted_losses(self.model):
             for part in parts:
-                if part.key not in steps:
+                if part.rows and part.key not in steps:
                     steps[part.key] = trace_step(self.model, mode, part)
-        if mode != "predict" and len(parts) > 1 and mode not in self._are_means:
-            self._require_means(batch, parts, training=False)
-            if mode == "train":
-                self._require_means(batch, parts, training=True)
+        is_new = mode not in {"predict", *self._are_means}
+        if is_new and len(parts) > 1 and require_means(self.model, mode, batch):
             self._are_means.add(mode)
         return self._step_function(steps, mode, batch)
 
@@ -169,78 +152,9 @@ class ReplicaTraining(Training):
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return [batch]
-        if batch.rows < replicas:
-            raise NotImplementedError(
-                f"a batch of {batch.rows} rows for {replicas} replicas: each needs a "
-                "row. Choose a batch_size that leaves no such rest, or leave the rest "
-                "out (drop_remainder)"
-            )
-        return [
-            Batch(batch.treedef, arrays)
-            for arrays in zip(
-                *[
-                    np.array_split(array, replicas)
-                    if array.ndim
-                    else [array] * replicas
-                    for array in batch.arrays
-                ],
-                strict=True,
-            )
-        ]
-
-    def _require_means(
-        self, batch: Batch, parts: Sequence[Batch], *, training: bool
-    ) -> None:
-        """Checks that each loss of a batch is the mean of those of its parts; of one
-        that trains, what is added to the loss, roughly, as rows may be normalized.
-        Values of the model are changed a little: of zeros, a sum is a mean."""
-        model, rng = self.model, np.random.default_rng(0)
-        if type(model).train_step is not keras.Model.train_step:
-            return  # it may compute its loss otherwise
-        shaken = [
-            np.asarray(v.value) + 0.1 * rng.normal(size=v.shape).astype(v.dtype)
-            for v in model.trainable_variables
-        ]
-        state = [v.value for v in model.non_trainable_variables]
-        metrics = [v.value for v in model.metrics_variables]
-        slots = [v.value for v in model.optimizer.variables] if training else None
-
-        def losses(arrays: Any, turn: Any) -> list[Any]:
-            data = jax.tree.unflatten(batch.treedef, arrays)
-            drawn = [v + turn if v.dtype == "uint32" else v for v in state]  # seeds
-            with noted_losses(model) as found:
-                given = keras.utils.unpack_x_y_sample_weight(data)
-                model.compute_loss_and_updates(
-                    shaken, drawn, metrics, *given, training, slots
-                )
-            return [keras.ops.sum(loss) for loss in found[: -1 if training else None]]
-
-        if not jax.eval_shape(losses, batch.arrays, np.uint32(0)):
-            return
-        run = jax.jit(losses)
-        turns = np.arange(
-            _DRAWS if any(v.dtype == "uint32" for v in state) else 1, dtype="uint32"
-        )
-        shares = [part.rows / batch.rows for part in parts]
-        apart = np.array([[run(each.arrays, n) for n in turns] for each in parts])
-        whole = np.array([run(batch.arrays, n) for n in turns])
-        means = np.tensordot(shares, apart, 1)
-        noise = 4 * (whole.std(0) + means.std(0)) / np.sqrt(len(turns))
-        bound = (0.5 if training else _TOLERANCE) * abs(apart).max((0, 1)) + noise
-        pairs = zip(whole.mean(0), means.mean(0), bound, strict=True)
-        for number, (one, mean, most) in enumerate(pairs):
-            if abs(one - mean) > most:
-                is_added = training or number < whole.shape[1] - 1
-                what = "what is added (add_loss) to " if is_added else ""
-                raise NotImplementedError(
-                    f"{what}the loss of model {model.name!r} is {one:.4g} for a "
-                    f"batch of {batch.rows} rows, but the mean over the rows of "
-                    f"{len(parts)} replicas is {mean:.4g}, and replicas count by their "
-                    "rows: write a mean over rows (keras.ops.mean in place of sum, "
-                    "reduction='sum_over_batch_size'), or use a strategy with one "
-                    "replica or with parameter servers, if rows are compared with "
-                    "each other"
-                )
+        each, more = divmod(batch.rows, replicas)
+        ends = [n * each + min(n, more) for n in range(replicas + 1)]
+        return [batch.part(*pair) for pair in itertools.pairwise(ends)]
 
     def _step_function(
         self, steps: dict[Any, TracedStep], mode: str, batch: Batch
@@ -248,28 +162,41 @@ class ReplicaTraining(Training):
         strategy, optimizer = self.strategy, self.optimizer
         count = len(self.model.trainable_variables)
         params, state = self.variables[:count], self.variables[count:]
-        total = batch.rows
+        replicas, first = strategy.num_replicas_in_sync, self._parts(batch)[0]
 
         def replica_fn(rate: Any, arrays: Any) -> Any:
             part = Batch(batch.treedef, tuple(arrays))
-            step = steps[part.key]
-            results = step.function(*values(params), *values(state), *arrays)
+            before, share = values(state), part.rows / batch.rows
+            if part.rows:
+                step = steps[part.key]
+                results = step.function(*values(params), *before, *arrays)
+            else:
+                # Losses of no rows are not numbers, so the step does not run. All
+                # replicas take part in the sums of an update, as others wait for them.
+                step = steps[first.key]
+                results = _nothing(step, mode, before)
             if step.gradients and optimizer is not None:
-                share = part.rows / total
                 grads = [grad * share for grad in results[: step.gradients]]
                 optimizer.apply_gradients(grads, params, learning_rate=rate)
             after = results[step.gradients :]
             for at, value in zip(step.changed, after, strict=False):
+                # The mean over replicas is to be one over rows. Shares of one size
+                # need no factor, which would round.
+                if part.rows * replicas != batch.rows and value.dtype.kind == "f":
+                    value = before[at] + (value - before[at]) * (share * replicas)
                 state[at].assign(value)
             rest = after[len(step.changed) :]
-            return rest[: step.metrics], rest[step.metrics :]
+            sums, rest = rest[: step.metrics], rest[step.metrics :]
+            return sums, rest if mode == "predict" else [each * share for each in rest]
 
         def keras_step(rate: Any, arrays: Any) -> Any:
-            sums, rest = strategy.run(replica_fn, args=(rate, arrays))
-            sums = [strategy.reduce("sum", each, axis=None) for each in sums]
-            if mode != "predict":
-                rest = [strategy.reduce("mean", each, axis=None) for each in rest]
-            return sums, rest
+            seen = strategy.run(replica_fn, args=(rate, arrays))
+            kinds = seen if mode != "predict" else seen[:1]
+            added = [
+                [strategy.reduce("sum", each, axis=None) for each in kind]
+                for kind in kinds
+            ]
+            return (*added, *seen[len(kinds) :])
 
         run = function(keras_step)
 
@@ -280,6 +207,17 @@ class ReplicaTraining(Training):
             return list(map(np.asarray, [*sums, *rest]))
 
         return ran
+
+
+def _nothing(step: TracedStep, mode: str, state: Sequence[Any]) -> list[Any]:
+    """Returns what a step gives for no rows: it moves and adds nothing."""
+    kinds = jax.eval_shape(step.function, *[kind.spec() for kind in step.inputs])
+    results: list[Any] = [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
+    end = step.gradients + len(step.changed)
+    results[step.gradients : end] = [state[at] for at in step.changed]
+    if mode == "predict":
+        results[end:] = [each[:0] for each in results[end:]]
+    return results
 
 
 class ServerTraining(Training):

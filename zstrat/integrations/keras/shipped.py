@@ -399,4 +399,9 @@ def traced(function: Callable[..., Any], kinds: Sequence[Any]) -> Any:
 def pruned(closed: ClosedJaxpr, outputs: Sequence[int]) -> Callable[..., list[Any]]:
     """Returns what was traced as a function that returns some of its results."""
     function = jaxpr_as_fun(closed)
-    return lambda *arrays: [function(*arrays)[number] for number in outputs]
+
+    def run(*arrays: Any) -> list[Any]:
+        results = function(*arrays)
+        return [results[number] for number in outputs]
+
+    return run
