@@ -26,7 +26,7 @@ from ._private import noted_losses
 from ._steps import Batch, trace_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Quantities = Callable[[Any, Any, Any], list[Any]]
     """What is to be means, computed of trained values, other state and a batch."""
@@ -41,6 +41,12 @@ _TOLERANCE: Final = 0.05
 
 _DRAWS: Final = 16
 """How often a model that draws numbers is computed."""
+
+_LEAST: Final = 1e-3
+"""A loss that is a smaller part of the largest one is not told from rounding."""
+
+_LEAST_GRADIENT: Final = 0.02
+"""Such a part for gradients: in bfloat16 rounding is some 0.4 % of each."""
 
 
 def require_mean_reductions(model: Any) -> None:
@@ -72,14 +78,18 @@ def require_means(model: Any, mode: str, batch: Batch) -> bool:
         return False
     few = _weighted(batch.part(0, 2 * rows))
     first, second = few.part(0, rows), few.part(rows, 2 * rows)
-    losses = f"losses of model {model.name!r} (of compile, or add_loss)"
     if type(model).train_step is keras.Model.train_step:
-        _require(_losses(model, few, training=False), losses, model, first, second)
+        what = f"losses of model {model.name!r} (of compile, or add_loss)"
+        in_evaluation, in_training = (_losses(model, few, x) for x in (False, True))
+        _require(model, what, in_evaluation, [first, second], _LEAST)
         if mode == "train":
-            _require(_losses(model, few, training=True), losses, model, first, first)
+            _require(model, what, in_training, [first, first], _LEAST)
     elif mode == "train":
-        what = f"gradients in train_step of {model.name!r}"
-        _require(_gradients(model, few), what, model, first, first)
+        what, found = (
+            f"gradients in train_step of {model.name!r}",
+            _gradients(model, few),
+        )
+        _require(model, what, found, [first, first], _LEAST_GRADIENT)
     return True
 
 
@@ -99,7 +109,7 @@ def _weighted(batch: Batch) -> Batch:
     return Batch(batch.treedef, arrays)
 
 
-def _losses(model: Any, batch: Batch, *, training: bool) -> Quantities:
+def _losses(model: Any, batch: Batch, training: bool) -> Quantities:
     metrics = [v.value for v in model.metrics_variables]
     slots = [v.value for v in model.optimizer.variables] if training else None
 
@@ -127,34 +137,28 @@ def _gradients(model: Any, batch: Batch) -> Quantities:
 
 
 def _require(
-    quantities: Quantities, what: str, model: Any, first: Batch, second: Batch
+    model: Any, what: str, found: Quantities, halves: Sequence[Batch], least: float
 ) -> None:
-    """Checks that what is computed of two halves together is its mean over them."""
-    run, rng = jax.jit(quantities), np.random.default_rng(0)
+    """Checks that what is found in two halves together is its mean over them."""
+    run, rng = jax.jit(found), np.random.default_rng(0)
     trained = [np.asarray(v.value) for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
-    draws = any(v.dtype == "uint32" for v in state)
-    turns = np.arange(_DRAWS if draws else 1, dtype="uint32")
-    pairs = zip(first.arrays, second.arrays, strict=True)
+    seeds = [v.dtype == "uint32" for v in state]
+    turns = range(_DRAWS if any(seeds) else 1)
+    others = list(zip(state, seeds, strict=True))
+    drawn = [[v + np.uint32(n) if s else v for v, s in others] for n in turns]
+    pairs = zip(*[half.arrays for half in halves], strict=True)
     both = [np.concatenate(pair) if pair[0].ndim else pair[0] for pair in pairs]
-    halves = [both, first.arrays] + [second.arrays] * (second is not first)
     for size in (0.1, 0):
         # Of zeros, as of a kernel at first, a sum is a mean: so values are changed a
         # little, unless the loss has no number then.
-        values = [
-            v + (size * rng.normal(size=v.shape)).astype(v.dtype) for v in trained
-        ]
-        found = np.array(
-            [
-                [
-                    run(values, [v + n if v.dtype == "uint32" else v for v in state], x)
-                    for n in turns
-                ]
-                for x in halves
-            ],
-            "float64",
+        changes = [(size * rng.normal(size=v.shape)).astype(v.dtype) for v in trained]
+        values = [v + change for v, change in zip(trained, changes, strict=True)]
+        whole, *apart = (
+            np.array([run(values, each, arrays) for each in drawn], "float64")
+            for arrays in (both, *[half.arrays for half in halves])
         )
-        if np.isfinite(found).all():
+        if np.isfinite([whole, *apart]).all():
             break
     else:
         warnings.warn(
@@ -165,16 +169,14 @@ def _require(
             stacklevel=2,
         )
         return
-    whole, means = found[0], found[1:].mean(0)
+    means, sizes = np.mean(apart, 0), abs(np.array(apart)).max((0, 1))
     noise = 4 * (whole.std(0) + means.std(0)) / np.sqrt(len(turns))
-    sizes = abs(found[1:]).max((0, 1))
-    # Rounding is all there is of a gradient that is zero.
-    bounds = _TOLERANCE * sizes + 1e-3 * sizes.max(initial=0) + noise
+    bounds = _TOLERANCE * sizes + least * sizes.max(initial=0) + noise
     for one, mean, bound in zip(whole.mean(0), means.mean(0), bounds, strict=True):
         if abs(one - mean) > bound:
             raise NotImplementedError(
-                f"{what} are {one:.4g} for {2 * first.rows} rows, but the mean over "
-                f"the halves of these is {mean:.4g}, and replicas count by their rows: "
+                f"{what} are {one:.4g} for {2 * halves[0].rows} rows, but their mean "
+                f"over the halves is {mean:.4g}, and replicas count by their rows: "
                 "write a mean over rows (keras.ops.mean in place of sum, "
                 "reduction='sum_over_batch_size'), or use a strategy with one replica "
                 "or with parameter servers, if rows are compared with each other"

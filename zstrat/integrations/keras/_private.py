@@ -47,6 +47,8 @@ _METHODS: Final = (
     "make_train_function",
 )
 
+_LAYOUTS: Final = "_enforce_jax_state_sharding"  # older versions have it
+
 _FUNCTIONS: Final = {
     "get_keras_mask": "keras.src.backend",
     "_distribute_data": "keras.src.backend.jax.trainer",
@@ -139,6 +141,9 @@ def take_over(model: Any, training: Any) -> None:
     model._zstrat_training = training
     model._get_jax_state = state
     model._symbolic_build = symbolic_build
+    if getattr(model, _LAYOUTS, None) is not None:
+        # A step is traced here without layouts: its strategy says where values are.
+        setattr(model, _LAYOUTS, lambda *parts, **named: (*parts, *named.values()))
     model.jax_state_sync = synchronize
     model.make_train_function = maker("train", 4)
     model.make_test_function = maker("test", 3)
@@ -152,33 +157,8 @@ def training_of(model: Any) -> Any:
 
 def give_back(model: Any) -> None:
     """Undoes `take_over`."""
-    for name in ("_zstrat_training", *_METHODS):
+    for name in ("_zstrat_training", _LAYOUTS, *_METHODS):
         vars(model).pop(name, None)
-
-
-@contextlib.contextmanager
-def without_layouts(model: Any) -> Iterator[None]:
-    """Has the steps of a model return their state as it is, in the block. Older
-    versions lay it out as the variables of this process are."""
-    if getattr(model, "_enforce_jax_state_sharding", None) is None:
-        yield
-        return
-
-    def as_given(
-        trainable_variables: Any = None,
-        non_trainable_variables: Any = None,
-        optimizer_variables: Any = None,
-        metrics_variables: Any = None,
-    ) -> tuple[list[Any], ...]:
-        model_state = trainable_variables, non_trainable_variables
-        state = *model_state, optimizer_variables, metrics_variables
-        return tuple([part or [] for part in state])
-
-    model._enforce_jax_state_sharding = as_given
-    try:
-        yield
-    finally:
-        del model._enforce_jax_state_sharding
 
 
 @contextlib.contextmanager

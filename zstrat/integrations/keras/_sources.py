@@ -125,6 +125,10 @@ class LeaseSource:
         return Draw(self._iterator, self._specs)
 
 
+Source = DatasetSource | LeaseSource
+"""Batches that are read here, or by workers."""
+
+
 def _resized(spec: Any, rows: int) -> Any:
     kind: Any = jax.ShapeDtypeStruct  # untyped
     return jax.tree.map(lambda x: kind((rows, *x.shape[1:]), x.dtype), spec)

@@ -31,7 +31,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from zstrat.program import KerasWarning
 
-from ._private import with_shapes, without_layouts
+from ._private import with_shapes
 from .embeddings import Embedding, building, layer_table
 from .shipped import (
     Kind,
@@ -351,7 +351,7 @@ def trace_step(
 
     variables = [*trained, *others]
     kinds = [*map(Kind.of, [*variables, *metrics]), *batch.kinds]
-    with without_layouts(model), building(is_on=False):
+    with building(is_on=False):
         layers = {} if tables is None else tables
         lookups, rows = find_lookups(step, kinds, len(batch.arrays), layers)
         for number in sorted(set(layers) - set(rows)):
@@ -440,10 +440,10 @@ def _require_unmoved(model: Any, before: Sequence[Any], after: Sequence[Any]) ->
 def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> None:
     """Checks that a batch adds to the state of metrics, whatever it was."""
     start = groups[0] + groups[1]
+    befores = closed.jaxpr.invars[start : start + groups[2]]
     for number, variable in enumerate(model.metrics_variables[: groups[2]]):
-        chain = _Chain(set(closed.jaxpr.invars[start : start + groups[2]]))
-        before = closed.jaxpr.invars[start + number]
-        if not chain.adds(closed.jaxpr, closed.jaxpr.outvars[first + number], before):
+        after = closed.jaxpr.outvars[first + number]
+        if not _adds(closed.jaxpr, after, befores[number], befores):
             raise NotImplementedError(
                 f"the metric with the variable {variable.path!r} does not add up: what "
                 "several workers have seen can be put together only if a batch adds to "
@@ -451,43 +451,34 @@ def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> N
             )
 
 
-class _Chain:
-    """Whether a value is another one plus what does not depend on any of ``of``."""
-
-    def __init__(self, of: set[Any]) -> None:
-        self._of: Final = of
-
-    def adds(self, jaxpr: Any, var: Any, before: Any) -> bool:
-        """Returns whether ``var`` of the program is ``before`` plus something."""
-        made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-        while var is not before:
-            if isinstance(var, Literal) or (eqn := made.get(var)) is None:
+def _adds(jaxpr: Any, var: Any, before: Any, state: Sequence[Any]) -> bool:
+    """Returns whether a variable of a program is ``before``, of the ``state``, plus
+    what does not depend on the state."""
+    made, depending = {}, set(state)
+    for eqn in jaxpr.eqns:
+        made.update(dict.fromkeys(eqn.outvars, eqn))
+        if any(not isinstance(v, Literal) and v in depending for v in eqn.invars):
+            depending.update(eqn.outvars)
+    while var is not before:
+        if isinstance(var, Literal) or (eqn := made.get(var)) is None:
+            return False
+        own = [
+            n
+            for n, v in enumerate(eqn.invars)
+            if not isinstance(v, Literal) and v in depending
+        ]
+        if len(own) != 1:
+            return False
+        name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
+        if isinstance(inner, ClosedJaxpr):
+            given = inner.jaxpr.invars[own[0]]
+            result = inner.jaxpr.outvars[eqn.outvars.index(var)]
+            if not _adds(inner.jaxpr, result, given, [given]):
                 return False
-            name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
-            depends = [v for v in eqn.invars if self._depends(jaxpr, v)]
-            if name in _ADDS or (name in _KEEPS and _same(eqn)):
-                if len(depends) != 1:
-                    return False
-                var = depends[0]
-            elif isinstance(inner, ClosedJaxpr):
-                body = inner.jaxpr
-                if len(depends) != 1:
-                    return False
-                at = [v is depends[0] for v in eqn.invars].index(True)
-                out = body.outvars[[v is var for v in eqn.outvars].index(True)]
-                if not _Chain({body.invars[at]}).adds(body, out, body.invars[at]):
-                    return False
-                var = depends[0]
-            else:
-                return False
-        return True
-
-    def _depends(self, jaxpr: Any, var: Any) -> bool:
-        reached = set(self._of)
-        for eqn in jaxpr.eqns:
-            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
-                reached.update(eqn.outvars)
-        return not isinstance(var, Literal) and var in reached
+        elif name not in _ADDS and not (name in _KEEPS and _same(eqn)):
+            return False
+        var = eqn.invars[own[0]]
+    return True
 
 
 def _same(eqn: Any) -> bool:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,23 +52,21 @@ from .optimizers import OptimizerState
 from .shipped import step_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from ._sources import Source
     from ._steps import TracedStep
-    from ._training import Source, StepResult
-    from .shipped import StepProgram
+    from ._training import StepResult
 
 
-class Ended:
+class Ended(NamedTuple):
     """The results of a step that has ended."""
 
-    is_ready = True
-
-    def __init__(self, results: Any) -> None:
-        self._results: Final = results
+    results: Any
+    is_ready: bool = True
 
     def fetch(self) -> Any:
-        return self._results
+        return self.results
 
 
 class ReplicaTraining(Training):
@@ -96,20 +94,67 @@ class ReplicaTraining(Training):
             np.random.set_state((kind, first[:-1], int(first[-1]), *rest))
         return super().call(name, method, args, kwargs)
 
-    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        steps, parts = {batch.key: step}, self._parts(batch)
+    def prepare(
+        self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
+    ) -> Any:
+        ((batch, whole),) = steps
+        traced, parts = {batch.key: whole}, self._parts(batch)
         with noted_losses(self.model):
             for part in parts:
-                if part.rows and part.key not in steps:
-                    steps[part.key] = trace_step(self.model, mode, part)
+                if part.rows and part.key not in traced:
+                    traced[part.key] = trace_step(self.model, mode, part)
         is_new = mode not in {"predict", *self._are_means}
         if is_new and len(parts) > 1 and require_means(self.model, mode, batch):
             self._are_means.add(mode)
-        return self._step_function(steps, mode, batch)
+        strategy, optimizer = self.strategy, self.optimizer
+        count = len(self.model.trainable_variables)
+        params, state = self.variables[:count], self.variables[count:]
+        is_predicting, replicas = mode == "predict", len(parts)
 
-    def start(self, prepared: Any, batch: Batch) -> StepResult:
-        parts = self._parts(batch)
-        arrays = batch.arrays
+        def replica_fn(rate: Any, arrays: Any) -> Any:
+            part = Batch(batch.treedef, tuple(arrays))
+            before, share = values(state), part.rows / batch.rows
+            if part.rows:
+                step = traced[part.key].function
+                results = step(*values(params), *before, *arrays)
+            else:
+                # A loss of no rows is not a number, so the step does not run; but all
+                # replicas take part in the sums of an update.
+                results = _nothing(whole, before, is_predicting=is_predicting)
+            if whole.gradients and optimizer is not None:
+                grads = [grad * share for grad in results[: whole.gradients]]
+                optimizer.apply_gradients(grads, params, learning_rate=rate)
+            after = results[whole.gradients :]
+            for at, value in zip(whole.changed, after, strict=False):
+                # The mean over replicas is to be one over rows. Shares of one size
+                # need no factor, which would round.
+                if part.rows * replicas != batch.rows and value.dtype.kind == "f":
+                    value = before[at] + (value - before[at]) * (share * replicas)
+                state[at].assign(value)
+            seen = after[len(whole.changed) :]
+            sums, rest = seen[: whole.metrics], seen[whole.metrics :]
+            return sums, rest if is_predicting else [each * share for each in rest]
+
+        def keras_step(rate: Any, arrays: Any) -> Any:
+            sums, rest = strategy.run(replica_fn, args=(rate, arrays))
+            sums = [strategy.reduce("sum", each, axis=None) for each in sums]
+            if not is_predicting:
+                rest = [strategy.reduce("sum", each, axis=None) for each in rest]
+            return sums, rest
+
+        run = function(keras_step)
+
+        def ran(rate: Any, arrays: Any) -> list[Any]:
+            sums, rest = run(rate, arrays)
+            if is_predicting:
+                rest = [strategy.gather(each, axis=0) for each in rest]
+            return list(map(np.asarray, [*sums, *rest]))
+
+        return ran
+
+    def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
+        assert isinstance(batch, Batch)
+        parts, arrays = self._parts(batch), batch.arrays
         if len(parts) > 1:
             arrays = self.strategy.experimental_distribute_values_from_function(
                 lambda context: parts[context.replica_id_in_sync_group].arrays
@@ -132,15 +177,15 @@ class ReplicaTraining(Training):
         name = self.model.name
         with self.strategy.scope():
             made = [*create_variables(list(trained), name=name)]
+            of = VariableAggregation
             for number, array in enumerate(others):
-                is_real = array.dtype.kind == "f"
                 made += create_variables(
                     [array],
                     name=f"{name}/state_{number}",
                     trainable=False,
-                    aggregation=VariableAggregation.MEAN
-                    if is_real
-                    else VariableAggregation.ONLY_FIRST_REPLICA,
+                    aggregation=of.MEAN
+                    if array.dtype.kind == "f"
+                    else of.ONLY_FIRST_REPLICA,
                 )
         return made
 
@@ -156,66 +201,16 @@ class ReplicaTraining(Training):
         ends = [n * each + min(n, more) for n in range(replicas + 1)]
         return [batch.part(*pair) for pair in itertools.pairwise(ends)]
 
-    def _step_function(
-        self, steps: dict[Any, TracedStep], mode: str, batch: Batch
-    ) -> Any:
-        strategy, optimizer = self.strategy, self.optimizer
-        count = len(self.model.trainable_variables)
-        params, state = self.variables[:count], self.variables[count:]
-        replicas, first = strategy.num_replicas_in_sync, self._parts(batch)[0]
 
-        def replica_fn(rate: Any, arrays: Any) -> Any:
-            part = Batch(batch.treedef, tuple(arrays))
-            before, share = values(state), part.rows / batch.rows
-            if part.rows:
-                step = steps[part.key]
-                results = step.function(*values(params), *before, *arrays)
-            else:
-                # Losses of no rows are not numbers, so the step does not run. All
-                # replicas take part in the sums of an update, as others wait for them.
-                step = steps[first.key]
-                results = _nothing(step, mode, before)
-            if step.gradients and optimizer is not None:
-                grads = [grad * share for grad in results[: step.gradients]]
-                optimizer.apply_gradients(grads, params, learning_rate=rate)
-            after = results[step.gradients :]
-            for at, value in zip(step.changed, after, strict=False):
-                # The mean over replicas is to be one over rows. Shares of one size
-                # need no factor, which would round.
-                if part.rows * replicas != batch.rows and value.dtype.kind == "f":
-                    value = before[at] + (value - before[at]) * (share * replicas)
-                state[at].assign(value)
-            rest = after[len(step.changed) :]
-            sums, rest = rest[: step.metrics], rest[step.metrics :]
-            return sums, rest if mode == "predict" else [each * share for each in rest]
-
-        def keras_step(rate: Any, arrays: Any) -> Any:
-            seen = strategy.run(replica_fn, args=(rate, arrays))
-            kinds = seen if mode != "predict" else seen[:1]
-            added = [
-                [strategy.reduce("sum", each, axis=None) for each in kind]
-                for kind in kinds
-            ]
-            return (*added, *seen[len(kinds) :])
-
-        run = function(keras_step)
-
-        def ran(rate: Any, arrays: Any) -> list[Any]:
-            sums, rest = run(rate, arrays)
-            if mode == "predict":
-                rest = [strategy.gather(each, axis=0) for each in rest]
-            return list(map(np.asarray, [*sums, *rest]))
-
-        return ran
-
-
-def _nothing(step: TracedStep, mode: str, state: Sequence[Any]) -> list[Any]:
+def _nothing(
+    step: TracedStep, state: Sequence[Any], *, is_predicting: bool
+) -> list[Any]:
     """Returns what a step gives for no rows: it moves and adds nothing."""
     kinds = jax.eval_shape(step.function, *[kind.spec() for kind in step.inputs])
     results: list[Any] = [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
     end = step.gradients + len(step.changed)
     results[step.gradients : end] = [state[at] for at in step.changed]
-    if mode == "predict":
+    if is_predicting:
         results[end:] = [each[:0] for each in results[end:]]
     return results
 
@@ -246,34 +241,32 @@ class ServerTraining(Training):
                 error.add_note(note)
             raise
 
-    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        programs = {batch.key[1]: step.program()}
-        return self._step_function(step, programs, draws=False)
+    def prepare(
+        self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
+    ) -> Any:
+        programs = {batch.key[1]: step.program() for batch, step in steps}
+        count, (_, first) = len(self.model.trainable_variables), steps[0]
+        params, state = self.variables[:count], self.variables[count:]
+        optimizer = self.optimizer if first.gradients else None
+        return step_function(
+            programs, params, state, optimizer, first.changed, draws=draws
+        )
 
-    def start(self, prepared: Any, batch: Batch) -> StepResult:
-        args = self.learning_rate(), *batch.arrays
-        return self._coordinator.schedule(prepared, args=args)
+    def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
+        arrays = [batch.iterator] if isinstance(batch, Draw) else batch.arrays
+        return self._coordinator.schedule(
+            prepared, args=(self.learning_rate(), *arrays)
+        )
 
     def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
-        if isinstance(data, LeasedDataset):
-            return LeaseSource(data, repeats=mode != "train")
-        return super().source_of(mode, data, endless=endless)
-
-    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        if not isinstance(data, LeasedDataset):
+            return super().source_of(mode, data, endless=endless)
         if mode == "predict":
             raise NotImplementedError(
                 "predict of a leased dataset: its batches have no order. Give arrays "
                 "or a zs.data.Dataset"
             )
-        key = mode, tuple([Batch.of(spec).key for spec in draw.specs])
-        if key not in self._steps:
-            made = [self.traced(mode, spec) for spec in draw.specs]
-            programs = {batch.key[1]: step.program() for step, batch in made}
-            step, _ = made[0]
-            self._steps[key] = step, self._step_function(step, programs, draws=True)
-        step, run = self._steps[key]
-        args = self.learning_rate(), draw.iterator
-        return step, self._coordinator.schedule(run, args=args)
+        return LeaseSource(data, repeats=mode != "train")
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates variables of the strategy, and tables of large embeddings."""
@@ -373,19 +366,6 @@ class ServerTraining(Training):
 
     def wait(self) -> None:
         self._coordinator.join()
-
-    def _step_function(
-        self, step: TracedStep, programs: Mapping[Any, StepProgram], *, draws: bool
-    ) -> Any:
-        count = len(self.model.trainable_variables)
-        return step_function(
-            programs,
-            self.variables[:count],
-            self.variables[count:],
-            self.optimizer if step.gradients else None,
-            step.changed,
-            draws=draws,
-        )
 
 
 def _require_one_layer_each(layers: Iterable[Any]) -> None:

@@ -38,6 +38,7 @@ from .optimizers import OptimizerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from ._sources import Source
     from ._steps import TracedStep
 
 AHEAD: Final = 0.05
@@ -54,20 +55,6 @@ class StepResult(Protocol):
     def is_ready(self) -> bool: ...
 
     def fetch(self) -> Any: ...
-
-
-class Source(Protocol):
-    """Data that are read here, or by workers; ``count`` batches are an epoch."""
-
-    count: int | None
-    example: Any
-
-    def begin(self) -> None:
-        """Begins an epoch."""
-
-    def __next__(self) -> Any: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(eq=False)
@@ -94,7 +81,7 @@ class Call:
     """
 
     callbacks: InOrder | None = None
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, Source] = field(default_factory=dict)
     undelivered: deque[Pending] = field(default_factory=deque)
     is_delivering: bool = False
 
@@ -203,17 +190,16 @@ class Training(abc.ABC):
             )
 
     @abc.abstractmethod
-    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        """Makes of a traced step what `start` runs."""
+    def prepare(
+        self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
+    ) -> Any:
+        """Makes of a traced step what `start` runs; of several, for batches of
+        different rows, if the step ``draws`` its batch on a worker."""
 
     @abc.abstractmethod
-    def start(self, prepared: Any, batch: Batch) -> StepResult:
+    def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
         """Begins a step on a batch; its results are what `TracedStep` returns but for
         gradients and state, which have been applied then."""
-
-    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
-        """Begins a step on a batch that a worker draws."""
-        raise NotImplementedError(mode)
 
     @abc.abstractmethod
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -228,7 +214,7 @@ class Training(abc.ABC):
         return None
 
     def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
-        """Returns data that Keras does not know, to be read here."""
+        """Returns data that Keras does not know, to be read here or by workers."""
         if isinstance(data, Dataset):
             return DatasetSource(data, endless=endless)
         return None
@@ -329,7 +315,7 @@ class Training(abc.ABC):
     def _read_sources(self, name: str, given: dict[str, Any]) -> dict[str, Source]:
         """Replaces data that Keras does not know by tokens, and returns the data."""
         modes = {"x": _MODES[name], "validation_data": "test"}
-        sources: dict[str, Source] = {}
+        sources = {}
         for argument, mode in modes.items():
             # Validation begins with the first batch each time.
             endless = mode == "train" and given.get("steps_per_epoch") is not None
@@ -350,26 +336,22 @@ class Training(abc.ABC):
         return sources
 
     def _scheduled(self, mode: str, data: Any) -> tuple[TracedStep, StepResult]:
-        if isinstance(data, Draw):
-            return self.start_drawn(mode, data)
-        step, prepared, batch = self.prepared(mode, data)
-        return step, self.start(prepared, batch)
-
-    def prepared(self, mode: str, data: Any) -> tuple[TracedStep, Any, Batch]:
-        """Returns the step for a batch like this one, which it makes once."""
-        batch = Batch.of(data, whole=bool(self.unread))
-        key = mode, batch.key
+        """Begins a step on a batch; it is traced once for all batches like this one."""
+        draw = data if isinstance(data, Draw) else None
+        # A table of any id is looked up by all 64 bits, which jax would cut.
+        whole = bool(self.unread)
+        kinds = draw.specs if draw is not None else [data]
+        batches = [Batch.of(each, whole=whole) for each in kinds]
+        key = mode, draw is not None, *[batch.key for batch in batches]
         if key not in self._steps:
-            step, _ = self.traced(mode, data)
-            self._steps[key] = step, self.prepare(step, mode, batch)
-        return *self._steps[key], batch
-
-    def traced(self, mode: str, data: Any) -> tuple[TracedStep, Batch]:
-        """Traces a step for a batch like this one."""
-        if mode == "train":
-            self._make_optimizer()
-        batch = Batch.of(data)
-        return trace_step(self.model, mode, batch, self.tables), batch
+            if mode == "train":
+                self._make_optimizer()
+            steps = [trace_step(self.model, mode, x, self.tables) for x in batches]
+            pairs = list(zip(batches, steps, strict=True))
+            prepared = self.prepare(mode, pairs, draws=draw is not None)
+            self._steps[key] = steps[0], prepared
+        step, prepared = self._steps[key]
+        return step, self.start(prepared, batches[0] if draw is None else draw)
 
     def _complete_up_to(self, pending: Pending) -> None:
         while pending in self._queue:
