@@ -422,8 +422,8 @@ def _train(model: Any, values: Any, state: Any, sums: Any, data: Any) -> Any:
             f"train_step of {model.name!r} calls self.optimizer.stateless_apply "
             f"{len(calls)} times: a strategy applies the gradients of one call. Sum "
             "what is to be minimized, and apply its gradients once; in place of "
-            "several optimizers give compile one whose stateless_apply divides the "
-            "variables among them (docs/moving_keras.md)"
+            "several optimizers give compile a keras.optimizers.MultiOptimizer, or one "
+            "of your own whose stateless_apply divides the variables among them"
         )
     return calls[0], after[0], after[1], after[3], logs
 

@@ -48,7 +48,7 @@ from ._sources import Draw, LeaseSource
 from ._steps import Batch, trace_step
 from ._training import Training
 from .embeddings import Embedding, embeddings_of, is_large, layer_table
-from .optimizers import OptimizerState
+from .optimizers import OptimizerState, parts_of
 from .shipped import step_function
 
 if TYPE_CHECKING:
@@ -326,20 +326,19 @@ class ServerTraining(Training):
         return False
 
     def _require_rows_move_at_once(self) -> None:
-        if (optimizer := self.model.optimizer) is None:
-            return
         named = [x.name for x in self.tables.values() if isinstance(x, Embedding)]
-        several = {
-            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
-            "use_ema": optimizer.use_ema,
-        }
-        for option in [name for name, value in several.items() if value and named]:
-            raise NotImplementedError(
-                f"optimizer {optimizer.name!r} has {option}, which makes one move of "
-                f"several steps, but rows of {named[0]!r} (zs.keras.Embedding) move "
-                "only in the steps that look them up: leave it out, or use "
-                "keras.layers.Embedding"
-            )
+        if not named or self.model.optimizer is None:
+            return
+        for optimizer, option in itertools.product(
+            parts_of(self.model.optimizer), ("gradient_accumulation_steps", "use_ema")
+        ):
+            if getattr(optimizer, option):
+                raise NotImplementedError(
+                    f"optimizer {optimizer.name!r} has {option}, which makes one move "
+                    f"of several steps, but rows of {named[0]!r} (zs.keras.Embedding) "
+                    "move only in the steps that look them up: leave it out, or use "
+                    "keras.layers.Embedding"
+                )
 
     def enter_state(self, *, counts: bool) -> None:
         super().enter_state(counts=counts)
