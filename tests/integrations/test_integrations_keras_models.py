@@ -171,32 +171,34 @@ def adversaries(*, apart=False):
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments"),
-    [
-        (dense, {"class_weight": {0: 1.0, 1: 3.0}, "validation_split": 0.25}),
-        (
-            lambda: dense(weighted_metrics=["accuracy"]),
-            {"sample_weight": np.linspace(0.1, 2, 60)},
-        ),
-        (
-            several,
-            {"x": {"a": X, "b": X[::-1]}, "y": {"p": Y, "q": X[:, :1]}},
-        ),
-        (masked, {"x": (X > 0).astype("int32") * 3}),
-        (own, {}),
-        (lambda: dense(steps_per_execution=3), {}),
-        (table_rows, {"x": {"x": X, "kind": np.arange(60)[:, None] % 3}}),
-        (ratings, {"x": np.stack([np.arange(60) % 7, np.arange(60) % 5], 1)}),
-        (adversaries, {"y": None}),
-    ],
-    ids=[
-        *("classes", "weights", "several", "masks", "own", "three"),
-        *("rows", "ratings", "adversaries"),
-    ],
-)
-def test_what_a_model_may_be(make, arguments):
+CASES = {
+    "classes": (dense, {"class_weight": {0: 1.0, 1: 3.0}, "validation_split": 0.25}),
+    "weights": (
+        lambda: dense(weighted_metrics=["accuracy"]),
+        {"sample_weight": np.linspace(0.1, 2, 60)},
+    ),
+    "several": (several, {"x": {"a": X, "b": X[::-1]}, "y": {"p": Y, "q": X[:, :1]}}),
+    "three": (lambda: dense(steps_per_execution=3), {}),
+    "rows": (table_rows, {"x": {"x": X, "kind": np.arange(60)[:, None] % 3}}),
+    "masks": (masked, {"x": (X > 0).astype("int32") * 3}),
+    "own": (own, {}),
+    "ratings": (ratings, {"x": np.stack([np.arange(60) % 7, np.arange(60) % 5], 1)}),
+    "adversaries": (adversaries, {"y": None}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_model_may_be(case):
+    make, arguments = CASES[case]
     compared(make, **arguments)
+
+
+@pytest.mark.parametrize("case", ["classes", "weights", "several", "three", "rows"])
+def test_what_replicas_may_train(case):
+    """Three of them get 6, 5 and 5 rows of a batch of 16."""
+    make, arguments = CASES[case]
+    three = zs.MirroredStrategy([f"CPU:{n}" for n in range(3)])
+    compared(make, three, **arguments)
 
 
 def test_two_optimizers_that_a_step_calls_are_refused():

@@ -78,18 +78,16 @@ def require_means(model: Any, mode: str, batch: Batch) -> bool:
         return False
     few = _weighted(batch.part(0, 2 * rows))
     first, second = few.part(0, rows), few.part(rows, 2 * rows)
-    if type(model).train_step is keras.Model.train_step:
-        what = f"losses of model {model.name!r} (of compile, or add_loss)"
-        in_evaluation, in_training = (_losses(model, few, x) for x in (False, True))
-        _require(model, what, in_evaluation, [first, second], _LEAST)
+    what = f"losses of model {model.name!r} (of compile, or add_loss)"
+    if type(model).train_step is not keras.Model.train_step:  # may compute otherwise
         if mode == "train":
-            _require(model, what, in_training, [first, first], _LEAST)
-    elif mode == "train":
-        what, found = (
-            f"gradients in train_step of {model.name!r}",
-            _gradients(model, few),
-        )
-        _require(model, what, found, [first, first], _LEAST_GRADIENT)
+            what = f"gradients in train_step of {model.name!r}"
+            _require(model, what, _gradients(model, few), [first] * 2, _LEAST_GRADIENT)
+        return True
+    _require(model, what, _losses(model, few), [first, second], _LEAST)
+    if mode == "train":
+        slots = [v.value for v in model.optimizer.variables]
+        _require(model, what, _losses(model, few, slots), [first] * 2, _LEAST)
     return True
 
 
@@ -109,9 +107,10 @@ def _weighted(batch: Batch) -> Batch:
     return Batch(batch.treedef, arrays)
 
 
-def _losses(model: Any, batch: Batch, training: bool) -> Quantities:
-    metrics = [v.value for v in model.metrics_variables]
-    slots = [v.value for v in model.optimizer.variables] if training else None
+def _losses(model: Any, batch: Batch, slots: Any = None) -> Quantities:
+    """Computes losses as in training, if there is state of the optimizer (which may
+    scale them)."""
+    metrics, training = [v.value for v in model.metrics_variables], slots is not None
 
     def losses(values: Any, state: Any, arrays: Any) -> list[Any]:
         data = jax.tree.unflatten(batch.treedef, arrays)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,10 +28,8 @@ import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from zstrat.program import KerasWarning
-
 from ._private import with_shapes
-from .embeddings import Embedding, building, layer_table
+from .embeddings import Embedding, building, layer_table, warn_of_whole
 from .shipped import (
     Kind,
     Operations,
@@ -71,18 +68,12 @@ def find_lookups(
         if len(own) == len(layers):
             raise
         found = _found(step, kinds, batch, own)
-        lost = {n: layers.pop(n) for n in set(layers) - set(own)}
-        size = sum(
-            math.prod(kinds[n].shape) * jnp.dtype(kinds[n].dtype).itemsize for n in lost
-        )
-        warnings.warn(
-            f"embeddings {_names(lost)} are large, and a step that trains reads all of "
-            f"them and sends gradients of the same size, {size / 2**20:.3g} MiB each: "
-            "their rows cannot be looked up if something else reads them (a "
-            "regularizer, weights that two layers share) or their ids do not follow "
-            "from the batch alone. Use embeddings without that (docs/moving_keras.md)",
-            KerasWarning,
-            stacklevel=2,
+        lost = [layers.pop(n).embeddings for n in set(layers) - set(own)]
+        warn_of_whole(
+            lost,
+            "as rows cannot be looked up if something else reads them (a regularizer, "
+            "weights that two layers share) or ids do not follow from the batch alone",
+            "Use embeddings without that",
         )
         return found
 

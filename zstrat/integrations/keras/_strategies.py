@@ -23,7 +23,6 @@ With one worker both are what Keras does.
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -32,7 +31,7 @@ import numpy as np
 
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.errors import PSUnavailableError
-from zstrat.program import KerasWarning, function
+from zstrat.program import function
 from zstrat.strategy import MultiWorkerMirroredStrategy
 from zstrat.variables import (
     ShardedVariable,
@@ -47,7 +46,7 @@ from ._private import layers_of, noted_losses
 from ._sources import Draw, LeaseSource
 from ._steps import Batch, trace_step
 from ._training import Training
-from .embeddings import Embedding, embeddings_of, is_large, layer_table
+from .embeddings import Embedding, embeddings_of, is_large, layer_table, warn_of_whole
 from .optimizers import OptimizerState, parts_of
 from .shipped import step_function
 
@@ -314,14 +313,11 @@ class ServerTraining(Training):
             optimizer.build(trained)
         if optimizer is None or OptimizerState(optimizer).rests(trained, number):
             return True
-        warnings.warn(
-            f"{variable.path!r} is large ({list(variable.shape)}): each step reads all "
-            f"of it and sends a gradient of the same size, as {optimizer.name!r} moves "
-            "rows without a gradient, too. With zs.keras.Embedding in place of "
-            "keras.layers.Embedding such rows rest, and a step costs the rows of its "
-            "ids (docs/moving_keras.md)",
-            KerasWarning,
-            stacklevel=2,
+        warn_of_whole(
+            [variable],
+            f"as {optimizer.name!r} moves rows without a gradient, too",
+            "With zs.keras.Embedding in place of keras.layers.Embedding such rows "
+            "rest, and a step costs the rows of its ids",
         )
         return False
 

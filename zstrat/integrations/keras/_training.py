@@ -231,8 +231,7 @@ class Training(abc.ABC):
             and outer.callbacks in callbacks.callbacks
         ):
             return method(*bound.args, **bound.kwargs)  # of fit, for validation
-        while self._queue:  # of `fit`, one of whose callbacks calls this
-            self._complete_first()
+        self._complete_up_to()  # of `fit`, one of whose callbacks calls this
         sources = self._read_sources(name, given)
         in_order = InOrder(self, callbacks, given.get("verbose", "auto"))
         given.update(callbacks=[in_order], verbose=0)
@@ -256,8 +255,7 @@ class Training(abc.ABC):
 
     def leave_state(self) -> None:
         """Waits for all steps, and gives Keras' variables the values of now."""
-        while self._queue:
-            self._complete_first()
+        self._complete_up_to()
         if self._is_counted:
             self._metrics.assign()
             self._is_counted = False
@@ -308,8 +306,7 @@ class Training(abc.ABC):
             self._call.sources[mode].begin()
 
     def deliver_all(self) -> None:
-        while self._queue:
-            self._complete_first()
+        self._complete_up_to()
         self._deliver()
 
     def _read_sources(self, name: str, given: dict[str, Any]) -> dict[str, Source]:
@@ -353,8 +350,9 @@ class Training(abc.ABC):
         step, prepared = self._steps[key]
         return step, self.start(prepared, batches[0] if draw is None else draw)
 
-    def _complete_up_to(self, pending: Pending) -> None:
-        while pending in self._queue:
+    def _complete_up_to(self, pending: Pending | None = None) -> None:
+        """Completes steps in order: up to some, or all."""
+        while pending in self._queue if pending is not None else self._queue:
             self._complete_first()
 
     def _complete_first(self) -> None:
@@ -363,17 +361,8 @@ class Training(abc.ABC):
         for step, result in pending.steps:
             try:
                 results = result.fetch()
-            except BaseException as error:  # to the caller; see `leave_state`
-                self._queue.clear()
-                self._call.undelivered.clear()
-                is_moved, self._is_moved = self._is_moved, False
-                self._is_counted = False
-                if isinstance(error, Exception):
-                    with contextlib.suppress(Exception):  # raises the same once more
-                        self.wait()
-                    with contextlib.suppress(Exception):  # a server may be lost
-                        if is_moved:
-                            self._pull_values()
+            except BaseException as error:  # to the caller
+                self._give_up(error)
                 raise
             sums, returned = step.seen(results)
             if pending.mode == "predict":
@@ -387,6 +376,21 @@ class Training(abc.ABC):
         elif not self._queue or self._call.is_heard:
             pending.logs = _logs_of(returned, self._metrics.results())
             self._logs.update(pending.logs)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Drops all steps after one that has failed, and gives Keras' variables what
+        those before it have made. After Ctrl-C nothing is waited for."""
+        self._queue.clear()
+        self._call.undelivered.clear()
+        # Keras calls `leave_state` in its own handling of the error, which would raise
+        # another one in place of it.
+        is_moved, self._is_moved, self._is_counted = self._is_moved, False, False
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # raises the same once more
+                self.wait()
+            with contextlib.suppress(Exception):  # a server may be lost
+                if is_moved:
+                    self._pull_values()
 
     def _deliver(self) -> None:
         """Calls callbacks for the batches whose steps have ended. A callback may ask

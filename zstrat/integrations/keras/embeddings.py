@@ -157,6 +157,19 @@ def is_large(variable: Any) -> bool:
     return bool(size > LARGE)
 
 
+def warn_of_whole(variables: Sequence[Any], why: str, remedy: str) -> None:
+    """Warns of embeddings that a step reads whole, which costs more than their rows."""
+    paths = ", ".join(sorted(repr(each.path) for each in variables))
+    size = sum(math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in variables)
+    warnings.warn(
+        f"embeddings {paths} are large ({size / 2**20:.3g} MiB), and each step reads "
+        f"all of them and sends gradients of the same size, {why}. {remedy} "
+        "(docs/moving_keras.md)",
+        KerasWarning,
+        stacklevel=3,
+    )
+
+
 def layer_table(layer: Any) -> HashTable | None:
     """Returns the table of any id that a layer has."""
     return layer.table if isinstance(layer, Embedding) else None
