@@ -159,6 +159,25 @@ def refusals():
         model.compile("adam", LOSS)
         return model
 
+    class Warming(keras.Sequential):
+        """Looks at the number of steps, which is the optimizer's."""
+
+        def train_step(self, state, data):
+            logs, after = super().train_step(state, data)
+            return {**logs, "step": state[2][0]}, after
+
+    class Averaging(keras.Sequential):
+        """Looks at the values after the step."""
+
+        def train_step(self, state, data):
+            logs, after = super().train_step(state, data)
+            return {**logs, "norm": keras.ops.sum(after[0][0] ** 2)}, after
+
+    def looking(kind):
+        model = kind([layers.Dense(2)])
+        model.compile("adam", LOSS)
+        return model
+
     of = keras.optimizers
     return {
         "loss scale": (lambda: compiled(of.LossScaleOptimizer(of.SGD())), "bfloat16"),
@@ -166,10 +185,15 @@ def refusals():
         "metric": (lambda: dense(metrics=[Longest()]), "Keep sums"),
         "eager": (lambda: dense(run_eagerly=True), "jax.debug.print"),
         "step": (frozen, "apply its gradients once"),
+        "state": (lambda: looking(Warming), "count steps in a weight"),
+        "after": (lambda: looking(Averaging), "use_ema=True"),
     }
 
 
-@pytest.mark.parametrize("case", ["loss scale", "rate", "metric", "eager", "step"])
+@pytest.mark.parametrize(
+    "case",
+    ["loss scale", "rate", "metric", "eager", "step", "state", "after"],
+)
 def test_what_is_refused(case):
     make, remedy = refusals()[case]
     with pytest.raises(NotImplementedError, match=remedy):
