@@ -75,9 +75,10 @@ def _found(
             numbers.append(number)
             found.append(ids)
             kind = Kind((*ids.shape, *kinds[number].shape[1:]), kinds[number].dtype)
+            # Of an input, so that ids which are computed of rows are found to be.
             return jnp.broadcast_to(row.astype(kind.dtype), kind.shape)
 
-        numbers.clear()
+        numbers.clear()  # jax may trace a function more than once
         with _looking_up(layers, look_up):
             step(*arrays)
         return found
@@ -89,6 +90,7 @@ def _found(
             f"a layer of {_names(layers)} is called in a function that jax transforms "
             "(a loop, jax.checkpoint): look its rows up outside of that"
         ) from error
+    # The layers gave a number for rows, so who reads a table does so by itself.
     given = {
         var
         for eqn in closed.jaxpr.eqns
@@ -104,6 +106,7 @@ def _found(
                 "keras.layers.Embedding, which each step reads whole"
             )
     program = _program(closed, batch, [layers[n].name for n in numbers])
+    # All look-ups of one table are one array, whose parts follow in the order of calls.
     sizes: dict[int, int] = {}
     for number, var in zip(numbers, closed.jaxpr.outvars, strict=True):
         sizes[number] = sizes.get(number, 0) + math.prod(var.aval.shape)
@@ -146,6 +149,7 @@ def _looking_up(
 
     def caller(number: int, layer: Any) -> Callable[[Any], Any]:
         def call(inputs: Any) -> Any:
+            # As keras.layers.Embedding does; ids of a table of any id have 64 bits.
             if inputs.dtype not in ("int32", "int64") and layer_table(layer) is None:
                 inputs = keras.ops.cast(inputs, "int32")
             return keras.ops.cast(look_up(number, inputs), layer.compute_dtype)
@@ -163,6 +167,7 @@ def _looking_up(
 
 def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
     """Returns the program of ids, of the batch alone."""
+    # Backwards from the ids, which leaves the rest of the step out.
     wanted = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
     eqns = []
     for eqn in reversed(closed.jaxpr.eqns):

@@ -81,6 +81,7 @@ def check() -> None:
         for name, module in _FUNCTIONS.items()
         if getattr(importlib.import_module(module), name, None) is None
     ]
+    # An attribute of instances alone, so a variable has to be made.
     if getattr(keras.Variable(0.0, name="zstrat_check"), "_shape", None) is None:
         missing.append("Variable._shape")
     if missing:
@@ -90,6 +91,8 @@ def check() -> None:
             "model.stateless_call in a step of your own (docs/libraries.md)"
         )
 
+    # Once for the process: the loops of Keras look it up in their module, and models
+    # without a strategy get what they got before.
     trainer: Any = importlib.import_module(_FUNCTIONS["_distribute_data"])
     distribute = trainer._distribute_data
 
@@ -116,11 +119,14 @@ def take_over(model: Any, training: Any) -> None:
     ``leave_state()``."""
 
     def state(**wanted: bool) -> tuple[None, ...]:
+        # Keras carries the state from step to step, and looks at none of it: it is
+        # with the strategy. As many parts as it unpacks have to be there.
         training.enter_state(counts=bool(wanted.get("metrics_variables")))
         del wanted["purge_model_variables"]
         return (None,) * sum(wanted.values())
 
     def synchronize() -> None:
+        # Keras calls this often, also where nothing has run since the last time.
         if getattr(model, "_jax_state", None) and not model._jax_state_synced:
             training.leave_state()
             model._jax_state_synced = True
@@ -138,6 +144,7 @@ def take_over(model: Any, training: Any) -> None:
 
         return make
 
+    # On the instance: the class may be the user's, and have other instances.
     model._zstrat_training = training
     model._get_jax_state = state
     model._symbolic_build = symbolic_build
@@ -183,6 +190,7 @@ def noted_losses(model: Any) -> Iterator[list[Any]]:
                 "at its end (a layer with supports_masking=False), or use a strategy "
                 "with one replica or with parameter servers"
             )
+        # By the class: the method of the instance is this very function.
         loss = type(model).compute_loss(model, *args, **kwargs)
         found.extend([*model.losses, loss])
         return loss

@@ -193,6 +193,8 @@ def trace_step(
     _require_unused(model, closed.jaxpr, closed.jaxpr.invars[first_later:first_leaf])
     _require_sums(model, closed, form["gradients"] + groups[1], groups)
     number, inputs = form["gradients"], closed.jaxpr.invars
+    # State that a step returns as it was is not written: two steps that run at a time
+    # would otherwise take each other's back.
     states = closed.jaxpr.outvars[number : number + groups[1]]
     befores = inputs[groups[0] : groups[0] + groups[1]]
     changed = [n for n, v in enumerate(states) if v is not befores[n]]
@@ -237,6 +239,7 @@ def _train(model: Any, state: Any, data: Any, after: Sequence[Any]) -> Any:
         calls.append(list(grads))
         return list(after[:count]), list(after[count:])
 
+    # On the instance, which is in the hands of train_step.
     optimizer.stateless_apply = stateless_apply
     try:
         logs, (values, others, _, sums) = model.train_step(state, data)
@@ -305,6 +308,7 @@ def _adds(jaxpr: Any, var: Any, before: Any, state: Sequence[Any]) -> bool:
         ]
         if len(own) != 1:
             return False
+        # Functions that jax compiles by themselves (jnp.where, ...) have a body.
         name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
         if isinstance(inner, ClosedJaxpr):
             given = inner.jaxpr.invars[own[0]]

@@ -86,7 +86,8 @@ class ReplicaTraining(Training):
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if isinstance(self.strategy, MultiWorkerMirroredStrategy):
-            # Keras shuffles arrays by numpy's generator.
+            # Keras shuffles arrays by numpy's generator, and all processes have to have
+            # the same batches.
             kind, keys, place, *rest = np.random.get_state(legacy=True)
             mine = np.append(keys, np.uint32(place))
             first = np.asarray(self.strategy.gather(mine, axis=0))[: mine.size]
@@ -98,7 +99,7 @@ class ReplicaTraining(Training):
     ) -> Any:
         ((batch, whole),) = steps
         traced, parts = {batch.key: whole}, self._parts(batch)
-        with noted_losses(self.model):
+        with noted_losses(self.model):  # which refuses masks
             for part in parts:
                 if part.rows and part.key not in traced:
                     traced[part.key] = trace_step(self.model, mode, part)
@@ -121,6 +122,8 @@ class ReplicaTraining(Training):
                 # replicas take part in the sums of an update.
                 results = _nothing(whole, before, is_predicting=is_predicting)
             if whole.gradients and optimizer is not None:
+                # The optimizer adds the gradients of replicas up: of means over rows,
+                # weighted by rows, that is the mean over the batch.
                 grads = [grad * share for grad in results[: whole.gradients]]
                 optimizer.apply_gradients(grads, params, learning_rate=rate)
             after = results[whole.gradients :]
@@ -295,6 +298,7 @@ class ServerTraining(Training):
         if self.strategy.variable_partitioner is not None:
             return Variable(array, name=name)
         spec = self.strategy.cluster_resolver.cluster_spec()
+        # Also where all other variables are whole: a server is to hold a part of it.
         parts = np.array_split(array, min(len(array), spec.num_tasks("ps")))
         made = create_variables(parts, name=name)
         return made[0] if len(made) == 1 else ShardedVariable(made, name)
@@ -307,7 +311,7 @@ class ServerTraining(Training):
         if not is_large(variable):
             return False
         if number >= len(self.model.trainable_variables):
-            return True
+            return True  # no optimizer moves it
         trained, optimizer = self.model.trainable_variables, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(trained)
@@ -354,6 +358,7 @@ class ServerTraining(Training):
         variables is the model's, whatever is trainable."""
         self.enter_state(counts=False)
         self._make_optimizer()
+        # A checkpoint names variables by their place.
         places = {id(each): n for n, each in enumerate(self.model.variables)}
         known = list(zip(self.keras_variables, self.variables, strict=True))
         known.sort(key=lambda pair: places.get(id(pair[0]), len(places)))

@@ -123,6 +123,7 @@ class MetricSums:
             self._variables = self._model.metrics_variables
             self._results = jax.jit(self._compute)
         self._sums = [
+            # In float32 a sum of many small parts stops growing: 2**24 + 1 is 2**24.
             np.asarray(v.value, "float64" if "float" in v.dtype else v.dtype)
             for v in self._variables
         ]
@@ -234,6 +235,7 @@ class Training(abc.ABC):
         self._complete_up_to()  # of `fit`, one of whose callbacks calls this
         sources = self._read_sources(name, given)
         in_order = InOrder(self, callbacks, given.get("verbose", "auto"))
+        # A progress bar of Keras' own would count steps that have only been scheduled.
         given.update(callbacks=[in_order], verbose=0)
         self._call = Call(in_order, sources)
         try:
@@ -277,6 +279,8 @@ class Training(abc.ABC):
             StopIteration: The epoch is over.
         """
         iterator = self._call.sources.get(mode, iterator)
+        # The first one raises where the epoch ends; an end among the others is found by
+        # the next call.
         steps = [self._scheduled(mode, next(iterator))]
         further = itertools.islice(iterator, self.model.steps_per_execution - 1)
         steps.extend(self._scheduled(mode, data) for data in further)
@@ -296,6 +300,7 @@ class Training(abc.ABC):
 
     def scheduled(self, begin: int, end: int) -> None:
         self._call.undelivered[-1].batches = begin, end
+        # Enough steps ahead to keep workers busy, and few for callbacks to be late for.
         limit = self.workers * int(np.clip(AHEAD / max(self._took, 1e-4), 2, 64))
         while self._queue and (self._queue[0].is_ready or len(self._queue) > limit):
             self._complete_first()
@@ -370,10 +375,12 @@ class Training(abc.ABC):
             else:
                 self._metrics.add(sums)
         self._queue.popleft()
+        # Follows changes within some eight steps, and forgives a single slow one.
         self._took += (time.monotonic() - began - self._took) / 8
         if pending.mode == "predict":
             pending.logs = {"outputs": returned}
         elif not self._queue or self._call.is_heard:
+            # Otherwise nobody looks at logs before the last step of an epoch.
             pending.logs = _logs_of(returned, self._metrics.results())
             self._logs.update(pending.logs)
 
@@ -420,6 +427,8 @@ class Training(abc.ABC):
         for number, variable in enumerate(self.keras_variables):
             if number in self.unread:
                 continue
+            # By identity: an assignment makes another array, and comparing values would
+            # cost as much as sending them.
             if variable.value is not self._known[number]:
                 self._known[number] = variable.value
                 self.variables[number].assign(np.asarray(variable.value))
@@ -444,7 +453,7 @@ class Training(abc.ABC):
     def _create(self, trained: Sequence[Any], others: Sequence[Any]) -> None:
         """Creates the variables, again if ``trainable`` of a layer has changed: Keras
         lets such a model be evaluated, but compiles it to train."""
-        self._steps.clear()
+        self._steps.clear()  # traced steps take variables by their order
         self.optimizer = self._slots = None
         self.keras_variables = [*trained, *others]
         self._known = [variable.value for variable in self.keras_variables]

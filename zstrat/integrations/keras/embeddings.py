@@ -65,6 +65,7 @@ class Embedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no t
         table = input_dim if isinstance(input_dim, HashTable) else None
         if table is not None:
             _require_fitting(table, output_dim, options)
+            # Keras has to have a variable of some size, whose shape the model follows.
             input_dim, output_dim = _STAND_IN_ROWS, table.dim
             options["embeddings_initializer"] = "zeros"
         elif output_dim is None:
@@ -182,6 +183,7 @@ def embeddings_of(layers: Sequence[Any], variables: Sequence[Any]) -> dict[int, 
     plain = keras.layers.Embedding
     found = {}
     for layer in layers:
+        # A class with a call of its own may read rows otherwise.
         if isinstance(layer, plain) and type(layer).call in (
             plain.call,
             Embedding.call,

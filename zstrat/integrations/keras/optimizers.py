@@ -48,6 +48,7 @@ class OptimizerState:
         if self._rate is None:
             return np.float32(0)
         value = self._rate.value
+        # Reading an array of jax waits for it; one that is known is not read again.
         if value is not self._read[0]:
             self._read = value, np.float32(value)
         return self._read[1]
@@ -152,6 +153,7 @@ class OptimizerState:
         ):
             return False
 
+        # One step on random numbers: what moves a row without a gradient shows.
         def drawn(kind: Kind, least: float) -> np.ndarray:
             return rng.uniform(least, 2, kind.shape).astype(kind.dtype)
 
