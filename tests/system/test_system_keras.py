@@ -39,7 +39,8 @@ def fitted(strategy=None):
     # Each process would shuffle in its own order.
     keras.utils.set_random_seed(2 + (task if strategy else 0))
     history = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0).history
-    return history, model.predict(x, verbose=0).ravel().tolist()
+    predicted = model.predict(x, batch_size=8, verbose=0)
+    return history, predicted.ravel().tolist()
 """
 
 
