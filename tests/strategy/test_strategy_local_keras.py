@@ -244,6 +244,26 @@ def test_the_first_step_runs_once_and_its_check_on_few_rows():
     assert sum(rows) < 1.5 * 4096
 
 
+def test_replicas_drop_different_values():
+    seen = []
+
+    class Notes(keras.layers.Layer):
+        def call(self, x):
+            jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
+            return x
+
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        inner = [keras.layers.Dropout(0.5, seed=3), Notes(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((64,)), *inner])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((4, 64)), np.ones(4), epochs=2, verbose=0)
+    jax.effects_barrier()
+    drops = [x.tobytes() for x in seen[-4:]]  # before these the losses are checked
+    assert len(set(drops)) == 4
+    (state,) = model.non_trainable_variables
+    assert state.value.tolist() == [3, 2]
+
+
 def test_a_loss_with_a_mask_is_refused():
     """It is a mean over what the mask lets through, of which replicas have different
     numbers."""

@@ -4,7 +4,7 @@ Replicas compute together. Each replica gets its rows of a batch, and a gradient
 as much as its replica has rows, so a step is that of the whole batch, also where a
 batch cannot be divided evenly. The state of a BatchNormalization becomes the mean over
 the replicas, as each sees its own rows; integers (the counters of seeds) advance as in
-the first replica.
+the first replica, and the others draw from seeds of their own.
 
 Several processes run the same program, and see the same metrics. Each has to give the
 same batches, of which its replicas take their rows; arrays are shuffled as in the first
@@ -32,7 +32,7 @@ import numpy as np
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.errors import PSUnavailableError
 from zstrat.program import function
-from zstrat.strategy import MultiWorkerMirroredStrategy
+from zstrat.strategy import MultiWorkerMirroredStrategy, get_replica_context
 from zstrat.variables import (
     ShardedVariable,
     Variable,
@@ -115,8 +115,8 @@ class ReplicaTraining(Training):
             part = Batch(batch.treedef, tuple(arrays))
             before, share = values(state), part.rows / batch.rows
             if part.rows:
-                step = traced[part.key].function
-                results = step(*values(params), *before, *arrays)
+                step, given = traced[part.key].function, _own_seeds(before)
+                results = step(*values(params), *given, *arrays)
             else:
                 # A loss of no rows is not a number, so the step does not run; but all
                 # replicas take part in the sums of an update.
@@ -202,6 +202,16 @@ class ReplicaTraining(Training):
         each, more = divmod(batch.rows, replicas)
         ends = [n * each + min(n, more) for n in range(replicas + 1)]
         return [batch.part(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _own_seeds(state: Sequence[Any]) -> list[Any]:
+    """Gives each replica other seeds than the first, or all would drop the same."""
+    context = get_replica_context()
+    assert context is not None
+    # The fraction of the golden ratio: multiples of it are far from each other, and
+    # from the seeds of other layers, which are often small numbers.
+    apart = jnp.uint32(context.replica_id_in_sync_group) * np.uint32(0x9E3779B9)
+    return [v + apart if v.dtype == "uint32" else v for v in state]
 
 
 def _nothing(
