@@ -264,6 +264,17 @@ def test_replicas_drop_different_values():
     assert state.value.tolist() == [3, 2]
 
 
+def test_a_model_for_batches_of_one_size_is_refused():
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        given, inner = keras.Input(batch_shape=(4, 2, 2)), keras.layers.SimpleRNN(1)
+        inner.stateful = True
+        model = keras.Sequential([given, inner])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="stateful") as refused:
+        model.fit(np.ones((4, 2, 2)), np.ones((4, 1)), batch_size=4, verbose=0)
+    assert any("by one replica" in note for note in refused.value.__notes__)
+
+
 def test_a_loss_with_a_mask_is_refused():
     """It is a mean over what the mask lets through, of which replicas have different
     numbers."""

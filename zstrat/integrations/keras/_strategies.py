@@ -101,8 +101,17 @@ class ReplicaTraining(Training):
         traced, parts = {batch.key: whole}, self._parts(batch)
         with noted_losses(self.model):  # which refuses masks
             for part in parts:
-                if part.rows and part.key not in traced:
+                if not part.rows or part.key in traced:
+                    continue
+                try:
                     traced[part.key] = trace_step(self.model, mode, part)
+                except ValueError as error:
+                    error.add_note(
+                        f"A replica has {part.rows} of {batch.rows} rows of a batch: a "
+                        "model for batches of one size (a stateful RNN, batch_shape) "
+                        "trains by one replica, or on parameter servers."
+                    )
+                    raise
         is_new = mode not in {"predict", *self._are_means}
         if is_new and len(parts) > 1 and require_means(self.model, mode, batch):
             self._are_means.add(mode)
