@@ -98,20 +98,8 @@ class ReplicaTraining(Training):
         self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
     ) -> Any:
         ((batch, whole),) = steps
-        traced, parts = {batch.key: whole}, self._parts(batch)
-        with noted_losses(self.model):  # which refuses masks
-            for part in parts:
-                if not part.rows or part.key in traced:
-                    continue
-                try:
-                    traced[part.key] = trace_step(self.model, mode, part)
-                except ValueError as error:
-                    error.add_note(
-                        f"A replica has {part.rows} of {batch.rows} rows of a batch: a "
-                        "model for batches of one size (a stateful RNN, batch_shape) "
-                        "trains by one replica, or on parameter servers."
-                    )
-                    raise
+        parts = self._parts(batch)
+        traced = {batch.key: whole} | self._traced(mode, batch, parts)
         is_new = mode not in {"predict", *self._are_means}
         if is_new and len(parts) > 1 and require_means(self.model, mode, batch):
             self._are_means.add(mode)
@@ -162,6 +150,25 @@ class ReplicaTraining(Training):
             return list(map(np.asarray, [*sums, *rest]))
 
         return ran
+
+    def _traced(
+        self, mode: str, batch: Batch, parts: Sequence[Batch]
+    ) -> dict[Any, TracedStep]:
+        """Traces the step of each size of a part, if there are several parts."""
+        traced: dict[Any, TracedStep] = {}
+        sizes = {part.key: part for part in parts if part.rows and len(parts) > 1}
+        for key, part in sizes.items():
+            try:
+                with noted_losses(self.model):  # which refuses masks
+                    traced[key] = trace_step(self.model, mode, part)
+            except ValueError as error:
+                error.add_note(
+                    f"A replica has {part.rows} of {batch.rows} rows of a batch: a "
+                    "model for batches of one size (a stateful RNN, batch_shape) "
+                    "trains by one replica, or on parameter servers."
+                )
+                raise
+        return traced
 
     def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
         assert isinstance(batch, Batch)
