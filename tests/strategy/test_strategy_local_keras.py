@@ -1,7 +1,9 @@
 """Replicas of a mirrored strategy train a model of Keras as Keras does alone."""
 
+import contextlib
 import os
 
+import jax
 import numpy as np
 import pytest
 
@@ -45,23 +47,46 @@ def make(reduction="sum_over_batch_size", loss=None, added=None):
     return model
 
 
-def test_batches_that_cannot_be_divided_evenly():
-    """29 rows are batches of 8, 8, 8 and 5, of which two replicas get 3 and 2."""
+@pytest.mark.parametrize(("replicas", "size"), [(2, 8), (4, 14)])
+def test_batches_that_cannot_be_divided_evenly(replicas, size):
+    """29 rows are batches of 8, 8, 8 and 5, of which two replicas get 3 and 2; or else
+    of 14, 14 and 1, and three of four replicas get none."""
     keras.utils.set_random_seed(1)
     plain = make()
-    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with zs.MirroredStrategy([f"CPU:{n}" for n in range(replicas)]).scope():
         model = make()
     model.set_weights([np.asarray(variable.value) for variable in plain.variables])
+    given = {"batch_size": size, "verbose": 0, "validation_data": (X[:3], Y[:3])}
     histories = []
     for each in (plain, model):
         keras.utils.set_random_seed(2)
-        trained = each.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-        histories.append(trained.history)
-    assert list(histories[1]) == ["accuracy", "loss"]
+        histories.append(each.fit(X, Y, epochs=2, **given).history)
+    assert list(histories[1]) == ["accuracy", "loss", "val_accuracy", "val_loss"]
     for name, values in histories[0].items():
         np.testing.assert_allclose(histories[1][name], values, rtol=1e-5)
-    expected, found = (each.predict(X, verbose=0) for each in (plain, model))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for rows in (29, 1):
+        expected, found = (each.predict(X[:rows], verbose=0) for each in (plain, model))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_averages_of_replicas_count_rows():
+    """Of three rows four replicas get 1, 1, 1 and 0: the average is one over rows, as
+    the layer is the first, and each replica moves the average by its own mean."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        normal = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((4,)), normal, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    plain = make()
+    with zs.MirroredStrategy([f"CPU:{n}" for n in range(4)]).scope():
+        model = make()
+    for each in (plain, model):
+        each.fit(X[:5], Y[:5], batch_size=3, shuffle=False, verbose=0)
+    found, expected = (each.layers[0].moving_mean for each in (model, plain))
+    np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
@@ -132,6 +157,122 @@ def test_a_loss_that_draws_is_trained_and_a_sum_of_training_refused(draws):
         return
     with pytest.raises(NotImplementedError, match="add_loss"):
         model.fit(**given)
+
+
+class Own(keras.Model):
+    """A model with a `train_step` of its own, whose loss is a sum or a mean."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce, self.last = reduce, keras.layers.Dense(2)
+        self.inner = keras.layers.Dense(3)
+        self.normal = keras.layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        return self.last(self.normal(self.inner(x), training=training))
+
+    def train_step(self, state, data):
+        values, others, slots, sums = state
+
+        def loss_fn(values):
+            outputs, after = self.stateless_call(values, others, data[0], training=True)
+            return self.reduce(keras.ops.square(outputs - 1)), after
+
+        given = jax.value_and_grad(loss_fn, has_aux=True)(values)
+        (loss, others), grads = given
+        values, slots = self.optimizer.stateless_apply(slots, grads, values)
+        return {"loss": loss}, (values, others, slots, sums)
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_the_gradients_of_an_own_step_are_checked(is_mean):
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = Own(keras.ops.mean if is_mean else keras.ops.sum)
+        model.compile("sgd")
+    if is_mean:
+        model.fit(X, Y, verbose=0)
+        return
+    with pytest.raises(NotImplementedError, match=r"in train_step.*keras\.ops\.mean"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_sum_is_found_whatever_weights_the_first_rows_have():
+    class Sum(keras.losses.Loss):
+        def __call__(self, y, x, sample_weight=None):
+            return keras.ops.sum(keras.ops.square(x[:, 0] - 1) * sample_weight)
+
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = make(loss=Sum())
+    weights = np.zeros(29, "float32")
+    with pytest.raises(NotImplementedError, match=r"keras\.ops\.mean"):
+        model.fit(X, Y, verbose=0, sample_weight=weights)
+
+
+@pytest.mark.parametrize("is_always", [True, False])
+def test_a_loss_without_a_number_is_told_of(is_always):
+    """Unless it has one before the values of the model are changed for the check."""
+
+    def loss(y, x):
+        return keras.ops.mean(keras.ops.sqrt(0 * x - 1 if is_always else x))
+
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.layers.Dense(2, kernel_initializer="zeros")])
+        model.compile("sgd", loss)
+    with contextlib.ExitStack() as stack:
+        if is_always:
+            stack.enter_context(pytest.warns(zs.KerasWarning, match="not finite"))
+        model.fit(X, Y, verbose=0)
+
+
+def test_the_first_step_runs_once_and_its_check_on_few_rows():
+    """Also where a model draws, and is computed several times."""
+    rows = []
+
+    class Notes(keras.layers.Layer):
+        def call(self, x):
+            jax.debug.callback(lambda x: rows.append(len(x)), x)
+            return x
+
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        dropout = keras.layers.Dropout(0.5, seed=3)
+        model = keras.Sequential([Notes(), dropout, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    large = np.ones((4096, 4), "float32")
+    model.fit(large, large[:, :1], batch_size=4096, verbose=0)
+    jax.effects_barrier()
+    assert rows.count(2048) == 2  # once by each replica
+    assert sum(rows) < 1.5 * 4096
+
+
+def test_replicas_drop_different_values():
+    seen = []
+
+    class Notes(keras.layers.Layer):
+        def call(self, x):
+            jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
+            return x
+
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        inner = [keras.layers.Dropout(0.5, seed=3), Notes(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((64,)), *inner])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((4, 64)), np.ones(4), epochs=2, verbose=0)
+    jax.effects_barrier()
+    drops = [x.tobytes() for x in seen[-4:]]  # before these the losses are checked
+    assert len(set(drops)) == 4
+    (state,) = model.non_trainable_variables
+    assert state.value.tolist() == [3, 2]
+
+
+def test_a_model_for_batches_of_one_size_is_refused():
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        given, inner = keras.Input(batch_shape=(4, 2, 2)), keras.layers.SimpleRNN(1)
+        inner.stateful = True
+        model = keras.Sequential([given, inner])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="stateful") as refused:
+        model.fit(np.ones((4, 2, 2)), np.ones((4, 1)), batch_size=4, verbose=0)
+    assert any("by one replica" in note for note in refused.value.__notes__)
 
 
 def test_a_loss_with_a_mask_is_refused():

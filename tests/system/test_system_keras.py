@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ import keras
 
 def fitted(strategy=None):
     keras.utils.set_random_seed(1)
-    x = np.random.default_rng(0).normal(size=(29, 4)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
     inner, last = keras.layers.Dense(3), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((4,)), inner, last])
     if strategy is not None:
@@ -37,11 +39,13 @@ def fitted(strategy=None):
     # Each process would shuffle in its own order.
     keras.utils.set_random_seed(2 + (task if strategy else 0))
     history = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0).history
-    return history, model.predict(x, verbose=0).ravel().tolist()
+    predicted = model.predict(x, batch_size=8, verbose=0)
+    return history, predicted.ravel().tolist()
 """
 
 
 def test_two_processes_train_as_one(programs):
+    """The last batch has one row, so the second process has none of it."""
     code, said = zstrat_run(
         2,
         PROGRAM
@@ -60,6 +64,63 @@ with zs.MultiWorkerMirroredStrategy() as strategy:
     for name, values in history.items():
         np.testing.assert_allclose(found[0][0][name], values, rtol=1e-5)
     np.testing.assert_allclose(found[0][1], predicted, rtol=1e-4, atol=1e-6)
+
+
+SAVING = """
+import os, signal, sys
+
+import keras
+import numpy as np
+import zstrat as zs
+
+class Dies(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def history(scope, *callbacks):
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    normal, last = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    with scope():
+        model = keras.Sequential([keras.Input((4,)), normal, last])
+        model.compile("adam", "mse", metrics=["mae"])
+    given = {"epochs": 4, "batch_size": 16, "validation_data": (x[:20], x[:20, :1])}
+    return model.fit(
+        x, x[:, :1], verbose=0, shuffle=False, callbacks=callbacks, **given
+    ).history
+"""
+
+
+def test_a_killed_program_continues_from_its_backup(programs, tmp_path):
+    """Keras' own BackupAndRestore: the third epoch begins again as if it had not."""
+    text = (
+        SAVING
+        + f"""
+import json
+with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+    strategy = zs.ParameterServerStrategy(cluster.resolver)
+    backup = keras.callbacks.BackupAndRestore({str(tmp_path / "backup")!r})
+    dies = [Dies()] * ("dies" in sys.argv)
+    print(json.dumps(history(strategy.scope, backup, *dies)))
+    strategy.close()
+"""
+    )
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    given = {"capture_output": True, "text": True, "timeout": 100}
+    given["env"] = {**os.environ, "KERAS_BACKEND": "jax"}
+    killed = programs.run([path, "dies"], **given)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    continued = programs.run([path], **given)
+    assert continued.returncode == 0, continued.stderr
+    found, modules = json.loads(continued.stdout), {}
+    exec(SAVING, modules)
+    for name, values in modules["history"](contextlib.nullcontext).items():
+        np.testing.assert_allclose(found[name], values[2:], rtol=1e-5)
 
 
 class Kill(keras.callbacks.Callback):

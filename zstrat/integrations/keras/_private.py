@@ -47,6 +47,8 @@ _METHODS: Final = (
     "make_train_function",
 )
 
+_LAYOUTS: Final = "_enforce_jax_state_sharding"  # older versions have it
+
 _FUNCTIONS: Final = {
     "get_keras_mask": "keras.src.backend",
     "_distribute_data": "keras.src.backend.jax.trainer",
@@ -79,6 +81,7 @@ def check() -> None:
         for name, module in _FUNCTIONS.items()
         if getattr(importlib.import_module(module), name, None) is None
     ]
+    # An attribute of instances alone, so a variable has to be made.
     if getattr(keras.Variable(0.0, name="zstrat_check"), "_shape", None) is None:
         missing.append("Variable._shape")
     if missing:
@@ -88,6 +91,8 @@ def check() -> None:
             "model.stateless_call in a step of your own (docs/libraries.md)"
         )
 
+    # Once for the process: the loops of Keras look it up in their module, and models
+    # without a strategy get what they got before.
     trainer: Any = importlib.import_module(_FUNCTIONS["_distribute_data"])
     distribute = trainer._distribute_data
 
@@ -114,11 +119,14 @@ def take_over(model: Any, training: Any) -> None:
     ``leave_state()``."""
 
     def state(**wanted: bool) -> tuple[None, ...]:
+        # Keras carries the state from step to step, and looks at none of it: it is
+        # with the strategy. As many parts as it unpacks have to be there.
         training.enter_state(counts=bool(wanted.get("metrics_variables")))
         del wanted["purge_model_variables"]
         return (None,) * sum(wanted.values())
 
     def synchronize() -> None:
+        # Keras calls this often, also where nothing has run since the last time.
         if getattr(model, "_jax_state", None) and not model._jax_state_synced:
             training.leave_state()
             model._jax_state_synced = True
@@ -136,9 +144,13 @@ def take_over(model: Any, training: Any) -> None:
 
         return make
 
+    # On the instance: the class may be the user's, and have other instances.
     model._zstrat_training = training
     model._get_jax_state = state
     model._symbolic_build = symbolic_build
+    if getattr(model, _LAYOUTS, None) is not None:
+        # A step is traced here without layouts: its strategy says where values are.
+        setattr(model, _LAYOUTS, lambda *parts, **named: (*parts, *named.values()))
     model.jax_state_sync = synchronize
     model.make_train_function = maker("train", 4)
     model.make_test_function = maker("test", 3)
@@ -152,33 +164,8 @@ def training_of(model: Any) -> Any:
 
 def give_back(model: Any) -> None:
     """Undoes `take_over`."""
-    for name in ("_zstrat_training", *_METHODS):
+    for name in ("_zstrat_training", _LAYOUTS, *_METHODS):
         vars(model).pop(name, None)
-
-
-@contextlib.contextmanager
-def without_layouts(model: Any) -> Iterator[None]:
-    """Has the steps of a model return their state as it is, in the block. Older
-    versions lay it out as the variables of this process are."""
-    if getattr(model, "_enforce_jax_state_sharding", None) is None:
-        yield
-        return
-
-    def as_given(
-        trainable_variables: Any = None,
-        non_trainable_variables: Any = None,
-        optimizer_variables: Any = None,
-        metrics_variables: Any = None,
-    ) -> tuple[list[Any], ...]:
-        model_state = trainable_variables, non_trainable_variables
-        state = *model_state, optimizer_variables, metrics_variables
-        return tuple([part or [] for part in state])
-
-    model._enforce_jax_state_sharding = as_given
-    try:
-        yield
-    finally:
-        del model._enforce_jax_state_sharding
 
 
 @contextlib.contextmanager
@@ -203,6 +190,7 @@ def noted_losses(model: Any) -> Iterator[list[Any]]:
                 "at its end (a layer with supports_masking=False), or use a strategy "
                 "with one replica or with parameter servers"
             )
+        # By the class: the method of the instance is this very function.
         loss = type(model).compute_loss(model, *args, **kwargs)
         found.extend([*model.losses, loss])
         return loss

@@ -32,7 +32,7 @@ class Tokens(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
         return self._count
 
     def __getitem__(self, number: int) -> tuple[np.ndarray]:
-        return (np.zeros((1, 1), "float32"),)
+        return (np.zeros((1, 1), "float32"),)  # Keras wants arrays with rows
 
 
 class Draw(NamedTuple):
@@ -54,6 +54,7 @@ class DatasetSource:
         size = dataset.cardinality()
         self.count: int | None = size if size >= 0 else None
         """Batches of an epoch; None: unknown, or infinite."""
+        # Keras builds a model for a batch, and sees none of these.
         self.example: Any = next(iter(dataset))
 
     def begin(self) -> None:
@@ -89,6 +90,8 @@ class LeaseSource:
         whole = self.example
         rows, total = jax.tree.leaves(whole)[0].shape[0], epoch.examples
         self.count: int | None = epoch.steps
+        # Batches of a worker have one size or another, as it leases whole ranges: the
+        # step is traced for both before it is known who gets which.
         sizes = {min(rows, total)}
         if total % rows and epoch.steps * rows > total:
             sizes.add(total % rows)
@@ -121,8 +124,12 @@ class LeaseSource:
         return self
 
     def __next__(self) -> Draw:
-        next(self._steps)
+        next(self._steps)  # ends the epoch where its ranges do
         return Draw(self._iterator, self._specs)
+
+
+Source = DatasetSource | LeaseSource
+"""Batches that are read here, or by workers."""
 
 
 def _resized(spec: Any, rows: int) -> Any:

@@ -5,37 +5,25 @@ and what users override. They are traced here as they are, except for what happe
 ``self.optimizer.stateless_apply``: the gradients come out, and the optimizer runs where
 the strategy stores the variables.
 
-A step with look-ups is traced twice. First the layers of tables note their ids and get
-one number for rows: so the ids become a program of their own. Then the step is traced
-with the rows of these ids in place of each table, so what comes out as its gradient are
-gradients of rows.
-
-Law: only its layer reads a table. Whatever else does (a regularizer, tied weights) is
-found in the first trace.
+`_lookups` puts rows of tables in place of tables.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from zstrat.program import KerasWarning
-
-from ._private import with_shapes, without_layouts
-from .embeddings import Embedding, building, layer_table
+from ._lookups import find_lookups, lookups_given
+from ._private import with_shapes
+from .embeddings import building, layer_table
 from .shipped import (
     Kind,
-    Operations,
     ShippedLookups,
     ShippedStep,
     StepProgram,
@@ -44,177 +32,7 @@ from .shipped import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    Step = Callable[..., list[Any]]
-
-
-def find_lookups(
-    step: Step, kinds: Sequence[Kind], batch: int, layers: dict[int, Any]
-) -> tuple[ShippedLookups, dict[int, Kind]]:
-    """Finds what a step looks up; also returns what it takes in place of tables, by
-    number.
-
-    Args:
-        batch: How many of the last inputs are the batch.
-        layers: Where each `keras.layers.Embedding` of these cannot be looked up, all of
-            them are taken out, with a warning.
-
-    Raises:
-        NotImplementedError: An `Embedding` is read otherwise, or its ids are not
-            computed from the batch alone by what can be sent; names the layer.
-    """
-    try:
-        return _found(step, kinds, batch, layers)
-    except NotImplementedError:
-        own = {n: each for n, each in layers.items() if isinstance(each, Embedding)}
-        if len(own) == len(layers):
-            raise
-        found = _found(step, kinds, batch, own)
-        lost = {n: layers.pop(n) for n in set(layers) - set(own)}
-        size = sum(
-            math.prod(kinds[n].shape) * jnp.dtype(kinds[n].dtype).itemsize for n in lost
-        )
-        warnings.warn(
-            f"embeddings {_names(lost)} are large, and a step that trains reads all of "
-            f"them and sends gradients of the same size, {size / 2**20:.3g} MiB each: "
-            "their rows cannot be looked up if something else reads them (a "
-            "regularizer, weights that two layers share) or their ids do not follow "
-            "from the batch alone. Use embeddings without that (docs/moving_keras.md)",
-            KerasWarning,
-            stacklevel=2,
-        )
-        return found
-
-
-def _found(
-    step: Step, kinds: Sequence[Kind], batch: int, layers: Mapping[int, Any]
-) -> tuple[ShippedLookups, dict[int, Kind]]:
-    if not layers:
-        return ShippedLookups(), {}
-    numbers: list[int] = []
-
-    def ids_of(row: Any, *arrays: Any) -> list[Any]:
-        found: list[Any] = []
-
-        def look_up(number: int, ids: Any) -> Any:
-            numbers.append(number)
-            found.append(ids)
-            kind = Kind((*ids.shape, *kinds[number].shape[1:]), kinds[number].dtype)
-            return jnp.broadcast_to(row.astype(kind.dtype), kind.shape)
-
-        numbers.clear()
-        with _looking_up(layers, look_up):
-            step(*arrays)
-        return found
-
-    try:
-        closed = traced(ids_of, [Kind((), "float32"), *kinds])  # a number for rows
-    except jax.errors.UnexpectedTracerError as error:
-        raise NotImplementedError(
-            f"a layer of {_names(layers)} is called in a function that jax transforms "
-            "(a loop, jax.checkpoint): look its rows up outside of that"
-        ) from error
-    given = {
-        var
-        for eqn in closed.jaxpr.eqns
-        for var in eqn.invars
-        if not isinstance(var, Literal)
-    }
-    for number, layer in layers.items():
-        if closed.jaxpr.invars[number + 1] in given:
-            raise NotImplementedError(
-                f"layer {layer.name!r} is a zs.keras.Embedding, whose rows are looked "
-                "up, but something else reads all of them: a regularizer, or weights "
-                "that two layers share. Leave that out, or make it a "
-                "keras.layers.Embedding, which each step reads whole"
-            )
-    program = _program(closed, batch, [layers[n].name for n in numbers])
-    sizes: dict[int, int] = {}
-    for number, var in zip(numbers, closed.jaxpr.outvars, strict=True):
-        sizes[number] = sizes.get(number, 0) + math.prod(var.aval.shape)
-    rows = {
-        number: Kind((size, *kinds[number].shape[1:]), kinds[number].dtype)
-        for number, size in sizes.items()
-    }
-    return ShippedLookups(tuple(numbers), program), rows
-
-
-def lookups_given(
-    step: Step,
-    variables: Sequence[Any],
-    layers: Mapping[int, Any],
-    rows: Mapping[int, Kind],
-) -> Step:
-    """Returns the step whose look-ups give rows in order, those that their variables
-    have."""
-
-    def on_rows(*arrays: Any) -> list[Any]:
-        used = dict.fromkeys(rows, 0)
-
-        def look_up(number: int, ids: Any) -> Any:
-            start = used[number]
-            used[number] += math.prod(ids.shape)
-            found = variables[number].value[start : used[number]]
-            return found.reshape(*ids.shape, *found.shape[1:])
-
-        with _looking_up({n: layers[n] for n in rows}, look_up):
-            return step(*arrays)
-
-    return on_rows
-
-
-@contextlib.contextmanager
-def _looking_up(
-    layers: Mapping[int, Any], look_up: Callable[[int, Any], Any]
-) -> Iterator[None]:
-    """Has layers call ``look_up`` with their number and ids, in the block."""
-
-    def caller(number: int, layer: Any) -> Callable[[Any], Any]:
-        def call(inputs: Any) -> Any:
-            if inputs.dtype not in ("int32", "int64") and layer_table(layer) is None:
-                inputs = keras.ops.cast(inputs, "int32")
-            return keras.ops.cast(look_up(number, inputs), layer.compute_dtype)
-
-        return call
-
-    try:
-        for number, layer in layers.items():
-            layer.call = caller(number, layer)
-        yield
-    finally:
-        for layer in layers.values():
-            vars(layer).pop("call", None)
-
-
-def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
-    """Returns the program of ids, of the batch alone."""
-    wanted = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
-    eqns = []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if wanted.intersection(eqn.outvars):
-            wanted.update(var for var in eqn.invars if not isinstance(var, Literal))
-            eqns.append(eqn)
-    inputs = closed.jaxpr.invars
-    if wanted.intersection(inputs[: len(inputs) - batch]):
-        raise NotImplementedError(
-            f"ids of a layer of {sorted(set(names))} are computed from variables of "
-            "the model: rows are looked up before the step, so ids have to follow from "
-            "its batch alone. Use a keras.layers.Embedding"
-        )
-    jaxpr = closed.jaxpr.replace(invars=inputs[len(inputs) - batch :], eqns=eqns[::-1])
-    try:
-        return Operations.of(ClosedJaxpr(jaxpr, closed.consts))
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"ids of a layer of {sorted(set(names))} are computed by "
-            f"{error.args[0]!r}, which cannot be sent apart from the step: compute ids "
-            "in the dataset"
-        ) from None
-
-
-def _names(layers: Mapping[int, Any]) -> list[str]:
-    return sorted({layer.name for layer in layers.values()})
+    from collections.abc import Callable, Sequence
 
 
 _ADDS: Final = ("add", "add_any")
@@ -254,6 +72,11 @@ class Batch:
     def rows(self) -> int:
         """Number of examples."""
         return next((x.shape[0] for x in self.arrays if x.ndim), 1)
+
+    def part(self, start: int, end: int) -> Batch:
+        """Returns some of the rows; all have what has no rows."""
+        cut = [x[start:end] if x.ndim else x for x in self.arrays]
+        return Batch(self.treedef, tuple(cut))
 
 
 def _array(leaf: Any, *, whole: bool) -> Any:
@@ -323,19 +146,21 @@ def trace_step(
     """
     trained, others = model.trainable_variables, model.non_trainable_variables
     metrics = [] if mode == "predict" else model.metrics_variables
-    groups = [len(trained), len(others), len(metrics)]
+    # What the optimizer makes of values and state is not known where a step runs: both
+    # are inputs here, of which nothing may depend.
+    later = [*trained, *model.optimizer.variables] if mode == "train" else []
+    groups = [len(trained), len(others), len(metrics), len(later)]
     form: dict[str, Any] = {}
 
     def step(*arrays: Any) -> list[Any]:
-        values, state, sums, leaves = _cut(arrays, groups)
+        values, state, sums, after, leaves = _cut(arrays, groups)
         data = jax.tree.unflatten(batch.treedef, leaves)
         grads: list[Any] = []
         match mode:
             case "train":
-                grads, values_after, state, sums, logs = _train(
-                    model, values, state, sums, data
+                grads, state, sums, logs = _train(
+                    model, (values, state, after[len(trained) :], sums), data, after
                 )
-                _require_unmoved(model, values, values_after)
             case "test":
                 logs, (_, state, sums) = model.test_step((values, state, sums), data)
             case _:
@@ -345,8 +170,9 @@ def trace_step(
         return [*grads, *state, *sums, *map(jnp.asarray, rest)]
 
     variables = [*trained, *others]
-    kinds = [*map(Kind.of, [*variables, *metrics]), *batch.kinds]
-    with without_layouts(model), building(is_on=False):
+    kinds = [*map(Kind.of, [*variables, *metrics, *later]), *batch.kinds]
+    first_later, first_leaf = sum(groups[:3]), sum(groups)
+    with building(is_on=False):
         layers = {} if tables is None else tables
         lookups, rows = find_lookups(step, kinds, len(batch.arrays), layers)
         for number in sorted(set(layers) - set(rows)):
@@ -359,11 +185,16 @@ def trace_step(
                 )
         for number, kind in rows.items():
             kinds[number] = kind
+            if mode == "train" and number < groups[0]:
+                kinds[first_later + number] = kind
         shapes = [(variables[number], kind.shape) for number, kind in rows.items()]
         with with_shapes(shapes):
             closed = traced(lookups_given(step, variables, layers, rows), kinds)
+    _require_unused(model, closed.jaxpr, closed.jaxpr.invars[first_later:first_leaf])
     _require_sums(model, closed, form["gradients"] + groups[1], groups)
     number, inputs = form["gradients"], closed.jaxpr.invars
+    # State that a step returns as it was is not written: two steps that run at a time
+    # would otherwise take each other's back.
     states = closed.jaxpr.outvars[number : number + groups[1]]
     befores = inputs[groups[0] : groups[0] + groups[1]]
     changed = [n for n, v in enumerate(states) if v is not befores[n]]
@@ -374,11 +205,12 @@ def trace_step(
         *range(number + groups[1], total),
     ]
     run = pruned(closed, kept)
-    zeros = [(variable.shape, variable.dtype) for variable in metrics]
     cut = groups[0] + groups[1]
 
     def function(*arrays: Any) -> list[Any]:
-        return run(*arrays[:cut], *[jnp.zeros(*kind) for kind in zeros], *arrays[cut:])
+        # Metrics begin with nothing in each step, which is added where `fit` runs.
+        zeros = [jnp.zeros(*kind) for kind in kinds[cut:first_leaf]]
+        return run(*arrays[:cut], *zeros, *arrays[cut:])
 
     return TracedStep(
         function,
@@ -397,47 +229,60 @@ def _cut(arrays: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
     return [*parts, list(arrays[ends[-1] :])]
 
 
-def _train(model: Any, values: Any, state: Any, sums: Any, data: Any) -> Any:
-    """Runs ``train_step`` with an optimizer that changes nothing."""
-    optimizer = model.optimizer
+def _train(model: Any, state: Any, data: Any, after: Sequence[Any]) -> Any:
+    """Runs ``train_step`` with an optimizer that returns ``after``, values and state;
+    returns gradients, the other state, metrics and logs."""
+    optimizer, count = model.optimizer, len(state[0])
     calls: list[list[Any]] = []
 
-    def stateless_apply(variables: Any, grads: Any, trained: Any) -> Any:
+    def stateless_apply(_: Any, grads: Any, __: Any) -> Any:
         calls.append(list(grads))
-        return trained, variables
+        return list(after[:count]), list(after[count:])
 
-    slots = [jnp.zeros(v.shape, v.dtype) for v in optimizer.variables]
+    # On the instance, which is in the hands of train_step.
     optimizer.stateless_apply = stateless_apply
     try:
-        logs, after = model.train_step((values, state, slots, sums), data)
+        logs, (values, others, _, sums) = model.train_step(state, data)
     finally:
         del optimizer.stateless_apply
     if len(calls) != 1:
         raise NotImplementedError(
             f"train_step of {model.name!r} calls self.optimizer.stateless_apply "
             f"{len(calls)} times: a strategy applies the gradients of one call. Sum "
-            "what is to be minimized, and apply its gradients once; a model with "
-            "several optimizers trains in a step of your own (docs/libraries.md)"
+            "what is to be minimized, and apply its gradients once; in place of "
+            "several optimizers give compile a keras.optimizers.MultiOptimizer, or one "
+            "of your own whose stateless_apply divides the variables among them"
         )
-    return calls[0], after[0], after[1], after[3], logs
-
-
-def _require_unmoved(model: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
-    if any(a is not b for a, b in zip(before, after, strict=True)):
+    if any(a is not b for a, b in zip(values, after, strict=False)):
         raise NotImplementedError(
             f"train_step of {model.name!r} returns trainable variables that "
             "self.optimizer.stateless_apply has not returned: the strategy moves them "
             "by their gradients alone. Use a constraint of the variable, or a callback"
+        )
+    return calls[0], others, sums, logs
+
+
+def _require_unused(model: Any, jaxpr: Any, inputs: Sequence[Any]) -> None:
+    """Checks that a step computes nothing of what only the optimizer knows."""
+    used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+    used.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    if used.intersection(inputs):
+        raise NotImplementedError(
+            f"train_step of {model.name!r} computes with the state of its optimizer, "
+            "or with values that stateless_apply has returned: a strategy applies "
+            "gradients after the step, where the variables are. Compute with the "
+            "values before; count steps in a weight of the model that is not trained; "
+            "average weights by the optimizer (use_ema=True), or in a callback"
         )
 
 
 def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> None:
     """Checks that a batch adds to the state of metrics, whatever it was."""
     start = groups[0] + groups[1]
+    befores = closed.jaxpr.invars[start : start + groups[2]]
     for number, variable in enumerate(model.metrics_variables[: groups[2]]):
-        chain = _Chain(set(closed.jaxpr.invars[start : start + groups[2]]))
-        before = closed.jaxpr.invars[start + number]
-        if not chain.adds(closed.jaxpr, closed.jaxpr.outvars[first + number], before):
+        after = closed.jaxpr.outvars[first + number]
+        if not _adds(closed.jaxpr, after, befores[number], befores):
             raise NotImplementedError(
                 f"the metric with the variable {variable.path!r} does not add up: what "
                 "several workers have seen can be put together only if a batch adds to "
@@ -445,43 +290,35 @@ def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> N
             )
 
 
-class _Chain:
-    """Whether a value is another one plus what does not depend on any of ``of``."""
-
-    def __init__(self, of: set[Any]) -> None:
-        self._of: Final = of
-
-    def adds(self, jaxpr: Any, var: Any, before: Any) -> bool:
-        """Returns whether ``var`` of the program is ``before`` plus something."""
-        made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-        while var is not before:
-            if isinstance(var, Literal) or (eqn := made.get(var)) is None:
+def _adds(jaxpr: Any, var: Any, before: Any, state: Sequence[Any]) -> bool:
+    """Returns whether a variable of a program is ``before``, of the ``state``, plus
+    what does not depend on the state."""
+    made, depending = {}, set(state)
+    for eqn in jaxpr.eqns:
+        made.update(dict.fromkeys(eqn.outvars, eqn))
+        if any(not isinstance(v, Literal) and v in depending for v in eqn.invars):
+            depending.update(eqn.outvars)
+    while var is not before:
+        if isinstance(var, Literal) or (eqn := made.get(var)) is None:
+            return False
+        own = [
+            n
+            for n, v in enumerate(eqn.invars)
+            if not isinstance(v, Literal) and v in depending
+        ]
+        if len(own) != 1:
+            return False
+        # Functions that jax compiles by themselves (jnp.where, ...) have a body.
+        name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
+        if isinstance(inner, ClosedJaxpr):
+            given = inner.jaxpr.invars[own[0]]
+            result = inner.jaxpr.outvars[eqn.outvars.index(var)]
+            if not _adds(inner.jaxpr, result, given, [given]):
                 return False
-            name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
-            depends = [v for v in eqn.invars if self._depends(jaxpr, v)]
-            if name in _ADDS or (name in _KEEPS and _same(eqn)):
-                if len(depends) != 1:
-                    return False
-                var = depends[0]
-            elif isinstance(inner, ClosedJaxpr):
-                body = inner.jaxpr
-                if len(depends) != 1:
-                    return False
-                at = [v is depends[0] for v in eqn.invars].index(True)
-                out = body.outvars[[v is var for v in eqn.outvars].index(True)]
-                if not _Chain({body.invars[at]}).adds(body, out, body.invars[at]):
-                    return False
-                var = depends[0]
-            else:
-                return False
-        return True
-
-    def _depends(self, jaxpr: Any, var: Any) -> bool:
-        reached = set(self._of)
-        for eqn in jaxpr.eqns:
-            if any(not isinstance(v, Literal) and v in reached for v in eqn.invars):
-                reached.update(eqn.outvars)
-        return not isinstance(var, Literal) and var in reached
+        elif name not in _ADDS and not (name in _KEEPS and _same(eqn)):
+            return False
+        var = eqn.invars[own[0]]
+    return True
 
 
 def _same(eqn: Any) -> bool:

@@ -4,7 +4,7 @@ Replicas compute together. Each replica gets its rows of a batch, and a gradient
 as much as its replica has rows, so a step is that of the whole batch, also where a
 batch cannot be divided evenly. The state of a BatchNormalization becomes the mean over
 the replicas, as each sees its own rows; integers (the counters of seeds) advance as in
-the first replica.
+the first replica, and the others draw from seeds of their own.
 
 Several processes run the same program, and see the same metrics. Each has to give the
 same batches, of which its replicas take their rows; arrays are shuffled as in the first
@@ -22,17 +22,17 @@ With one worker both are what Keras does.
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any, Final
+import itertools
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
-import keras
+import jax.numpy as jnp
 import numpy as np
 
 from zstrat.coordinator import ClusterCoordinator, LeasedDataset
 from zstrat.errors import PSUnavailableError
-from zstrat.program import KerasWarning, function
-from zstrat.strategy import MultiWorkerMirroredStrategy
+from zstrat.program import function
+from zstrat.strategy import MultiWorkerMirroredStrategy, get_replica_context
 from zstrat.variables import (
     ShardedVariable,
     Variable,
@@ -41,42 +41,31 @@ from zstrat.variables import (
     values,
 )
 
+from ._means import require_mean_reductions, require_means
 from ._private import layers_of, noted_losses
 from ._sources import Draw, LeaseSource
 from ._steps import Batch, trace_step
 from ._training import Training
-from .embeddings import Embedding, embeddings_of, is_large, layer_table
-from .optimizers import OptimizerState
+from .embeddings import Embedding, embeddings_of, is_large, layer_table, warn_of_whole
+from .optimizers import OptimizerState, parts_of
 from .shipped import step_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from ._sources import Source
     from ._steps import TracedStep
-    from ._training import Source, StepResult
-    from .shipped import StepProgram
+    from ._training import StepResult
 
 
-_MEANS: Final = ("sum_over_batch_size", "mean")
-
-_TOLERANCE: Final = 0.05
-"""How far a loss may be from the mean of those of its rows, but for what draws do. A
-sum is twice as large with two replicas."""
-
-_DRAWS: Final = 16
-"""How often the losses of a model that draws numbers are computed."""
-
-
-class Ended:
+class Ended(NamedTuple):
     """The results of a step that has ended."""
 
-    is_ready = True
-
-    def __init__(self, results: Any) -> None:
-        self._results: Final = results
+    results: Any
+    is_ready: bool = True
 
     def fetch(self) -> Any:
-        return self._results
+        return self.results
 
 
 class ReplicaTraining(Training):
@@ -90,43 +79,100 @@ class ReplicaTraining(Training):
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
         self._are_means: Final[set[str]] = set()
-        for loss in keras.tree.flatten(model.loss):
-            kind = getattr(loss, "reduction", _MEANS[0])
-            if kind not in _MEANS and strategy.num_replicas_in_sync > 1:
-                raise NotImplementedError(
-                    f"a loss of model {model.name!r} has reduction={kind!r}, but "
-                    "replicas count by their rows: use "
-                    'reduction="sum_over_batch_size" (the default of Keras), or a '
-                    "strategy with one replica"
-                )
+        if strategy.num_replicas_in_sync > 1:
+            require_mean_reductions(model)
 
     def call(
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if isinstance(self.strategy, MultiWorkerMirroredStrategy):
-            # Keras shuffles arrays by numpy's generator.
+            # Keras shuffles arrays by numpy's generator, and all processes have to have
+            # the same batches.
             kind, keys, place, *rest = np.random.get_state(legacy=True)
             mine = np.append(keys, np.uint32(place))
             first = np.asarray(self.strategy.gather(mine, axis=0))[: mine.size]
             np.random.set_state((kind, first[:-1], int(first[-1]), *rest))
         return super().call(name, method, args, kwargs)
 
-    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        steps, parts = {batch.key: step}, self._parts(batch)
-        with noted_losses(self.model):
-            for part in parts:
-                if part.key not in steps:
-                    steps[part.key] = trace_step(self.model, mode, part)
-        if mode != "predict" and len(parts) > 1 and mode not in self._are_means:
-            self._require_means(batch, parts, training=False)
-            if mode == "train":
-                self._require_means(batch, parts, training=True)
-            self._are_means.add(mode)
-        return self._step_function(steps, mode, batch)
-
-    def start(self, prepared: Any, batch: Batch) -> StepResult:
+    def prepare(
+        self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
+    ) -> Any:
+        ((batch, whole),) = steps
         parts = self._parts(batch)
-        arrays = batch.arrays
+        traced = {batch.key: whole} | self._traced(mode, batch, parts)
+        is_new = mode not in {"predict", *self._are_means}
+        if is_new and len(parts) > 1 and require_means(self.model, mode, batch):
+            self._are_means.add(mode)
+        strategy, optimizer = self.strategy, self.optimizer
+        count = len(self.model.trainable_variables)
+        params, state = self.variables[:count], self.variables[count:]
+        is_predicting, replicas = mode == "predict", len(parts)
+
+        def replica_fn(rate: Any, arrays: Any) -> Any:
+            part = Batch(batch.treedef, tuple(arrays))
+            before, share = values(state), part.rows / batch.rows
+            if part.rows:
+                step, given = traced[part.key].function, _own_seeds(before)
+                results = step(*values(params), *given, *arrays)
+            else:
+                # A loss of no rows is not a number, so the step does not run; but all
+                # replicas take part in the sums of an update.
+                results = _nothing(whole, before, is_predicting=is_predicting)
+            if whole.gradients and optimizer is not None:
+                # The optimizer adds the gradients of replicas up: of means over rows,
+                # weighted by rows, that is the mean over the batch.
+                grads = [grad * share for grad in results[: whole.gradients]]
+                optimizer.apply_gradients(grads, params, learning_rate=rate)
+            after = results[whole.gradients :]
+            for at, value in zip(whole.changed, after, strict=False):
+                # The mean over replicas is to be one over rows. Shares of one size
+                # need no factor, which would round.
+                if part.rows * replicas != batch.rows and value.dtype.kind == "f":
+                    value = before[at] + (value - before[at]) * (share * replicas)
+                state[at].assign(value)
+            seen = after[len(whole.changed) :]
+            sums, rest = seen[: whole.metrics], seen[whole.metrics :]
+            return sums, rest if is_predicting else [each * share for each in rest]
+
+        def keras_step(rate: Any, arrays: Any) -> Any:
+            sums, rest = strategy.run(replica_fn, args=(rate, arrays))
+            sums = [strategy.reduce("sum", each, axis=None) for each in sums]
+            if not is_predicting:
+                rest = [strategy.reduce("sum", each, axis=None) for each in rest]
+            return sums, rest
+
+        run = function(keras_step)
+
+        def ran(rate: Any, arrays: Any) -> list[Any]:
+            sums, rest = run(rate, arrays)
+            if is_predicting:
+                rest = [strategy.gather(each, axis=0) for each in rest]
+            return list(map(np.asarray, [*sums, *rest]))
+
+        return ran
+
+    def _traced(
+        self, mode: str, batch: Batch, parts: Sequence[Batch]
+    ) -> dict[Any, TracedStep]:
+        """Traces the step of each size of a part, if there are several parts."""
+        traced: dict[Any, TracedStep] = {}
+        sizes = {part.key: part for part in parts if part.rows and len(parts) > 1}
+        for key, part in sizes.items():
+            try:
+                with noted_losses(self.model):  # which refuses masks
+                    traced[key] = trace_step(self.model, mode, part)
+            except ValueError as error:
+                error.add_note(
+                    f"A replica has {part.rows} of {batch.rows} rows of a batch: a "
+                    "model for batches of one size (a stateful RNN, batch_shape) "
+                    "trains by one replica, or on parameter servers."
+                )
+                raise
+        return traced
+
+    def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
+        assert isinstance(batch, Batch)
+        parts, arrays = self._parts(batch), batch.arrays
         if len(parts) > 1:
             arrays = self.strategy.experimental_distribute_values_from_function(
                 lambda context: parts[context.replica_id_in_sync_group].arrays
@@ -149,15 +195,15 @@ class ReplicaTraining(Training):
         name = self.model.name
         with self.strategy.scope():
             made = [*create_variables(list(trained), name=name)]
+            of = VariableAggregation
             for number, array in enumerate(others):
-                is_real = array.dtype.kind == "f"
                 made += create_variables(
                     [array],
                     name=f"{name}/state_{number}",
                     trainable=False,
-                    aggregation=VariableAggregation.MEAN
-                    if is_real
-                    else VariableAggregation.ONLY_FIRST_REPLICA,
+                    aggregation=of.MEAN
+                    if array.dtype.kind == "f"
+                    else of.ONLY_FIRST_REPLICA,
                 )
         return made
 
@@ -169,117 +215,32 @@ class ReplicaTraining(Training):
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return [batch]
-        if batch.rows < replicas:
-            raise NotImplementedError(
-                f"a batch of {batch.rows} rows for {replicas} replicas: each needs a "
-                "row. Choose a batch_size that leaves no such rest, or leave the rest "
-                "out (drop_remainder)"
-            )
-        return [
-            Batch(batch.treedef, arrays)
-            for arrays in zip(
-                *[
-                    np.array_split(array, replicas)
-                    if array.ndim
-                    else [array] * replicas
-                    for array in batch.arrays
-                ],
-                strict=True,
-            )
-        ]
+        each, more = divmod(batch.rows, replicas)
+        ends = [n * each + min(n, more) for n in range(replicas + 1)]
+        return [batch.part(*pair) for pair in itertools.pairwise(ends)]
 
-    def _require_means(
-        self, batch: Batch, parts: Sequence[Batch], *, training: bool
-    ) -> None:
-        """Checks that each loss of a batch is the mean of those of its parts; of one
-        that trains, what is added to the loss, roughly, as rows may be normalized.
-        Values of the model are changed a little: of zeros, a sum is a mean."""
-        model, rng = self.model, np.random.default_rng(0)
-        if type(model).train_step is not keras.Model.train_step:
-            return  # it may compute its loss otherwise
-        shaken = [
-            np.asarray(v.value) + 0.1 * rng.normal(size=v.shape).astype(v.dtype)
-            for v in model.trainable_variables
-        ]
-        state = [v.value for v in model.non_trainable_variables]
-        metrics = [v.value for v in model.metrics_variables]
-        slots = [v.value for v in model.optimizer.variables] if training else None
 
-        def losses(arrays: Any, turn: Any) -> list[Any]:
-            data = jax.tree.unflatten(batch.treedef, arrays)
-            drawn = [v + turn if v.dtype == "uint32" else v for v in state]  # seeds
-            with noted_losses(model) as found:
-                given = keras.utils.unpack_x_y_sample_weight(data)
-                model.compute_loss_and_updates(
-                    shaken, drawn, metrics, *given, training, slots
-                )
-            return [keras.ops.sum(loss) for loss in found[: -1 if training else None]]
+def _own_seeds(state: Sequence[Any]) -> list[Any]:
+    """Gives each replica other seeds than the first, or all would drop the same."""
+    context = get_replica_context()
+    assert context is not None
+    # The fraction of the golden ratio: multiples of it are far from each other, and
+    # from the seeds of other layers, which are often small numbers.
+    apart = jnp.uint32(context.replica_id_in_sync_group) * np.uint32(0x9E3779B9)
+    return [v + apart if v.dtype == "uint32" else v for v in state]
 
-        if not jax.eval_shape(losses, batch.arrays, np.uint32(0)):
-            return
-        run = jax.jit(losses)
-        turns = np.arange(
-            _DRAWS if any(v.dtype == "uint32" for v in state) else 1, dtype="uint32"
-        )
-        shares = [part.rows / batch.rows for part in parts]
-        apart = np.array([[run(each.arrays, n) for n in turns] for each in parts])
-        whole = np.array([run(batch.arrays, n) for n in turns])
-        means = np.tensordot(shares, apart, 1)
-        noise = 4 * (whole.std(0) + means.std(0)) / np.sqrt(len(turns))
-        bound = (0.5 if training else _TOLERANCE) * abs(apart).max((0, 1)) + noise
-        pairs = zip(whole.mean(0), means.mean(0), bound, strict=True)
-        for number, (one, mean, most) in enumerate(pairs):
-            if abs(one - mean) > most:
-                is_added = training or number < whole.shape[1] - 1
-                what = "what is added (add_loss) to " if is_added else ""
-                raise NotImplementedError(
-                    f"{what}the loss of model {model.name!r} is {one:.4g} for a "
-                    f"batch of {batch.rows} rows, but the mean over the rows of "
-                    f"{len(parts)} replicas is {mean:.4g}, and replicas count by their "
-                    "rows: write a mean over rows (keras.ops.mean in place of sum, "
-                    "reduction='sum_over_batch_size'), or use a strategy with one "
-                    "replica or with parameter servers, if rows are compared with "
-                    "each other"
-                )
 
-    def _step_function(
-        self, steps: dict[Any, TracedStep], mode: str, batch: Batch
-    ) -> Any:
-        strategy, optimizer = self.strategy, self.optimizer
-        count = len(self.model.trainable_variables)
-        params, state = self.variables[:count], self.variables[count:]
-        total = batch.rows
-
-        def replica_fn(rate: Any, arrays: Any) -> Any:
-            part = Batch(batch.treedef, tuple(arrays))
-            step = steps[part.key]
-            results = step.function(*values(params), *values(state), *arrays)
-            if step.gradients and optimizer is not None:
-                share = part.rows / total
-                grads = [grad * share for grad in results[: step.gradients]]
-                optimizer.apply_gradients(grads, params, learning_rate=rate)
-            after = results[step.gradients :]
-            for at, value in zip(step.changed, after, strict=False):
-                state[at].assign(value)
-            rest = after[len(step.changed) :]
-            return rest[: step.metrics], rest[step.metrics :]
-
-        def keras_step(rate: Any, arrays: Any) -> Any:
-            sums, rest = strategy.run(replica_fn, args=(rate, arrays))
-            sums = [strategy.reduce("sum", each, axis=None) for each in sums]
-            if mode != "predict":
-                rest = [strategy.reduce("mean", each, axis=None) for each in rest]
-            return sums, rest
-
-        run = function(keras_step)
-
-        def ran(rate: Any, arrays: Any) -> list[Any]:
-            sums, rest = run(rate, arrays)
-            if mode == "predict":
-                rest = [strategy.gather(each, axis=0) for each in rest]
-            return list(map(np.asarray, [*sums, *rest]))
-
-        return ran
+def _nothing(
+    step: TracedStep, state: Sequence[Any], *, is_predicting: bool
+) -> list[Any]:
+    """Returns what a step gives for no rows: it moves and adds nothing."""
+    kinds = jax.eval_shape(step.function, *[kind.spec() for kind in step.inputs])
+    results: list[Any] = [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
+    end = step.gradients + len(step.changed)
+    results[step.gradients : end] = [state[at] for at in step.changed]
+    if is_predicting:
+        results[end:] = [each[:0] for each in results[end:]]
+    return results
 
 
 class ServerTraining(Training):
@@ -308,34 +269,32 @@ class ServerTraining(Training):
                 error.add_note(note)
             raise
 
-    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        programs = {batch.key[1]: step.program()}
-        return self._step_function(step, programs, draws=False)
+    def prepare(
+        self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
+    ) -> Any:
+        programs = {batch.key[1]: step.program() for batch, step in steps}
+        count, (_, first) = len(self.model.trainable_variables), steps[0]
+        params, state = self.variables[:count], self.variables[count:]
+        optimizer = self.optimizer if first.gradients else None
+        return step_function(
+            programs, params, state, optimizer, first.changed, draws=draws
+        )
 
-    def start(self, prepared: Any, batch: Batch) -> StepResult:
-        args = self.learning_rate(), *batch.arrays
-        return self._coordinator.schedule(prepared, args=args)
+    def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
+        arrays = [batch.iterator] if isinstance(batch, Draw) else batch.arrays
+        return self._coordinator.schedule(
+            prepared, args=(self.learning_rate(), *arrays)
+        )
 
     def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
-        if isinstance(data, LeasedDataset):
-            return LeaseSource(data, repeats=mode != "train")
-        return super().source_of(mode, data, endless=endless)
-
-    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
+        if not isinstance(data, LeasedDataset):
+            return super().source_of(mode, data, endless=endless)
         if mode == "predict":
             raise NotImplementedError(
                 "predict of a leased dataset: its batches have no order. Give arrays "
                 "or a zs.data.Dataset"
             )
-        key = mode, tuple([Batch.of(spec).key for spec in draw.specs])
-        if key not in self._steps:
-            made = [self.traced(mode, spec) for spec in draw.specs]
-            programs = {batch.key[1]: step.program() for step, batch in made}
-            step, _ = made[0]
-            self._steps[key] = step, self._step_function(step, programs, draws=True)
-        step, run = self._steps[key]
-        args = self.learning_rate(), draw.iterator
-        return step, self._coordinator.schedule(run, args=args)
+        return LeaseSource(data, repeats=mode != "train")
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Creates variables of the strategy, and tables of large embeddings."""
@@ -365,6 +324,7 @@ class ServerTraining(Training):
         if self.strategy.variable_partitioner is not None:
             return Variable(array, name=name)
         spec = self.strategy.cluster_resolver.cluster_spec()
+        # Also where all other variables are whole: a server is to hold a part of it.
         parts = np.array_split(array, min(len(array), spec.num_tasks("ps")))
         made = create_variables(parts, name=name)
         return made[0] if len(made) == 1 else ShardedVariable(made, name)
@@ -377,38 +337,34 @@ class ServerTraining(Training):
         if not is_large(variable):
             return False
         if number >= len(self.model.trainable_variables):
-            return True
+            return True  # no optimizer moves it
         trained, optimizer = self.model.trainable_variables, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(trained)
         if optimizer is None or OptimizerState(optimizer).rests(trained, number):
             return True
-        warnings.warn(
-            f"{variable.path!r} is large ({list(variable.shape)}): each step reads all "
-            f"of it and sends a gradient of the same size, as {optimizer.name!r} moves "
-            "rows without a gradient, too. With zs.keras.Embedding in place of "
-            "keras.layers.Embedding such rows rest, and a step costs the rows of its "
-            "ids (docs/moving_keras.md)",
-            KerasWarning,
-            stacklevel=2,
+        warn_of_whole(
+            [variable],
+            f"as {optimizer.name!r} moves rows without a gradient, too",
+            "With zs.keras.Embedding in place of keras.layers.Embedding such rows "
+            "rest, and a step costs the rows of its ids",
         )
         return False
 
     def _require_rows_move_at_once(self) -> None:
-        if (optimizer := self.model.optimizer) is None:
-            return
         named = [x.name for x in self.tables.values() if isinstance(x, Embedding)]
-        several = {
-            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
-            "use_ema": optimizer.use_ema,
-        }
-        for option in [name for name, value in several.items() if value and named]:
-            raise NotImplementedError(
-                f"optimizer {optimizer.name!r} has {option}, which makes one move of "
-                f"several steps, but rows of {named[0]!r} (zs.keras.Embedding) move "
-                "only in the steps that look them up: leave it out, or use "
-                "keras.layers.Embedding"
-            )
+        if not named or self.model.optimizer is None:
+            return
+        for optimizer, option in itertools.product(
+            parts_of(self.model.optimizer), ("gradient_accumulation_steps", "use_ema")
+        ):
+            if getattr(optimizer, option):
+                raise NotImplementedError(
+                    f"optimizer {optimizer.name!r} has {option}, which makes one move "
+                    f"of several steps, but rows of {named[0]!r} (zs.keras.Embedding) "
+                    "move only in the steps that look them up: leave it out, or use "
+                    "keras.layers.Embedding"
+                )
 
     def enter_state(self, *, counts: bool) -> None:
         super().enter_state(counts=counts)
@@ -428,6 +384,7 @@ class ServerTraining(Training):
         variables is the model's, whatever is trainable."""
         self.enter_state(counts=False)
         self._make_optimizer()
+        # A checkpoint names variables by their place.
         places = {id(each): n for n, each in enumerate(self.model.variables)}
         known = list(zip(self.keras_variables, self.variables, strict=True))
         known.sort(key=lambda pair: places.get(id(pair[0]), len(places)))
@@ -435,19 +392,6 @@ class ServerTraining(Training):
 
     def wait(self) -> None:
         self._coordinator.join()
-
-    def _step_function(
-        self, step: TracedStep, programs: Mapping[Any, StepProgram], *, draws: bool
-    ) -> Any:
-        count = len(self.model.trainable_variables)
-        return step_function(
-            programs,
-            self.variables[:count],
-            self.variables[count:],
-            self.optimizer if step.gradients else None,
-            step.changed,
-            draws=draws,
-        )
 
 
 def _require_one_layer_each(layers: Iterable[Any]) -> None:

@@ -38,6 +38,7 @@ from .optimizers import OptimizerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from ._sources import Source
     from ._steps import TracedStep
 
 AHEAD: Final = 0.05
@@ -54,20 +55,6 @@ class StepResult(Protocol):
     def is_ready(self) -> bool: ...
 
     def fetch(self) -> Any: ...
-
-
-class Source(Protocol):
-    """Data that are read here, or by workers; ``count`` batches are an epoch."""
-
-    count: int | None
-    example: Any
-
-    def begin(self) -> None:
-        """Begins an epoch."""
-
-    def __next__(self) -> Any: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(eq=False)
@@ -94,7 +81,7 @@ class Call:
     """
 
     callbacks: InOrder | None = None
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, Source] = field(default_factory=dict)
     undelivered: deque[Pending] = field(default_factory=deque)
     is_delivering: bool = False
 
@@ -136,6 +123,7 @@ class MetricSums:
             self._variables = self._model.metrics_variables
             self._results = jax.jit(self._compute)
         self._sums = [
+            # In float32 a sum of many small parts stops growing: 2**24 + 1 is 2**24.
             np.asarray(v.value, "float64" if "float" in v.dtype else v.dtype)
             for v in self._variables
         ]
@@ -203,17 +191,16 @@ class Training(abc.ABC):
             )
 
     @abc.abstractmethod
-    def prepare(self, step: TracedStep, mode: str, batch: Batch) -> Any:
-        """Makes of a traced step what `start` runs."""
+    def prepare(
+        self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
+    ) -> Any:
+        """Makes of a traced step what `start` runs; of several, for batches of
+        different rows, if the step ``draws`` its batch on a worker."""
 
     @abc.abstractmethod
-    def start(self, prepared: Any, batch: Batch) -> StepResult:
+    def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
         """Begins a step on a batch; its results are what `TracedStep` returns but for
         gradients and state, which have been applied then."""
-
-    def start_drawn(self, mode: str, draw: Draw) -> tuple[TracedStep, StepResult]:
-        """Begins a step on a batch that a worker draws."""
-        raise NotImplementedError(mode)
 
     @abc.abstractmethod
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -228,7 +215,7 @@ class Training(abc.ABC):
         return None
 
     def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
-        """Returns data that Keras does not know, to be read here."""
+        """Returns data that Keras does not know, to be read here or by workers."""
         if isinstance(data, Dataset):
             return DatasetSource(data, endless=endless)
         return None
@@ -245,10 +232,10 @@ class Training(abc.ABC):
             and outer.callbacks in callbacks.callbacks
         ):
             return method(*bound.args, **bound.kwargs)  # of fit, for validation
-        while self._queue:  # of `fit`, one of whose callbacks calls this
-            self._complete_first()
+        self._complete_up_to()  # of `fit`, one of whose callbacks calls this
         sources = self._read_sources(name, given)
         in_order = InOrder(self, callbacks, given.get("verbose", "auto"))
+        # A progress bar of Keras' own would count steps that have only been scheduled.
         given.update(callbacks=[in_order], verbose=0)
         self._call = Call(in_order, sources)
         try:
@@ -270,8 +257,7 @@ class Training(abc.ABC):
 
     def leave_state(self) -> None:
         """Waits for all steps, and gives Keras' variables the values of now."""
-        while self._queue:
-            self._complete_first()
+        self._complete_up_to()
         if self._is_counted:
             self._metrics.assign()
             self._is_counted = False
@@ -293,6 +279,8 @@ class Training(abc.ABC):
             StopIteration: The epoch is over.
         """
         iterator = self._call.sources.get(mode, iterator)
+        # The first one raises where the epoch ends; an end among the others is found by
+        # the next call.
         steps = [self._scheduled(mode, next(iterator))]
         further = itertools.islice(iterator, self.model.steps_per_execution - 1)
         steps.extend(self._scheduled(mode, data) for data in further)
@@ -312,6 +300,7 @@ class Training(abc.ABC):
 
     def scheduled(self, begin: int, end: int) -> None:
         self._call.undelivered[-1].batches = begin, end
+        # Enough steps ahead to keep workers busy, and few for callbacks to be late for.
         limit = self.workers * int(np.clip(AHEAD / max(self._took, 1e-4), 2, 64))
         while self._queue and (self._queue[0].is_ready or len(self._queue) > limit):
             self._complete_first()
@@ -322,14 +311,13 @@ class Training(abc.ABC):
             self._call.sources[mode].begin()
 
     def deliver_all(self) -> None:
-        while self._queue:
-            self._complete_first()
+        self._complete_up_to()
         self._deliver()
 
     def _read_sources(self, name: str, given: dict[str, Any]) -> dict[str, Source]:
         """Replaces data that Keras does not know by tokens, and returns the data."""
         modes = {"x": _MODES[name], "validation_data": "test"}
-        sources: dict[str, Source] = {}
+        sources = {}
         for argument, mode in modes.items():
             # Validation begins with the first batch each time.
             endless = mode == "train" and given.get("steps_per_epoch") is not None
@@ -350,29 +338,26 @@ class Training(abc.ABC):
         return sources
 
     def _scheduled(self, mode: str, data: Any) -> tuple[TracedStep, StepResult]:
-        if isinstance(data, Draw):
-            return self.start_drawn(mode, data)
-        step, prepared, batch = self.prepared(mode, data)
-        return step, self.start(prepared, batch)
-
-    def prepared(self, mode: str, data: Any) -> tuple[TracedStep, Any, Batch]:
-        """Returns the step for a batch like this one, which it makes once."""
-        batch = Batch.of(data, whole=bool(self.unread))
-        key = mode, batch.key
+        """Begins a step on a batch; it is traced once for all batches like this one."""
+        draw = data if isinstance(data, Draw) else None
+        # A table of any id is looked up by all 64 bits, which jax would cut.
+        whole = bool(self.unread)
+        kinds = draw.specs if draw is not None else [data]
+        batches = [Batch.of(each, whole=whole) for each in kinds]
+        key = mode, draw is not None, *[batch.key for batch in batches]
         if key not in self._steps:
-            step, _ = self.traced(mode, data)
-            self._steps[key] = step, self.prepare(step, mode, batch)
-        return *self._steps[key], batch
+            if mode == "train":
+                self._make_optimizer()
+            steps = [trace_step(self.model, mode, x, self.tables) for x in batches]
+            pairs = list(zip(batches, steps, strict=True))
+            prepared = self.prepare(mode, pairs, draws=draw is not None)
+            self._steps[key] = steps[0], prepared
+        step, prepared = self._steps[key]
+        return step, self.start(prepared, batches[0] if draw is None else draw)
 
-    def traced(self, mode: str, data: Any) -> tuple[TracedStep, Batch]:
-        """Traces a step for a batch like this one."""
-        if mode == "train":
-            self._make_optimizer()
-        batch = Batch.of(data)
-        return trace_step(self.model, mode, batch, self.tables), batch
-
-    def _complete_up_to(self, pending: Pending) -> None:
-        while pending in self._queue:
+    def _complete_up_to(self, pending: Pending | None = None) -> None:
+        """Completes steps in order: up to some, or all."""
+        while pending in self._queue if pending is not None else self._queue:
             self._complete_first()
 
     def _complete_first(self) -> None:
@@ -381,17 +366,8 @@ class Training(abc.ABC):
         for step, result in pending.steps:
             try:
                 results = result.fetch()
-            except BaseException as error:  # to the caller; see `leave_state`
-                self._queue.clear()
-                self._call.undelivered.clear()
-                is_moved, self._is_moved = self._is_moved, False
-                self._is_counted = False
-                if isinstance(error, Exception):
-                    with contextlib.suppress(Exception):  # raises the same once more
-                        self.wait()
-                    with contextlib.suppress(Exception):  # a server may be lost
-                        if is_moved:
-                            self._pull_values()
+            except BaseException as error:  # to the caller
+                self._give_up(error)
                 raise
             sums, returned = step.seen(results)
             if pending.mode == "predict":
@@ -399,12 +375,29 @@ class Training(abc.ABC):
             else:
                 self._metrics.add(sums)
         self._queue.popleft()
+        # Follows changes within some eight steps, and forgives a single slow one.
         self._took += (time.monotonic() - began - self._took) / 8
         if pending.mode == "predict":
             pending.logs = {"outputs": returned}
         elif not self._queue or self._call.is_heard:
+            # Otherwise nobody looks at logs before the last step of an epoch.
             pending.logs = _logs_of(returned, self._metrics.results())
             self._logs.update(pending.logs)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Drops all steps after one that has failed, and gives Keras' variables what
+        those before it have made. After Ctrl-C nothing is waited for."""
+        self._queue.clear()
+        self._call.undelivered.clear()
+        # Keras calls `leave_state` in its own handling of the error, which would raise
+        # another one in place of it.
+        is_moved, self._is_moved, self._is_counted = self._is_moved, False, False
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # raises the same once more
+                self.wait()
+            with contextlib.suppress(Exception):  # a server may be lost
+                if is_moved:
+                    self._pull_values()
 
     def _deliver(self) -> None:
         """Calls callbacks for the batches whose steps have ended. A callback may ask
@@ -434,6 +427,8 @@ class Training(abc.ABC):
         for number, variable in enumerate(self.keras_variables):
             if number in self.unread:
                 continue
+            # By identity: an assignment makes another array, and comparing values would
+            # cost as much as sending them.
             if variable.value is not self._known[number]:
                 self._known[number] = variable.value
                 self.variables[number].assign(np.asarray(variable.value))
@@ -458,7 +453,7 @@ class Training(abc.ABC):
     def _create(self, trained: Sequence[Any], others: Sequence[Any]) -> None:
         """Creates the variables, again if ``trainable`` of a layer has changed: Keras
         lets such a model be evaluated, but compiles it to train."""
-        self._steps.clear()
+        self._steps.clear()  # traced steps take variables by their order
         self.optimizer = self._slots = None
         self.keras_variables = [*trained, *others]
         self._known = [variable.value for variable in self.keras_variables]

@@ -65,6 +65,7 @@ class Embedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no t
         table = input_dim if isinstance(input_dim, HashTable) else None
         if table is not None:
             _require_fitting(table, output_dim, options)
+            # Keras has to have a variable of some size, whose shape the model follows.
             input_dim, output_dim = _STAND_IN_ROWS, table.dim
             options["embeddings_initializer"] = "zeros"
         elif output_dim is None:
@@ -157,6 +158,19 @@ def is_large(variable: Any) -> bool:
     return bool(size > LARGE)
 
 
+def warn_of_whole(variables: Sequence[Any], why: str, remedy: str) -> None:
+    """Warns of embeddings that a step reads whole, which costs more than their rows."""
+    paths = ", ".join(sorted(repr(each.path) for each in variables))
+    size = sum(math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in variables)
+    warnings.warn(
+        f"embeddings {paths} are large ({size / 2**20:.3g} MiB), and each step reads "
+        f"all of them and sends gradients of the same size, {why}. {remedy} "
+        "(docs/moving_keras.md)",
+        KerasWarning,
+        stacklevel=3,
+    )
+
+
 def layer_table(layer: Any) -> HashTable | None:
     """Returns the table of any id that a layer has."""
     return layer.table if isinstance(layer, Embedding) else None
@@ -169,6 +183,7 @@ def embeddings_of(layers: Sequence[Any], variables: Sequence[Any]) -> dict[int, 
     plain = keras.layers.Embedding
     found = {}
     for layer in layers:
+        # A class with a call of its own may read rows otherwise.
         if isinstance(layer, plain) and type(layer).call in (
             plain.call,
             Embedding.call,

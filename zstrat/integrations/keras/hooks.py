@@ -36,6 +36,7 @@ _BATCHES: Final = ("train_on_batch", "test_on_batch")
 
 _IN_STEP: Final = (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
 
+# Weak, as a model is freed with the last reference to it.
 _made_in: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 """The strategy in whose scope a model was made."""
 
@@ -72,6 +73,7 @@ def _noted(new: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def compiled(model: Any, *args: Any, **kwargs: Any) -> None:
+        # This scope may be that of another strategy, or of none.
         give_back(model)
         method(model, *args, **kwargs)
         strategy = get_strategy() if has_strategy() else _made_in.get(model)
@@ -118,6 +120,7 @@ def _looped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if training is None:
             return method(model, *args, **kwargs)
         with whole_batches():
+            # One batch has neither epochs nor callbacks; Keras' method is enough.
             if name in _BATCHES:
                 return method(model, *args, **kwargs)
             return training.call(name, method, args, kwargs)

@@ -36,7 +36,8 @@ class OptimizerState:
     def __init__(self, optimizer: Any) -> None:
         _require_possible(optimizer)
         self._optimizer: Final = optimizer
-        rate = optimizer.learning_rate
+        # A MultiOptimizer has no rate, but those of its parts, which are state here.
+        rate = getattr(optimizer, "learning_rate", None)
         self._rate: Final = rate if isinstance(rate, keras.Variable) else None
         self.variables: Final = [v for v in optimizer.variables if v is not rate]
         self._read: tuple[Any, np.float32] = None, np.float32(0)
@@ -47,6 +48,7 @@ class OptimizerState:
         if self._rate is None:
             return np.float32(0)
         value = self._rate.value
+        # Reading an array of jax waits for it; one that is known is not read again.
         if value is not self._read[0]:
             self._read = value, np.float32(value)
         return self._read[1]
@@ -145,9 +147,13 @@ class OptimizerState:
         if rows is None or rows < ROWS or trained[number].constraint is not None:
             return False
         # Decay may begin with a later step (a schedule), or be for some variables.
-        if optimizer.gradient_accumulation_steps or optimizer.weight_decay:
+        if any(
+            each.gradient_accumulation_steps or each.weight_decay
+            for each in parts_of(optimizer)
+        ):
             return False
 
+        # One step on random numbers: what moves a row without a gradient shows.
         def drawn(kind: Kind, least: float) -> np.ndarray:
             return rng.uniform(least, 2, kind.shape).astype(kind.dtype)
 
@@ -174,6 +180,12 @@ def _uniform(array: np.ndarray) -> Any:
     return first if (array == first).all() else array.dtype.type(0)
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """Returns what moves variables: an optimizer, or those of a MultiOptimizer, of
+    which each moves some."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
 def _require_possible(optimizer: Any) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -182,12 +194,14 @@ def _require_possible(optimizer: Any) -> None:
             "Use keras.mixed_precision.set_dtype_policy('mixed_bfloat16'), which needs "
             "no scaling, or compile(auto_scale_loss=False)"
         )
-    rate = optimizer.learning_rate
-    if not isinstance(rate, keras.Variable) and not _follows_steps(optimizer):
+    for each in parts_of(optimizer):
+        rate = getattr(each, "learning_rate", None)
+        if rate is None or isinstance(rate, keras.Variable) or _follows_steps(each):
+            continue
         raise NotImplementedError(
-            f"the learning rate of {kind} is a function without arguments, which "
-            "parameter servers cannot call. Use a number, which callbacks can assign, "
-            "or a keras.optimizers.schedules.LearningRateSchedule"
+            f"the learning rate of {type(each).__name__} is a function without "
+            "arguments, which parameter servers cannot call. Use a number, which "
+            "callbacks can assign, or a keras.optimizers.schedules.LearningRateSchedule"
         )
 
 

@@ -101,6 +101,7 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
                 f"ServerCheckpoint of {str(self._directory)!r} has nothing to restore: "
                 "it saves in fit, to which it is given as a callback"
             )
+        # By identity: the list is made again whenever what is trainable changes.
         if self._training.variables is not self._variables:
             raise RuntimeError(
                 f"what is trainable in model {self.model.name!r} has changed since its "
@@ -108,6 +109,7 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
                 "with the callback, then restore"
             )
         saved = path or saved
+        # Steps that are under way would move what is restored.
         self._training.leave_state()
         self.manager.checkpoint.restore(saved)
         self._training.restored()

@@ -183,6 +183,7 @@ def step_function(
             rows = lookups.rows(tables, arrays)
             given = known | jax.tree.map(jax.lax.stop_gradient, rows)
             results = step(*[given.get(n) for n in range(len(variables))], *arrays)
+            # The derivative of rows * g by rows is g, the gradient that the step gave.
             own = [jnp.vdot(rows[n], results[n]) for n in rows if n in moved]
             return sum(own, jnp.float32(0)), results
 
@@ -200,6 +201,8 @@ def step_function(
             results = results[trained:]
         for at, after in zip(changed, results, strict=False):
             if at in counters:
+                # Of steps that run at a time none is lost, though they may have drawn
+                # by the same seed.
                 state[at].assign_add(after - known[trained + at])
             else:
                 state[at].assign(after)
@@ -328,6 +331,7 @@ class _Flattening:
 
     def _eqn(self, eqn: Any, operands: tuple[Any, ...]) -> list[Any]:
         parameters = dict(eqn.params)
+        # A server cuts a program by what depends on what, which a call would hide.
         for name in _CALLS:
             if isinstance(parameters.get(name), ClosedJaxpr):
                 return self.inline(parameters[name], operands)
@@ -399,4 +403,9 @@ def traced(function: Callable[..., Any], kinds: Sequence[Any]) -> Any:
 def pruned(closed: ClosedJaxpr, outputs: Sequence[int]) -> Callable[..., list[Any]]:
     """Returns what was traced as a function that returns some of its results."""
     function = jaxpr_as_fun(closed)
-    return lambda *arrays: [function(*arrays)[number] for number in outputs]
+
+    def run(*arrays: Any) -> list[Any]:
+        results = function(*arrays)
+        return [results[number] for number in outputs]
+
+    return run

@@ -193,8 +193,10 @@ class Bindings:
             f"optimizer {self._name!r} moves variable {held.entry.name!r} differently "
             "in this tree than in the one that it had before, and it has one tree: "
             "give it all its variables at once, zs.Optimizer(transformation, "
-            "params=params), with gradients of the same dtypes each time, and make one "
-            "optimizer for each tree"
+            "params=params), with gradients of the same dtypes and the same further "
+            "arguments each time, and make one optimizer for each tree. State that is "
+            "assigned before the first update is of a tree without further arguments: "
+            "assign it after that"
         )
 
 
