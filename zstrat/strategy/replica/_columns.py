@@ -113,6 +113,7 @@ def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
         if not shape:
             raise no_rank()
         require_axes((axis,), shape)
+        # Counted from the end, one axis is another dimension in shapes of another rank.
         at = axis % len(shape)
         rests.add((*shape[:at], *shape[at + 1 :]))
     if len(rests) > 1:

@@ -85,6 +85,7 @@ _CONTEXTS: Final = {
 }
 """Settings, and the context managers that make them."""
 
+# One call in C for all settings, because it is made at every barrier.
 _read: Final = operator.attrgetter(*_CONTEXTS)
 
 
@@ -104,6 +105,7 @@ class JaxSettings:
         Raises:
             RuntimeError: One has been changed.
         """
+        # The mesh is not among the values of `jax.config`.
         values = _read(jax.config)
         if values == self._values and jax.sharding.get_abstract_mesh() == self._mesh:
             return
@@ -202,17 +204,23 @@ class ReplicaFiber:
         Raises:
             BaseException: Whatever the replica function raises.
         """
-        came = self._greenlet.switch(given)
-        self.barrier = came if isinstance(came, ReplicaBarrier) else None
+        switched = self._greenlet.switch(given)
+        # A greenlet that returns gives its result, which is None.
+        self.barrier = switched if isinstance(switched, ReplicaBarrier) else None
 
     def end_replica(self) -> None:
         """Ends a replica that waits, or has not started."""
+        # Before it is resumed: its `finally` blocks may call merge_call again.
         self._is_over = True
         self.barrier = None
         if not self._greenlet.dead:
+            # Unlike other exceptions, this one does not go on to the parent. A greenlet
+            # that has not started ends without running.
             self._greenlet.throw(GreenletExit)
 
     def _run(self, _: Any) -> None:
+        # Here, not in `__init__`: what the caller has entered around strategy.run is
+        # not a change that the replica made.
         self._trace, self._settings = current_trace(), JaxSettings()
         current_fiber.set(self)
         self.result = self._body(self)
@@ -242,14 +250,16 @@ def run_fibers(
     given: Sequence[Any] = [None] * len(fibers)
     try:
         while True:
-            for each, value in zip(fibers, given, strict=True):
-                with during(each.number):
-                    each.resume(value)
-            barriers = [each.barrier for each in fibers]
+            for fiber, value in zip(fibers, given, strict=True):
+                with during(fiber.number):
+                    fiber.resume(value)
+            barriers = [fiber.barrier for fiber in fibers]
             if not any(barriers):
-                return [each.result for each in fibers]
-            came = _all_of(barriers)
-            given = came[0].join([barrier.value for barrier in came])
+                return [fiber.result for fiber in fibers]
+            reached = _all_of(barriers)
+            # The keys are equal, so any join would do. It runs outside of `during`:
+            # merge_fn is called in no replica.
+            given = reached[0].join([barrier.value for barrier in reached])
     except BaseException as error:  # to the caller, when all have ended
         _end_all(fibers, during, error)
         raise
@@ -268,13 +278,15 @@ def _end_all(
             have ended.
     """
     interrupt: BaseException | None = None
-    for each in fibers:
+    # Every one, even if cleaning up raises: else its `finally` blocks would run when
+    # the greenlet is garbage-collected.
+    for fiber in fibers:
         try:
-            with during(each.number):
-                each.end_replica()
+            with during(fiber.number):
+                fiber.end_replica()
         except Exception as other:  # goes into the note
             error.add_note(
-                f"replica {each.number}, which was ended because of this, raised "
+                f"replica {fiber.number}, which was ended because of this, raised "
                 f"{type(other).__name__} while it cleaned up: {other}"
             )
         except BaseException as other:  # to the caller, when all have ended
@@ -342,6 +354,7 @@ def merging(
         if is_staging() or not (current is None or current.live):
             return given  # a program places values by itself
         there = strategy._devices()
+        # A strategy that only plans has no devices here.
         return [*map(to_device, given, there), *given[len(there) :]]
 
     return ReplicaBarrier("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
@@ -409,6 +422,7 @@ def updating(
         return [None] * len(values)
 
     rule = None if optimizer is None else optimizer.id
+    # Updates return nothing, so the replicas only need to wait until it is done.
     words = f"an update ({op.name.lower()}) of {variable.spec}"
     return ReplicaBarrier((variable.spec.key, op, rule), words, operands, join)
 
@@ -426,6 +440,8 @@ def optimizing(
 
     keys = tuple([variable.spec.key for variable in call.variables])
     words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
+    # One gradient and a stack of them have different shapes by design, so they never
+    # match.
     stacked = tuple([call.has_examples(leaf) for leaf in call.given])
     what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
     return ReplicaBarrier(what, words, call.arrays, join)
@@ -460,11 +476,14 @@ class SequentialReduction(TeamReduction):
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         totals: list[jax.Array] = []
         for column in columns:
+            # In the order of replicas, so that a sum of floats is the same in every
+            # run.
             first, *others = on_one_device(column)
             totals.append(sum(others, start=first))
         return totals
 
     def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
+        # Before any concatenation, so that the error names the replicas' shapes.
         for column in columns:
             require_joinable("all_gather", [x.shape for x in column], axis)
         return [jnp.concatenate(on_one_device(column), axis) for column in columns]

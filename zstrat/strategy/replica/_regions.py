@@ -69,6 +69,7 @@ class MappedReplica(ReplicaRecorder):
     this region notes what it records."""
 
     def __init__(self, feed: TraceFeed, team: Team) -> None:
+        # Separate from the capture of the step, whose values belong to another trace.
         self.capture = Capture(feed, is_region=True)
         super().__init__(self.capture, team)
 
@@ -118,10 +119,14 @@ def replicate(
     # first.
     region = discovered(fn, shared, split, team, mesh)
     found = region.capture
+    # No step records: if jax is tracing, its program would keep the values that are
+    # read as constants, and updates would be lost.
     recording = recorder.get()
     if recording is None:
         _refuse_unnoticed(found)
     outside = Immediate() if recording is None else recording
+    # Before the program is built: a program has one input per variable, which is either
+    # shared or a copy per replica.
     for variable, _ in found.own.values():
         apart_from_now(variable)
     own = [v for v in found.variables if has_copies(v, count)]
@@ -140,6 +145,7 @@ def replicate(
         return mapped_over(one, count, mesh, own_arrays)(values, [*shared, *whole])
 
     def made(values: Any, shared: Any, own_arrays: Any, rows: Any) -> RegionMade:
+        # Mostly the trace of the discovery serves, so that the function is traced once.
         if region.program is not None:
             inputs = [*shared, *given.arguments(own_arrays)]
             known = given.named(values, own_arrays, rows)
@@ -157,6 +163,7 @@ def replicate(
         arrays, copies, operands, _ = made(
             values, shared, own_arrays, own_arrays[given.before_rows :]
         )
+        # With an axis of replicas, along which the map concatenates.
         return [*arrays, *[copy[None] for copy in copies]], operands
 
     # No other processes, or XLA reaches them itself: one program without stages.
@@ -234,6 +241,8 @@ class TracedRegion:
             arrays: What the program made: of the result, then copies of ``changed``.
             operands: Those of each update.
         """
+        # Asking for the replica's context makes the step depend on it; the step notices
+        # only what is asked outside.
         if self.capture.asked_context and (notify := asked.get()) is not None:
             notify()
         made = iter(arrays)
@@ -323,6 +332,7 @@ def discovered(
     def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         args = values[0], shared, own_arrays
         closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
+        # The last one: jax may have traced more than once.
         region, placeholders = found[0]
         region.program = body_program(closed, placeholders, jax.tree.structure(made))
         return [], []
@@ -334,6 +344,8 @@ def discovered(
         ]
         mapped_over(one, team.local, mesh, own_arrays)([seed], shared)
 
+    # Abstract: nothing is computed. The seed is traced, so that what is made of it is
+    # no constant.
     jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
     return found[0][0]
 
@@ -370,6 +382,8 @@ def _looked_up(
         def ids(values: Any, shared: Any, own_arrays: Any, rows: Any) -> list[Any]:
             return made(values, shared, own_arrays, rows).ids
 
+        # Rows that are not known yet are abstract: ids that depend on them come out as
+        # not ready.
         known = dict(zip(sorted(rows), own_arrays[before:], strict=True))
         own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
         args = (values, shared, own_arrays[:before], own_rows)
@@ -380,9 +394,11 @@ def _looked_up(
         left = [n for n in range(len(kinds)) if n not in rows]
         ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
         part, needed = flow.part(ready)
+        # Only the ids that are ready: the rest of the function is dead code here.
         return part(*[leaves[n] for n in needed]), []
 
     while len(rows) < len(kinds):
+        # A level at a time; ids of a further level need the rows of this one.
         computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
         for number, ids in zip(tuple(ready), computed, strict=True):
             lookup = found.lookups[number]

@@ -114,11 +114,13 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         number = fiber.number
         # Nothing is reset: the context belongs to this replica, and ends with it.
         recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
+        # A step that is traced creates nothing, and its creator refuses that by itself.
         if is_real:
             first = creators[0] if creators else None
             creators.append(_SameCreations(inner, number, first))
             creator.set(creators[-1])
         selected = select_replica(number, tree)
+        # In a program jax places values by itself.
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
         own_args, own_kwargs = selected
@@ -127,6 +129,8 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
     @contextmanager
     def during(number: int) -> Iterator[None]:
+        # Entered around each stretch of the replica, not around the whole: the replicas
+        # alternate on one thread.
         is_placed = is_real and number < len(devices)
         where = jax.default_device(devices[number]) if is_placed else nullcontext()
         with as_replica(team.first + number, team.size), where:
@@ -183,11 +187,13 @@ class SequentialReplica(ReplicaRecorder):
     def update(self, update: VariableUpdate) -> None:
         if self._is_unnoticed:
             is_of_rows = isinstance(update.target, Table)
+            # A table is named by its rows, as the caller did.
             what = "update rows of" if is_of_rows else "update"
             refuse_update(update.variable.spec, what)
         super().update(update)
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        # Rows that all replicas share.
         if not any(has_copies(c, self._team.local) for c in table.components):
             return self.outer.lookup(table, ids)
         if self.live:
@@ -219,6 +225,7 @@ class SequentialReplica(ReplicaRecorder):
         variable, op, operands = update.variable, update.op, update.operands
         number = self._fiber.number
         if not self.live:
+            # In a step: the copies of all replicas are one array of the program.
             apart_from_now(variable)
             copies = self.outer.copies(variable)
             value = moved(op, operands, copies[number])
@@ -246,6 +253,8 @@ def _own_updates(
     if len(operands) == 1:
         return [operands]
     index, rows = operands
+    # As a table of one component, so that the rows are checked and summed as those of
+    # any table.
     table = Table(variable.name, (variable,))
     table.require_inside(index)
     found = row_updates(table, op, (index, rows), None)
@@ -286,6 +295,7 @@ class _SameCreations:
         if self._first is self:
             assert self.inner is not None
             self._optimizers.append(self.inner.register_optimizer(optimizer))
+        # By count, not by name: optimizers have no unique names.
         number, registered = self._registered, self._first._optimizers
         self._registered += 1
         if number >= len(registered):
@@ -296,6 +306,8 @@ class _SameCreations:
         return registered[number]
 
     def forget_optimizer(self, optimizer: int) -> None:
+        # The registration failed in the constructor, so the next one has this number
+        # again.
         self._registered -= 1
         if self._first is self:
             assert self.inner is not None
@@ -339,6 +351,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     team = call.team
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
+    # By itself, or with values, this process needs no stages.
     if team.channel is None or outside is None or outside.live:
         found = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order of a program: they are reduced one
@@ -351,6 +364,8 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
             "program. Use batch(..., drop_remainder=True)"
         )
     distributed = call.given(distribute_rows(unwrapped(call.tree), team.local))
+    # A trace whose arguments are those of replica 0: other processes find the same, as
+    # they run the same function.
     if needs_sequential(distributed):  # in the other processes, too
         return regroup(run_sequentially(call, devices))
     return _in_one_region(_Region(distributed), outside)
@@ -358,6 +373,8 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
 
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
+    # Read once, outside of the traces of the stages: tracers of those must not leave
+    # them.
     held = [
         outside.copies(v) if has_copies(v, region.team.local) else outside.read(v)
         for v in variables
@@ -390,6 +407,7 @@ class _Region:
         self._leaves: list[Any]
         self._treedef: Any  # its stubs lack what we call
         self._leaves, self._treedef = joined.flatten(call.tree)
+        # Inputs are what the step traces. All else is a constant of it.
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self.last: TracedRegion
         """The outcome of the last trace; unset before the first."""
@@ -404,13 +422,15 @@ class _Region:
         def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
             self.traced(Discovery(seed), inputs)
 
+        # Which variables they use has to be known first, because the stages get their
+        # values as inputs.
         jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
         found = self.last.capture
-        for lookup in found.lookups:
+        if found.lookups:
             raise UnevenParts(
-                f"strategy.run was given parts of different shapes, and looks up rows "
-                f"of {lookup.table}, which is not in the scope of the strategy: create "
-                "it there, or use batch(..., drop_remainder=True)"
+                "strategy.run was given parts of different shapes, and looks up rows "
+                f"of {found.lookups[0].table}, which is not in the scope of the "
+                "strategy: create it there, or use batch(..., drop_remainder=True)"
             )
         return found.variables
 
@@ -424,6 +444,7 @@ class _Region:
         call = self._call.given(self._treedef.unflatten(leaves))
         capture = Capture(feed, is_region=True)
         with capture.recording():
+            # No devices: within a program jax places values.
             results = run_sequentially(call, ())
         moves = capture.moves.values.values()
         leaves, treedef = joined.flatten(regroup(results))
