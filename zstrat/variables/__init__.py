@@ -17,7 +17,6 @@ from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
 from ._creator import DeferredValue as DeferredValue
 from ._creator import StrategyCreator as StrategyCreator
-from ._creator import TableRequest as TableRequest
 from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._creator import initial as initial
@@ -79,6 +78,7 @@ from ._table import Table as Table
 from ._table import TableLayout as TableLayout
 from ._table import absent as absent
 from ._table import reaching as reaching
+from ._table_creation import TableRequest as TableRequest
 from ._tree import Module as Module
 from ._tree import create_variables as create_variables
 from ._tree import unwatch as unwatch

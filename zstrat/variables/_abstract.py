@@ -176,6 +176,8 @@ class AbstractVariable(ArrayOperators):
         if current is not None:
             if current.has_values:
                 value = self.value()
+                # An eager step has values, but a function that jax transforms inside of
+                # it has not.
                 if not isinstance(value, jax.core.Tracer):  # of jax.jit and the like
                     return np.asarray(value)
             raise ValueWanted(
@@ -392,6 +394,7 @@ class AbstractVariable(ArrayOperators):
 
         Cancellation: the update may or may not have been applied.
         """
+        # Planned first, so that an invalid update raises before anything is sent.
         await update_all_async(self._planned_rows(op, sparse_delta))
         return self
 

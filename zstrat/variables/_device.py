@@ -161,6 +161,7 @@ class DeviceStorage(StorageWithSlots):
                 )
                 moves = [
                     np.asarray(apply(op, row, own), dtype)
+                    # Not strict: `repeat` has no end.
                     for row, own in zip(old, given, strict=False)
                 ]
                 updated = np.stack(moves)
@@ -188,6 +189,7 @@ class DeviceStorage(StorageWithSlots):
         with self.pool.turn:
             self._settle()
             if op is UpdateOp.ASSIGN and self._is_void:
+                # A copy: what `broadcast_to` returns cannot be written.
                 copies = np.array(self._equal(self.like()))
                 missing = frozenset(range(len(copies)))
                 self.pool.has_failed = True  # steps ask for what is missing
@@ -248,6 +250,8 @@ class DeviceStorage(StorageWithSlots):
         if beside is None:
             initial = rule.beside(rule.initial(self._first()))
             beside = self._slots[rule.id] = self._kept(initial)
+        # Restored, or of another tree. Else both are the same tuple, so one comparison
+        # does.
         elif beside.names is not rule.names:
             beside = self._slots[rule.id] = rule.fitted(name, beside)
         here = self.pool
@@ -350,6 +354,7 @@ class DeviceStorage(StorageWithSlots):
             if place is None:
                 return  # another thread has done it
             arrays = place.state.arrays
+            # Before anything is taken: see `JointState.taken`.
             place.state.is_whole = False
             value, slots = arrays[place.value], {**self._own_slots}
             for rule, first, end in place.slots:

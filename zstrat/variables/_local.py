@@ -77,6 +77,8 @@ def _applied(
             changed[operands[0]] = operands[1]
             return changed
         case UpdateOp.SCATTER_DIV if value.dtype.kind in "iu":
+            # `np.divide.at` has no integers, and each quotient is truncated before the
+            # next division.
             changed, index_runs = value.copy(), runs(operands[0])
             changed[index_runs.unique] = divided(
                 value[index_runs.unique], index_runs, operands[1]
@@ -101,6 +103,7 @@ def shares_of(value: Any, count: int) -> Any:
         # There may be more copies than 8 bits can count.
         wide = value.astype(np.int32) if dtype.itemsize < 4 else value
         return (wide // count + (numbers < wide % count)).astype(dtype)
+    # The zeros repeat the share once for each copy.
     return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
 
 
@@ -109,6 +112,7 @@ def cut_for_mean(value: Any, count: int) -> list[Any]:
 
     A sum of the values may not fit their dtype, and floats lose digits.
     """
+    # 8 bits may not hold the count.
     wide = value.astype(np.int32) if value.dtype.itemsize < 4 else value
     return [wide // count, wide % count]
 
@@ -309,6 +313,7 @@ class LocalStorage(StorageWithSlots):
     """Keeps one variable in this process, with the slots of its optimizers."""
 
     def __init__(self, value: np.ndarray) -> None:
+        # A copy: the caller may write to its array later.
         self._value = _frozen(np.array(value, order="C"))
         self._kept_slots: dict[int, SlotValues] = {}
         # Reads and updates come from any thread; an update is read, compute, replace.

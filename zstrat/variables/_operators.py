@@ -231,6 +231,7 @@ class ArrayOperators(abc.ABC):
             ValueError: A function that makes an optimizer or a schedule would keep it.
         """
         value = self.value()  # first: it refuses to be read while jax traces
+        # Frame 0 is this one, 1 the operator, 2 the code that uses it.
         if recorder.get() is None and (maker := _maker_of(sys._getframe(2))):
             raise ValueError(
                 f"optax.{maker} would keep the value that {self!r:.100} has now, "
@@ -279,6 +280,7 @@ class ArrayOperators(abc.ABC):
             x._implied() if isinstance(x, ArrayOperators) else value_of(x)
             for x in inputs
         ]
+        # In a step the values are traced, and only jax computes with them.
         if any(isinstance(x, jax.Array) for x in values):
             return getattr(jax.numpy, ufunc.__name__)(*values)
         return ufunc(*values)
@@ -393,6 +395,7 @@ def _maker_of(frame: FrameType | None) -> str:
     if frame is None or package != "optax":
         return ""
     name = frame.f_code.co_name
+    # `len` stands for a name that the module lacks: it has no `__code__`.
     function: Any = inspect.unwrap(frame.f_globals.get(name, len))
     if getattr(function, "__code__", None) is not frame.f_code:
         return ""  # a nested function, such as the update of an optimizer

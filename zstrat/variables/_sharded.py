@@ -20,9 +20,10 @@ import numpy as np
 
 from . import _convert
 from ._abstract import AbstractVariable
+from ._indexing import select
 from ._operators import recorder, refuse_read
 from ._storage import ComponentRows, VariableSpec, read_all, read_all_async, read_parts
-from ._table import Table, select
+from ._table import Table
 from ._variable import Variable, create, like
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class ShardedVariable(AbstractVariable):
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
             parts = [np.empty((0, *self.shape[1:]), self.dtype)]
+        # More than half of the rows: whole components in place of indices.
         elif sum(wanted) * 2 > touched:
             values = read_all(component for component, _ in pieces)
             parts = [
@@ -244,6 +246,7 @@ def _fill(
     )
     sharded._components, sharded._table = components, table
     for component in components:
+        # Weakly, as the sharded variable holds its components.
         component._container = weakref.ref(sharded)
 
 

@@ -470,6 +470,7 @@ class JointPlace(NamedTuple):
     def leave(self) -> None:
         """Drops the arrays of a storage that has taken them out."""
         state = self.state
+        # Before the arrays go: see `JointState.taken`.
         state.is_whole = False
         state.arrays[self.value] = None
         for _, first, end in self.slots:

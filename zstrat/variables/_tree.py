@@ -101,6 +101,7 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        # Over a copy, because a callback may end its own watch.
         for callback in tuple(vars(self).get(_LISTENERS, ())):
             callback(self, name, value)
 

@@ -157,6 +157,7 @@ def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
             twice or is not in the tree.
     """
     present = _present(_listed(pairs))
+    # With `params=` leaves have a fixed place, so pairs may come in any order.
     if tree is not None:
         return _in_tree(present, tree)
     from zstrat.optimizers import TreeStructure
@@ -224,6 +225,7 @@ def _present(
     if not present:
         names = [v.name for _, v in pairs]
         raise ValueError(f"No gradients provided for any variable: {names}")
+    # Only those with gradients: a variable that is skipped may be there twice.
     _require_distinct([v for _, v in present])
     return present
 
@@ -277,6 +279,7 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
     )
     if given != wanted:
         hint = "" if _order(variables) else _order(grads)
+        # By name, because importing optax here would load it for every program.
         if type(variables).__name__ == "LookaheadParams":
             hint = (
                 ". optax.lookahead keeps slow copies of the parameters of its own "
@@ -347,6 +350,7 @@ def extras_of(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
 
     static = {name: value for name, value in extra.items() if not _is_data(value)}
     data = {name: value for name, value in extra.items() if name not in static}
+    # A variable as an argument stands for its value now.
     data = jax.tree.map(_value, data, is_leaf=_is_variable)
     leaves, treedef = jax.tree.flatten(data)
     arrays = tuple([jnp.asarray(leaf) for leaf in leaves])

@@ -100,6 +100,7 @@ class Optimizer:
         self._random = RandomNumbers.of_this_thread()
         """The program's settings of random numbers, for parameter servers."""
         self._params = params
+        # Before `id`: a bad tree should fail before anything is registered.
         tree = self._tree
         self._forget_traces()
         current = creator.get()
@@ -126,6 +127,8 @@ class Optimizer:
                 self._require_possible(*tree)
             if count_iterations:
                 self.iterations = self._counter()
+        # Also after an interrupt: else the scope would keep the number of an optimizer
+        # that does not exist.
         except BaseException:  # to the caller
             if current is not None:
                 current.forget_optimizer(self.id)
@@ -150,6 +153,7 @@ class Optimizer:
             trainable=False,
             name=f"{self.name}/iterations",
             dtype="int32",
+            # One per step, not one per replica.
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
 
@@ -229,6 +233,7 @@ class Optimizer:
         """
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
+        # Refused before anything is recorded or sent.
         if self.rounds is not None:
             in_step = recording is not None and not recording.live
             require_mergeable(call, self.rounds, in_step=in_step)
@@ -238,6 +243,7 @@ class Optimizer:
             recording.optimize(call)
             if self.iterations is not None:
                 self.iterations.assign_add(1)
+        # Last: a call that was refused has not moved anything.
         self._has_moved(call)
 
     async def apply_gradients_async(
@@ -268,15 +274,20 @@ class Optimizer:
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
+        # Parameter servers compute with 64 bits where a variable has them, whatever
+        # this program does.
         is_wide = not is_here and any(
             x.itemsize > (8 if x.kind == "c" else 4) for x in dtypes
         )
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
         # In this process the thread's settings count at each update.
         random = RandomNumbers() if is_here else self._random
+        # Also the further arguments and the thread's settings: the program depends on
+        # all of them.
         key = (call.structure, shapes, dtypes, call.extras, wide, call.examples, random)
         for number, (known, made) in enumerate(self._rules):
             if known == key:
+                # Known, but perhaps only its state was traced (`_require_possible`).
                 if is_traced:
                     made = traced(call, made, is_traced=True)
                     self._rules[number] = key, made
@@ -375,6 +386,8 @@ class Optimizer:
             RuntimeError: It has updated several trees.
         """
         if self._tree is not None:
+            # A call has seen further arguments and examples, which the bare tree has
+            # not.
             return self.moved.get(_keys_of(self._tree[1])) or self._empty_call(
                 *self._tree
             )
@@ -398,6 +411,7 @@ class Optimizer:
         assert call is not None
         try:
             call.rule(is_here=lives_here(call))
+        # The trace lacks what a call would bring: not an error before there is a call.
         except ValueError:
             return None
         return call
@@ -448,9 +462,12 @@ class Optimizer:
 
         for variable in targets:
             self._check_place(variable)
+        # Variables of this process take any transformation.
         if all(c.spec.ps == LOCAL for v in targets for c in v.components):
             return
         call = self._empty_call(structure, targets)
+        # The state first, by itself: an error in `init` is final, one in `update` may
+        # be a missing argument.
         call.rule(is_here=False, is_traced=False)
         try:
             rule = call.rule(is_here=False)
@@ -462,6 +479,8 @@ class Optimizer:
         require_servers(call, rule)
 
     def _check_place(self, variable: GradientTarget) -> None:
+        # An optimizer of a scope was registered with the servers, and may update local
+        # variables, too.
         for part in variable.components if self.is_local else ():
             if part.spec.ps != LOCAL:
                 raise ValueError(
@@ -498,6 +517,7 @@ def unplaced(transformation: Any, name: str) -> Optimizer:
     from zstrat.optimizers import RandomNumbers, checked
 
     moves, random = checked(transformation, name), RandomNumbers.of_this_thread()
+    # Not `is_local`, so that variables of servers are not refused.
     return _handle(next_id(), name, False, None, None, None, moves, random, None)
 
 
