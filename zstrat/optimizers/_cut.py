@@ -179,6 +179,7 @@ def _by_leaf(
         if isinstance(found, Coupling):
             return found, _together(own, shared)
         frontier, used = found
+        # What advances the state that is read has to be advanced, too.
         kept = search.closure(used)
         for number in kept:
             frontier |= common[number][0]
@@ -229,6 +230,8 @@ class _Search:
         self._program = program
         self._leaves, _, self._states, self._extras = program.counts
         self._shared = [n for n, owner in enumerate(owners) if owner is None]
+        # Bits are in the order of the inputs: gradients, values, state, further
+        # arguments.
         self._shared_mask = sum(1 << (2 * self._leaves + n) for n in self._shared)
         gradients = (1 << self._leaves) - 1
         extras = ((1 << self._extras) - 1) << (2 * self._leaves + self._states)
@@ -250,6 +253,8 @@ class _Search:
                 return got
             result[number] = (got[0], set())
             direct[number] = got[1]
+        # In two passes: the operands of a leaf of the state are those of all that it
+        # reaches.
         for number in self._shared:
             result[number] = (result[number][0], _closed({number}, direct))
         self._reach = {number: reach for number, (_, reach) in result.items()}
@@ -273,6 +278,7 @@ class _Search:
         for number in own:
             allowed |= 1 << (2 * leaves + number)
         kind = self._tree.kinds[leaf]
+        # An operand may be as large as the leaf: its clipped gradient, for example.
         size = max(_SMALL, math.prod(kind.shape))
         return self._cut(wanted, allowed, size, None, leaf)
 
@@ -340,13 +346,17 @@ class _Search:
     def _at_once(self, var: Any, allowed: int) -> Any:
         """Decides for a variable, if that needs no variable before it."""
         bits = mask_of(self._program.mask, var)
+        # Scalars that depend on gradients are computed where the gradients are; arrays
+        # are made here, of these.
         if self._tree.early and var in self._makers and self._has_a_gradient(bits):
             is_operand = not var.aval.shape and not bits & ~self._known_mask
             return _OPERAND if is_operand else None
         if not bits & ~allowed:
             return _LOCAL
+        # An input of another leaf. Further arguments are given to all.
         if var not in self._makers:
             return _OPERAND if var in self._further else _FAILS
+        # A scalar is sent as it is; of an array it may be parts that are known here.
         return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
 
     def _has_a_gradient(self, bits: int) -> bool:

@@ -57,6 +57,8 @@ class ElementwiseUpdate:
         def known(var: Any) -> Any:
             return var.val if isinstance(var, Literal) else env[var]
 
+        # Equation by equation, not as a jaxpr: its shapes are those of one variable,
+        # and this runs on several side by side.
         for eqn in self._jaxpr.eqns:
             operand = [known(var) for var in eqn.invars]
             if _spreads(eqn):
@@ -90,12 +92,14 @@ def elementwise(
         and elements[1 + slots]
         and all(each in (shape, ()) for each in shapes[: 1 + slots])
         and not any(shapes[2 + slots :])
+        # An array among the constants may differ from element to element.
         and not any(const.shape for const in consts)
         and all(_is_elementwise(eqn, shape) for eqn in jaxpr.eqns)
     )
     outputs = [tuple(var.aval.shape) for var in jaxpr.outvars]
     if not is_fit or outputs != shapes[: 1 + slots]:
         return None
+    # By number: each trace makes variables of its own.
     numbers: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         numbers[var] = len(numbers)
@@ -134,6 +138,7 @@ def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
     found = {
         tuple(getattr(var.aval, "shape", (-1,))) for var in (*eqn.invars, *eqn.outvars)
     }
+    # Between scalars anything may be computed, but nothing else may happen.
     if found == {()}:
         return not eqn.effects
     if not found <= {(), shape}:

@@ -220,6 +220,7 @@ class ProgramPart:
                     continue
                 for before in {*operands_of(eqn, number)} - given:
                     needed.add(before)
+                    # Positive: an input, which no equation makes.
                     place = -makers[before][0] if before in makers else 1
                     if place <= 0 and place not in seen:
                         seen.add(place)
@@ -317,11 +318,13 @@ def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     a call."""
     if eqn.primitive.name not in _CALLS:
         return None
+    # Both names occur, by the kind of the call.
     found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if isinstance(found, ClosedJaxpr):
         inner, consts = found.jaxpr, found.consts
     else:
         inner, consts = found, ()
+    # If they do not match one by one, the call stays as it is.
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
     return (inner, consts) if len(inner.outvars) == len(eqn.outvars) else None
@@ -374,6 +377,7 @@ def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     index, *rest = operands
     branches = eqn.params["branches"]
     each = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
+    # As `jax.lax.switch` does with an index that is out of bounds.
     which = jnp.clip(index, 0, len(branches) - 1)
     if len(branches) == 2:
         which = which.astype(bool)
@@ -383,6 +387,7 @@ def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def _run_part(
     jaxpr: Any, eqn: Any, needs: Sequence[bool], env: Mapping[Any, Any]
 ) -> list[Any]:
+    # Loops run as a whole, with zeros for what only unwanted outputs depend on.
     if all(needs) or eqn.primitive.name != "cond":
         operands = [
             _value(env, var) if isinstance(var, Literal) or var in env else _zeros(var)
@@ -392,6 +397,7 @@ def _run_part(
     wanted = [n for n, is_needed in enumerate(needs) if is_needed]
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])
     used = union_of(bits[number] for number in wanted)
+    # 0 is the index of the branch.
     places = [n for n in range(1, len(eqn.invars)) if used >> n & 1]
     branches = [_branch(each, wanted, places) for each in eqn.params["branches"]]
     given = [_value(env, eqn.invars[n]) for n in places]
@@ -456,6 +462,7 @@ def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
     consts = len(given) - rows - carries
     fixed, carry = list(given[:consts]), list(given[consts : consts + carries])
     slices = list(given[consts + carries :])
+    # Until nothing changes: each round passes on what one carry has from another.
     while True:
         made = _outputs(body, [*fixed, *carry, *slices])
         after = [old | new for old, new in zip(carry, made, strict=False)]
@@ -477,6 +484,7 @@ def _through_while(eqn: Any, given: Sequence[int]) -> list[int]:
     while True:
         (goes_on,) = _outputs(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
         made = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
+        # How often the body runs depends on the test, and so does every carry.
         after = [o | n | goes_on for o, n in zip(carry, made, strict=True)]
         if after == carry:
             return carry

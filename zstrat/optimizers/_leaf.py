@@ -113,6 +113,7 @@ class LeafRule:
     def coupled_start(self) -> str:
         """The slot that begins with something made of several leaves, and that an
         update looks at; "" if there is none."""
+        # A measurement may begin with anything: no update looks at it.
         read = self.tree.read_state()
         return next((s.name for s in self._together if s.state in read), "")
 
@@ -192,6 +193,8 @@ class LeafRule:
         state = self.tree.state_of()
         numbered = state.treedef.unflatten(range(len(state.leaves)))
         numbers = {slot.state for slot in self.slots if slot.rows}
+        # A state of optax is a node of the tree; the search stops at it, to see all of
+        # its leaves.
         nodes = jax.tree.leaves(numbered, is_leaf=lambda node: bool(_maker_of(node)))
         for node in nodes:
             if (who := _maker_of(node)) and numbers & {*jax.tree.leaves(node)}:
@@ -208,6 +211,8 @@ class LeafRule:
         # Traced in one size for all: leaves of other sizes are moved alike, row by row.
         size = None if self.row_dependence else ROWS
         closed = self.program(size)
+        # The text of a program names variables in order, so equal programs have equal
+        # texts.
         made = hashlib.blake2b(str(closed).encode(), digest_size=16)
         for const in closed.consts:
             made.update(constant(const).tobytes())
@@ -227,6 +232,8 @@ class LeafRule:
         read, together = self.tree.read_state(), self._together
         slots = [(s.name, s.rows, s.state in read, s in together) for s in self.slots]
         found: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
+        # In two sizes: leaves that are alike in one may differ where the number of rows
+        # matters.
         sizes = [None, _another_size(self)] if self.kind.shape else [None]
         try:
             for size in sizes:
@@ -247,6 +254,7 @@ class LeafRule:
             return jax.make_jaxpr(self.init)(kind)
 
     def _sizes(self, size: int | None) -> Sizes | None:
+        # The tree as it is, whose traces are there already.
         if size is None or size == self.kind.shape[0]:
             return None
         return self.tree.sizes(size)
@@ -262,6 +270,7 @@ class LeafRule:
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns the dtypes of the whole state in which the slots of this leaf have
         these."""
+        # As a state has them after so many updates.
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
             if known is None:
@@ -271,6 +280,7 @@ class LeafRule:
                 for slot, dtype in zip(self.slots, dtypes, strict=True)
             ):
                 return self.tree.steady(generation)
+        # Slots that were restored, say, in dtypes that no update gives.
         found = [x.kind.dtype for x in self.tree.state()]
         for slot, dtype in zip(self.slots, dtypes, strict=True):
             found[slot.state] = dtype
@@ -281,6 +291,7 @@ class LeafRule:
         tree."""
         leaf, name = self.tree.place(state)
         about = self.tree.state()[state]
+        # State of another leaf keeps its whole path, so that names stay distinct.
         return name if leaf in (None, self.leaf) else keystr(about.path)
 
     def _grown(self) -> Sequence[StateLeaf] | None:
@@ -327,10 +338,12 @@ def cut_for_rows(tree: TreeRule) -> TreeRule:
 
 def _cut_for_rows(tree: TreeRule) -> TreeRule:
     result = tree.traced()
+    # Cut early already; or updated as a whole, where no row is moved by itself.
     if result.early or result.cut().coupling is not None:
         return result
     early = result.early_rule()
     for leaf in range(len(result.kinds)):
+        # The same operands make the same program for this leaf.
         if _operands(early, leaf) == _operands(result, leaf):
             continue
         was = leaf_rule(result, leaf).row_dependence
@@ -400,6 +413,7 @@ def _dependence_on_rows(rule: LeafRule) -> str:
     for slot, one, two in zip(rule.slots, before, kinds, strict=True):
         if not slot.rows and one.shape != two.shape:
             return f"it keeps {slot.name}, whose shape depends on the number of rows"
+    # After the value, the slots and the gradient come the operands.
     operands = len(rule.slots) + 2
     pairs = zip(here.in_avals[operands:], there.in_avals[operands:], strict=False)
     for one, two in pairs:
@@ -418,6 +432,7 @@ def _dependence_on_rows(rule: LeafRule) -> str:
 
 
 def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
+    # The value and the gradient have rows; operands are the same for all rows.
     slots = [0 if slot.rows else FREE for slot in rule.slots]
     operands = len(closed.jaxpr.invars) - len(slots) - 2
     given = [0, *slots, 0, *[FREE] * operands]

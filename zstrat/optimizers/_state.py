@@ -74,6 +74,8 @@ class StateOfTree:
             ValueError: It has another structure.
         """
         leaves, treedef = jax.tree.flatten(state)
+        # A user who has read the state got lists in place of pairs, and may assign
+        # that.
         numbered = self.treedef.unflatten(range(self.treedef.num_leaves))
         expected = jax.tree.structure(Pairs.as_lists(numbered))
         if treedef not in (self.treedef, expected):
@@ -86,6 +88,7 @@ def state_classes(transformation: Any) -> dict[str, str]:
     path of the array in the state of a single leaf; nothing for a transformation that
     needs a tree."""
     try:
+        # As the update is traced (`precision`), whatever the user has set.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             leaf = shaped((1,), jnp.float32)
             state = jax.eval_shape(transformation.init, leaf)
@@ -121,6 +124,7 @@ def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
         return at_first
     function, arguments = _first_update(tree, at_first, sizes)
     after = _state_of(lambda *given: function(*given)[1], arguments)
+    # By path: the first update may add leaves anywhere.
     had = {leaf.path for leaf in at_first.leaves}
     leaves = [replace(leaf, is_added=leaf.path not in had) for leaf in after.leaves]
     return StateOfTree(leaves, after.treedef)
@@ -151,6 +155,7 @@ def require_same(tree: TreeTransformation, before: Any, after: Any) -> None:
     if had == made:
         _require_same_shapes(tree, before, after)
         return
+    # Once it grows, the added leaves are there from the start.
     if not tree.grows and _paths(before) < _paths(after):
         raise StateGrowsError(tree.name)
     raise TypeError(
@@ -194,6 +199,7 @@ def require_unread(
     added = {var for var, leaf in pairs if leaf.is_added}
     inner: Any = program.closed.jaxpr
     read = [var for var in inner.invars if var not in added]
+    # Variables are printed by their order, so the texts can be compared.
     if str(inner.replace(invars=read)) != str(wanted.jaxpr):
         raise TypeError(
             f"the first update of optimizer {tree.name!r} adds leaves to its state, "
@@ -294,6 +300,7 @@ def owners_in(
     """
     leaves, count = len(structure), len(state.leaves)
     found = places_in(structure, state)
+    # With a single leaf all state is its own, and nothing needs to be traced.
     if leaves == 1:
         return [found.get(n, StateOwner(0, None)) for n in range(count)]
     program = update()
@@ -342,6 +349,7 @@ def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) ->
         return False
     children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
     inside = [_match(treedef, child, depth + 1, found) for child in children]
+    # The innermost alone: a state may contain states that each have a copy of the tree.
     if any(inside):
         return True
     try:
@@ -349,6 +357,7 @@ def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) ->
     except ValueError:
         return False
     for leaf, part in enumerate(parts):
+        # There may be several arrays at the place of a leaf.
         for number in jax.tree.leaves(part):
             found[number] = StateOwner(leaf, depth)
     return True
@@ -365,6 +374,7 @@ def _touched(program: TreeProgram) -> list[tuple[set[int], set[int], set[int]]]:
         mask = mask_of(program.mask, var)
         if number >= leaves:
             made[number - leaves] |= leaves_in(mask, leaves)
+            # Gradients are the first bits, values those after them.
             valued[number - leaves] |= {*bits_of(mask >> leaves & (1 << leaves) - 1)}
             continue
         for state in bits_of(mask >> (2 * leaves)):

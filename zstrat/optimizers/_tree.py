@@ -85,6 +85,7 @@ class TreeRule(TreeTransformation):
     def _read_state(self) -> frozenset[int]:
         program = self.update()
         union = mask_of_all(program.mask, program.outputs)
+        # The bits of inputs: gradients, values, then the state.
         first = 2 * len(self.kinds)
         return frozenset(
             n for n in range(len(self.state())) if union >> (first + n) & 1
@@ -108,6 +109,7 @@ class TreeRule(TreeTransformation):
         owner, path = found.get(state), self.state()[state].path
         if owner is None or owner.start is None:
             return None, keystr(path)
+        # The path of the leaf is in the middle of the path in the state.
         end = owner.start + len(self.structure.paths[owner.leaf])
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
@@ -137,6 +139,7 @@ class TreeRule(TreeTransformation):
         float32 gradients turn the moments of a bfloat16 variable into float32."""
         if not generation:
             return None
+        # Recursive, but each generation is traced once.
         before = self.steady(generation - 1)
         states = self.update(None, before).outputs[len(self.kinds) :]
         return tuple([var.aval.dtype for var in states])
@@ -154,6 +157,7 @@ class TreeRule(TreeTransformation):
                 now = tuple([leaf.kind.dtype for leaf in self.state()])
             else:
                 now = known
+            # One more update leaves them as they are.
             if self.steady(generation + 1) == now:
                 return known
         raise TypeError(
@@ -214,6 +218,7 @@ class TreeRule(TreeTransformation):
         try:
             self.cut()
         except StateGrowsError:
+            # Without the traces, which are of the state that lacks these leaves.
             result = replace(self, grows=True, _programs={})
             # Leaves that the first update adds are there from the start then, as zeros:
             # only an update that does not look at them gives what optax gives.
@@ -240,6 +245,7 @@ class TreeRule(TreeTransformation):
 
         def brings(eqn: Any, by_input: Mapping[Any, int]) -> bool:
             given = [mask_of(by_input, var) for var in eqn.invars]
+            # What depends on gradients and further arguments alone would be an operand.
             return any(
                 mask_of(by_input, var) & ~(known | extras)
                 and count(mask_of(by_input, var)) > max(map(count, given), default=0)
