@@ -63,7 +63,10 @@ MAX_VARIANTS: Final = 8
 _ANOTHER: Final = "a captured object, or the one that it is a method of, is another one"
 
 
-_given: Final[ContextVar[Callable[..., Any]]] = ContextVar("zstrat_given_function")
+# With a default: `leave_for` sets it to that where Ctrl-C has kept it from a reset.
+_given: Final[ContextVar[Callable[..., Any] | None]] = ContextVar(
+    "zstrat_given_function", default=None
+)
 
 
 def run_as(
@@ -85,6 +88,7 @@ def run_as(
 def given() -> Callable[..., Any]:
     """Returns the function of this call; of a step function its body."""
     fn = _given.get()
+    assert fn is not None, "only `run_as` runs a step"
     return fn.body if isinstance(fn, Function) else fn
 
 
