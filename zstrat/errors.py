@@ -31,6 +31,7 @@ class ZstratError(Exception):
     """Whether the same call may succeed later without a change of the program."""
 
     def __init_subclass__(cls) -> None:
+        # A subclass without a code is sent as its base class.
         if "code" in cls.__dict__:
             other = _BY_CODE.setdefault(cls.code, cls)
             if other is not cls:

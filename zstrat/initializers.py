@@ -95,6 +95,7 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     given = np.asarray(value)
     ranks = [_RANKS.get(each.kind, 0) for each in (given.dtype, dtype)]
     is_same = given.dtype == dtype or ranks in ([2, 2], [3, 3])
+    # Rounding a float is what asking for a narrower dtype means.
     if is_same or ranks[0] < ranks[1] or not given.size:
         return np.asarray(given, dtype)
     with np.errstate(all="ignore"):
@@ -116,6 +117,7 @@ def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
             made = np.asarray(value, dtype)
     except (OverflowError, ValueError) as error:
         raise ValueError(f"{what} does not fit its dtype {dtype}: {error}") from None
+    # As numpy reads it without a dtype: floats among integers make it floats.
     given = np.asarray(value)
     if _RANKS.get(given.dtype.kind, 0) <= _RANKS[dtype.kind]:
         return made
@@ -180,6 +182,7 @@ class Drawn(Initializer):
     def rows(self, generator: Any, out: np.ndarray) -> None:
         self.require_fitting(out.dtype)
         if self.counts_rows:
+            # For its error: the fans of a table that grows are unknown.
             Initializer.rows(self, generator, out)
         wide = np.dtype(np.float64 if out.dtype.itemsize >= 8 else np.float32)
         is_exact = out.dtype == wide or out.dtype.kind in "iu"
@@ -198,13 +201,17 @@ class Drawn(Initializer):
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
         self.require_fitting(dtype)
+        # As the only row of an array.
         if not shape:
             return self._make((1,), dtype, (slice(0, 1),)).reshape(())
         out = np.empty([cut.stop - cut.start for cut in window], dtype)
         if not out.size:
             return out
+        # numpy draws nothing narrower than float32: bfloat16, say, is rounded from
+        # that.
         drawn = np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
         drawn = dtype if dtype.kind in "iu" else drawn
+        # Else a window cuts columns, or the dtype needs rounding.
         in_place = dtype == drawn and out.shape[1:] == shape[1:]
         seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
         start, stop = window[0].start, window[0].stop

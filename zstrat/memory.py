@@ -164,10 +164,13 @@ class Reserve:
     def release(self, start: int, size: int) -> None:
         """Returns the whole pages of elements, which are zero, to the machine."""
         page = mmap.PAGESIZE
+        # Inwards: a page that other elements share stays.
         first = -(-start * self._dtype.itemsize // page) * page
         last = (start + size) * self._dtype.itemsize // page * page
         if last > first:
             gone = mmap.MADV_DONTNEED
+            # MADV_DONTNEED gives back only the cache of a file; this gives back its
+            # blocks, which are allocated again before they are written.
             if self._file is not None:
                 gone = mmap.MADV_REMOVE
                 self._file.allocated = min(self._file.allocated, first)
@@ -185,6 +188,7 @@ class Reserve:
         while True:
             try:
                 if self._file is not None:
+                    # Sparse: nothing is allocated yet.
                     os.ftruncate(self._file.descriptor, wanted)
                     return mmap.mmap(self._file.descriptor, wanted)
                 memory = mmap.mmap(-1, wanted, flags=flags)

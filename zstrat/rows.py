@@ -126,6 +126,7 @@ def divided(values: np.ndarray, found: Runs, rows: np.ndarray) -> np.ndarray:
         some = np.flatnonzero(found.counts > turn)
         divisor = rows[found.order[found.starts[some] + turn]]
         dividend = new[some]
+        # `//` rounds down, and this is to round towards zero.
         quotient = dividend // divisor
         inexact = quotient * divisor != dividend
         quotient += (inexact & ((dividend < 0) != (divisor < 0))).astype(new.dtype)

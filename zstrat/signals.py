@@ -66,6 +66,7 @@ def handle_on(
 
 def _note(number: signal.Signals, before: Handler) -> None:
     known = _handled.get(number)
+    # Somebody else has set a handler since ours: what is there now is what was before.
     if known is None or before not in known.ours:
         known = HandledSignal(before)
     if (ours := signal.getsignal(number)) not in known.ours:

@@ -148,6 +148,7 @@ class SteadyThread(threading.Thread):
             raise RuntimeError("cannot join current thread")
         if self.is_alive() and not self._over.wait(timeout):
             return
+        # Its function has ended; what is left is Python's own end of the thread.
         if super().is_alive():
             super().join()
 

@@ -134,6 +134,7 @@ class ReplicaContext(AbstractReplicaContext):
         """
         self._require_current()
         devices = self._strategy.extended.worker_devices
+        # Numbers count the replicas of all processes, names the devices of this one.
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
         if (fiber := current_fiber.get()) is not None:
@@ -217,6 +218,7 @@ class ReplicaContext(AbstractReplicaContext):
         team = called_with(self._strategy._team(), options, "all_gather")
         require_gatherable(value)
         along = as_axis(axis, "all_gather")
+        # Before it waits for the others, which would wait for this one, too.
         for leaf in jax.tree.leaves(value):
             require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:

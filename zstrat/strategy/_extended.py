@@ -194,6 +194,7 @@ class StrategyExtended:
 
             return frame.replica.merge_call(merge, args, named)
         require_cross_replica(self._strategy, "update()")
+        # In scope, as TF does: what is created in an update belongs to the strategy.
         with self._strategy.scope():
             own = [functools.partial(fn, each) for each in components_of(var)]
             return updated(self._strategy, own, args, named, group)
@@ -277,6 +278,7 @@ class StrategyExtended:
         require_cross_replica(self._strategy, "reduce_to()")
         op = reduction(reduce_op)
         pairs = checked_pairs(value_destination_pairs)
+        # All of them before any is reduced, and before another process is waited for.
         for _, destination in pairs:
             _require_one_place(destination)
         team = self._strategy._team()

@@ -146,6 +146,7 @@ def called_with(team: Team, options: object, call: str) -> Team:
             f"{call}: options must be a zs.CommunicationOptions or None, got "
             f"{type(options).__name__} {options!r:.80}"
         )
+    # In one process nothing is exchanged.
     if team.channel is None or options == CommunicationOptions():
         return team
     if team.channel.mesh is None:

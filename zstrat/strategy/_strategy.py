@@ -81,6 +81,7 @@ class Strategy(FirstVersion):
     def _inputs(self) -> ProcessInputs:
         """Describes the inputs of the replicas of this process."""
         team = self._team()
+        # As many replicas in each process.
         pipelines, this = team.size // team.local, team.first // team.local
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
@@ -377,6 +378,7 @@ class Strategy(FirstVersion):
                 return regroup(run_sequentially(call, devices))
             except UnevenParts:
                 return uneven(call, devices)
+        # One replica: a plain call, which jax computes as it comes.
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         sole = as_sole_replica(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.replica_id()), sole:

@@ -156,6 +156,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
         position = FeedPosition.from_plain(state)
+        # Its thread would keep reading the source.
         self._pass.close()
         self._pass = self._pass.feed.begin(position)
         self.go_on(self._pass, position.steps)

@@ -163,6 +163,7 @@ class DatasetPass:
     def __init__(self, feed: DatasetFeed, position: FeedPosition | None = None) -> None:
         self.feed: Final = feed
         begun = feed.sources.begin(position)
+        # The start of the whole pass, of which this is the rest.
         whole = None if position is None else replace(position, steps=0)
         self._recipes: Final = begun.recipes
         length = feed.length
@@ -276,6 +277,7 @@ class _Maker:
         Raises:
             ValueError: It never had an element, so its shapes are unknown.
         """
+        # Of the rest; the pass may have had one before it.
         if self.first is None:
             self.has_looked_back()
         if self.first is None:
@@ -318,6 +320,7 @@ def _is_parts(node: object) -> bool:
 def _dtype_of(leaf: Any) -> Any:
     one = leaf
     if isinstance(leaf, PerReplica):
+        # An array over the devices, without making the views of the replicas.
         one = leaf.values[0] if leaf.whole is None else leaf.whole
     return one.dtype if isinstance(one, jax.Array) else np.asarray(one).dtype
 

@@ -108,6 +108,8 @@ class ProcessInputs:
 
         def shares(position: FeedPosition | None) -> BegunPass:
             (begun,), steps = _begun((allotment,), position)
+            # Batches before the position are left out whole; in the batch that it cuts,
+            # steps are.
             whole, behind = (steps, 0) if alone else allotment.before(steps)
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
@@ -128,6 +130,8 @@ class ProcessInputs:
             is_infinite=allotment.is_infinite,
             is_common=allotment.ends_with_others and is_partial,
         )
+        # Each worker has its own files or its own part, so their number decides what a
+        # step is.
         by_worker = allotment.policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         split = (self.context.num_input_pipelines,) if by_worker else ()
         sources = FeedSources(shares, (allotment,), split, are_alike=True)
@@ -143,6 +147,7 @@ class ProcessInputs:
         require_function(dataset_fn)
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
+        # The function has sharded it, if at all.
         made = allotted(_made(dataset_fn, self.context), Worker())
         promise = partial(self._promise, [made])
 
@@ -371,6 +376,7 @@ class UnbuiltDataset:
         *,
         is_function: bool,
     ) -> None:
+        # Here, where the user called: workers would refuse it later.
         if input_options(options).is_per_replica:
             raise not_per_replica()
         if is_function:

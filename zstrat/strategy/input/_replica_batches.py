@@ -258,6 +258,8 @@ def _share(cut: Cut, held: dict[int, Any], is_fresh: bool) -> Share:
         return Share(sizes, apart=parts, is_fresh=is_fresh)
     first, last = spans[0], spans[-1]
     batch = held[first.batch]
+    # A batch that is taken whole is not sliced, so that its own memory can be given
+    # away.
     if (first.start, last.stop) != (0, batch_rows(batch)):
         batch = sliced(batch, first.start, last.stop)
     return Share(sizes, batch, is_fresh=is_fresh)
@@ -368,6 +370,7 @@ class SynchronizedPass:
                 self._left -= 1
             case _EndRule.ASKED:
                 if not self._all_max([self._sign * self._has_more()])[0]:
+                    # From now on nothing is left, and no worker asks again.
                     self._end_rule = _EndRule.COUNTED
                     raise StopIteration
             case _:
@@ -399,8 +402,10 @@ class SynchronizedPass:
                 -_NEVER if digest is None else -digest,
             ]
         )
+        # Before any rule: the workers would read different orders to the end.
         if high > -low:
             raise _unlike(self._order)
+        # All are as long, without asking again.
         if not apart:
             return _EndRule.OWN
         if sign * forever:

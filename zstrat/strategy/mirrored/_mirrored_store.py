@@ -99,9 +99,11 @@ class MirroredVariables(StrategyCreator):
         if self._channel is None:
             return
         with self.pool.turn:
+            # By number also where one was dropped here: other processes count it.
             found = [(n, each()) for n, each in enumerate(self._created)]
             self.pool.steps = taken_over(
                 self._channel.collective,
+                # Less than any number of steps: a late process is never the source.
                 -1 if self._is_late else self.pool.steps,
                 {n: variable for n, variable in found if variable is not None},
                 self._optimizers,
@@ -210,6 +212,7 @@ class _Devices(DevicePool):
         self._settle = settle
         self._where: Any = device
         self._apart: Any = None
+        # In one job of XLA arrays are over the devices of all processes.
         mesh = whole or over
         if mesh is not None:
             made: Any = PartitionSpec  # untyped

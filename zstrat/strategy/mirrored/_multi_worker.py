@@ -109,6 +109,8 @@ def _own_address() -> str:
             contextlib.suppress(OSError),
             socket.socket(family, socket.SOCK_DGRAM) as probe,
         ):
+            # Connecting a socket of datagrams sends nothing: it only chooses the route.
+            # Port 9 is that of `discard`.
             probe.connect((nowhere, 9))
             return str(probe.getsockname()[0])
     return "127.0.0.1"
@@ -140,12 +142,14 @@ def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
         RuntimeError: jax was used before, or another job has been formed, or the
             processes have different numbers of devices.
     """
+    # The program may have formed it, or a strategy before this one.
     if not jax.distributed.is_initialized():
         address = _broadcast_address(collective, host)
         jax.distributed.initialize(
             address,
             collective.size,
             collective.rank,
+            # jax would listen on every interface, and it authenticates nobody.
             coordinator_bind_address=address if collective.rank == 0 else None,
             initialization_timeout=max(1, int(timeout)),
         )
@@ -207,6 +211,7 @@ def _mesh(collective: Collective) -> Mesh:
             "the strategy: leave jax.distributed.initialize to the strategy"
         )
     rows: list[list[Any]] = [[] for _ in range(collective.size)]
+    # By id, so that all processes make the same mesh.
     for device in sorted(jax.devices(), key=lambda device: device.id):
         rows[device.process_index].append(device)
     counts = [len(row) for row in rows]
@@ -288,6 +293,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                     collective, host, options.timeout_seconds or _START_TIMEOUT
                 )
             self._channel = Channel(collective, mesh)
+        # After the job was formed, because asking jax for devices starts its backends.
         self._local = tuple(jax.local_devices())
         # A later generation: the others have made steps, and this process joins them.
         late = self._channel is not None and self._channel.collective.generation > 0
@@ -351,6 +357,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 "a strategy with implementation=XLA cannot be formed again, because "
                 "jax cannot: start all processes again, and restore a checkpoint"
             )
+        # First the connection, on which the values then travel.
         self._channel.collective.reform(timeout=timeout)
         self._variables.take_over()
 
@@ -399,6 +406,7 @@ def _first(spec: ClusterSpec) -> tuple[str, int]:
     return job, spec.task_indices(job)[0]
 
 
+# Without the scheme, the port, and the brackets of IPv6.
 def _host(address: str) -> str:
     host = address.rpartition("://")[2].rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")

@@ -63,11 +63,13 @@ def taken_over(
     # many steps the lowest rank.
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
+    # A process that has lost a value cannot give it to the others.
     steps = steps if lost is None else -1
     order = np.array([steps * size + size - 1 - rank])
     best = int(np.asarray(collective.all_reduce([order], "max")[0])[0])
     root, most = size - 1 - best % size, best // size
     if most < 0:
+        # Nobody has the value that this process has lost.
         if lost is not None:
             storage, name = lost
             storage.require_kept(name)
@@ -147,6 +149,8 @@ def _arrays(
             arrays.append(storage.taken()[0])
             continue
         is_lost = storage.is_lost
+        # Only its shape and dtype matter here: a process that has lost a value is not
+        # the source.
         arrays.append(storage.like() if is_lost else storage.shown())
         slots = {} if is_lost else storage.shown_slots()
         for rule, kinds in _rules(each, optimizers):

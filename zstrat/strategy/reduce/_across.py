@@ -110,6 +110,7 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
 def for_each(placed: Any, destination: Any) -> Any:
     """Converts a result of `put` to the form of its destination: for a value per
     replica one value for each replica, however many of them share a device."""
+    # With one replica the form of its value is that of the result.
     if not isinstance(destination, DistributedValues) or destination.replicas < 2:
         return placed
     count = destination.replicas
@@ -117,6 +118,7 @@ def for_each(placed: Any, destination: Any) -> Any:
         return Mirrored((placed,) * count)
     if placed.replicas == count:
         return placed
+    # Several replicas may share a device, which has one copy.
     there = dict(zip(places(destination), placed.values, strict=True))
     first = placed.values[0]
     devices = [next(iter(_of_array(x)), None) for x in destination.values]
@@ -144,6 +146,7 @@ def _mirrored(value: Any, devices: Sequence[jax.Device]) -> Mirrored:
     if not is_array or not fits(value):
         return Mirrored((value,) * len(devices))
     array = jax.numpy.asarray(value)
+    # With an axis of replicas, along which they are one array.
     rows = [jax.device_put(array[None], device) for device in devices]
     whole = one_array(rows, rows_over(mesh_over(devices)))
     return Mirrored.of_whole(whole, len(devices), stacked=True)
@@ -160,6 +163,7 @@ def _of_array(value: Any) -> Iterable[jax.Device]:
 
 
 def _of_sharding(sharding: jax.sharding.Sharding) -> Iterable[jax.Device]:
+    # The mesh has them in the order of the replicas, ids may not.
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return list(sharding.mesh.devices.flat)
     return sorted(sharding.device_set, key=lambda device: device.id)
@@ -170,6 +174,7 @@ def _named(name: str) -> tuple[jax.Device, ...]:
     if task is None:
         return (device_named(name),)
     device = name[task.end() :]
+    # A ps is another process, and a task without a device has none here.
     if task["job"].lower() == "ps" or not device:
         return ()
     return (device_named(device),)
@@ -213,8 +218,10 @@ def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
     copies = {shard.device: shard.data for shard in total.whole.addressable_shards}
     first = copies[there[0]]
     if len(devices) < 2:
+        # Where a copy is already, nothing travels.
         nearest = copies.get(devices[0], first) if devices else first
         return put(loose(nearest, total.is_stacked), devices)
+    # Any copy will do for a device that has none: all are equal.
     wanted = [copies[x] if x in copies else jax.device_put(first, x) for x in devices]
     whole = one_array(wanted, rows_over(mesh_over(devices), _memory(wanted[0])))
     return Mirrored.of_whole(whole, len(devices), stacked=total.is_stacked)
@@ -239,10 +246,12 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
     if not all(is_concrete(part) and _is_addable(part) for part in parts):
         return None
     devices = [device for part in parts for device in part.devices()]
+    # Parts in another memory, or on another platform, cannot be one array.
     kinds = {(part.shape, part.dtype, part.sharding.memory_kind) for part in parts}
     platforms = {device.platform for device in devices}
     if len(kinds) > 1 or len(platforms) > 1:
         return None
+    # One device for each part, or they are not spread out.
     if len(devices) > len(parts) or len(set(devices)) < len(devices):
         return None
     mesh = mesh_over(devices)
@@ -313,6 +322,7 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     treedef: Any  # its stubs lack what we call
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
     split = [columns_of(local_results(leaf)) for leaf in leaves]
+    # All leaves as one list, so that they travel together.
     columns = [column for each, _ in split for column in each]
     if any(map(is_sparse, columns)):
         require_no_axes(axes)  # before it waits for others
@@ -353,6 +363,7 @@ def _slices_across(
 ) -> list[IndexedSlices]:
     """Concatenates the rows of each column of IndexedSlices with those of the other
     processes."""
+    # Added without a mean: it is divided once, by the replicas of all processes.
     local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
     fronts = [array for each in local for array in (each.values, each.indices)]
     joined = iter(_concatenated(channel, fronts))
@@ -387,6 +398,7 @@ def gather_across(team: Team, value: Any, axis: Any) -> Any:
 
 def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
     local = concatenate(parts, axis)
+    # Outside of programs in numpy, which keeps dtypes of 64 bits.
     of = jnp if _is_in_program() else np
     (whole,) = _concatenated(channel, [of.moveaxis(of.asarray(local), axis, 0)])
     return of.moveaxis(whole, 0, axis)

@@ -102,6 +102,7 @@ class CrossDeviceOps(abc.ABC):
                 replicas is SUM.
         """
         found: list[Any] = []
+        # Where each value of the batch goes: number of the pair, number of the leaf.
         wanted: list[tuple[int, int]] = []
         batch: list[tuple[Any, Any]] = []
         for number, (value, destination) in enumerate(pairs):
@@ -235,6 +236,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _on_one_device(self, parts: Column) -> list[Any]:
         device = self.reduce_to_device
+        # jax would cut the integers, on any device.
         if device is None or any(map(is_integer_downcast, parts)):
             return computable(parts)
         return [jax.device_put(part, device) for part in parts]

@@ -235,7 +235,9 @@ class Numbers:
 
     def __init__(self, origin: int, placement: VariablePlacement) -> None:
         self._placement = placement
-        self._first = first_number(origin)
+        # A handle that outlives its session must not name a variable of the next one by
+        # chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
+        self._first = origin % _BLOCKS << _BLOCK_BITS
         self._created = self._optimizers = self._first
         self._variables_at_risk: list[VariableSpec] = []
         self._optimizers_at_risk: list[int] = []
@@ -316,6 +318,7 @@ class Numbers:
     def give_back(self, optimizer: int) -> None:
         """Frees the number of an optimizer that has no handle; it stays taken if others
         followed it."""
+        # Only the last one: numbers are counted, and those after it would shift.
         if optimizer == self._optimizers:
             self._optimizers -= 1
             self._optimizers_at_risk.append(optimizer)
@@ -325,13 +328,3 @@ class Numbers:
         may still exist."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)
-
-
-def first_number(session: int) -> int:
-    """Returns the number from which the keys and optimizer ids of a session are
-    counted.
-
-    A handle that outlives its session must not name a variable of the next one by
-    chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
-    """
-    return session % _BLOCKS << _BLOCK_BITS
