@@ -106,7 +106,7 @@ def _list(
         if not isinstance(storage, DeviceStorage | LocalStorage) or _is_own(variable):
             continue
         spec = variable.spec
-        kept = storage.shown_slots() if isinstance(storage, DeviceStorage) else {}
+        _, kept = _state_of(storage)
         rules = [
             [n, _described(kept[rule.id])]
             for n, rule in enumerate(optimizers)
@@ -145,14 +145,8 @@ def _arrays(
     arrays: list[Any] = []
     for each in listed:
         storage = _storage(each, variables)
-        if isinstance(storage, LocalStorage):
-            arrays.append(storage.taken()[0])
-            continue
-        is_lost = storage.is_lost
-        # Only its shape and dtype matter here: a process that has lost a value is not
-        # the source.
-        arrays.append(storage.like() if is_lost else storage.shown())
-        slots = {} if is_lost else storage.shown_slots()
+        value, slots = _state_of(storage)
+        arrays.append(value)
         for rule, kinds in _rules(each, optimizers):
             own = slots.get(rule.id)
             if own is None or _described(own) != kinds:
@@ -173,15 +167,32 @@ def _put(
     left = iter(arrays)
     for each in listed:
         storage = _storage(each, variables)
-        if isinstance(storage, LocalStorage):
-            storage.put(next(left), {})
-            continue
-        storage.take_over_shown(next(left))
+        value = next(left)
+        slots: dict[OptimizerHandle, SlotValues] = {}
         for rule, kinds in _rules(each, optimizers):
             leaves = [next(left) for _ in kinds]
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
-            storage.take_over_shown_slots(rule.id, SlotValues(names, leaves, rows))
+            slots[rule] = SlotValues(names, leaves, rows)
+        if isinstance(storage, LocalStorage):
+            storage.put(value, slots)
+            continue
+        storage.take_over_shown(value)
+        for rule, beside in slots.items():
+            storage.take_over_shown_slots(rule.id, beside)
+
+
+def _state_of(
+    storage: DeviceStorage | LocalStorage,
+) -> tuple[np.ndarray, dict[int, SlotValues]]:
+    """Returns the value, and the slots by id of the optimizer; zeros and no slots in
+    place of what is lost."""
+    if isinstance(storage, LocalStorage):
+        return storage.taken()
+    if storage.is_lost:
+        # Only shape and dtype matter: a process that has lost a value gives none.
+        return storage.like(), {}
+    return storage.shown(), storage.shown_slots()
 
 
 def _storage(
