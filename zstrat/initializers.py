@@ -110,8 +110,8 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
-    """`exactly` of numbers of Python, and lists of them. Those of more than 53 bits are
-    floats to numpy, if no dtype is given."""
+    """Converts numbers of Python, and lists of them, as `exactly` does. Without a dtype
+    numpy makes floats of some large ones (``[2**63, -1]``), which lose digits."""
     try:
         with np.errstate(all="ignore"):
             made = np.asarray(value, dtype)
@@ -182,7 +182,7 @@ class Drawn(Initializer):
     def rows(self, generator: Any, out: np.ndarray) -> None:
         self.require_fitting(out.dtype)
         if self.counts_rows:
-            # For its error: the fans of a table that grows are unknown.
+            # Raises: its numbers depend on how many rows there are, and a table grows.
             Initializer.rows(self, generator, out)
         wide = np.dtype(np.float64 if out.dtype.itemsize >= 8 else np.float32)
         is_exact = out.dtype == wide or out.dtype.kind in "iu"
@@ -201,7 +201,7 @@ class Drawn(Initializer):
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
         self.require_fitting(dtype)
-        # As the only row of an array.
+        # Drawn as the only row of an array.
         if not shape:
             return self._make((1,), dtype, (slice(0, 1),)).reshape(())
         out = np.empty([cut.stop - cut.start for cut in window], dtype)
@@ -211,7 +211,7 @@ class Drawn(Initializer):
         # that.
         drawn = np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
         drawn = dtype if dtype.kind in "iu" else drawn
-        # Else a window cuts columns, or the dtype needs rounding.
+        # Unless the window cuts columns off, or the dtype needs rounding.
         in_place = dtype == drawn and out.shape[1:] == shape[1:]
         seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
         start, stop = window[0].start, window[0].stop
@@ -363,32 +363,34 @@ ones: Final[Initializer] = Constant(1)
 
 
 def constant(value: Any) -> Initializer:
-    """``value``, broadcast to the shape."""
+    """Makes an initializer of one value, broadcast to the shape."""
     return Constant(value)
 
 
 def normal(
     stddev: float = 0.05, seed: int | None = None, *, mean: float = 0.0
 ) -> Initializer:
-    """Normally distributed."""
+    """Draws from a normal distribution."""
     return Normal(stddev, seed, mean)
 
 
 def uniform(
     minval: float = -0.05, maxval: float = 0.05, seed: int | None = None
 ) -> Initializer:
-    """Uniform in ``[minval, maxval)``, but for what rounding to the dtype does; of
-    integers, if the bounds are integers, each one alike."""
+    """Draws uniformly from ``[minval, maxval)``, but for what rounding to the dtype
+    does; of integers, if the bounds are integers, each one alike."""
     return Uniform(minval, maxval, seed)
 
 
 def glorot_uniform(seed: int | None = None) -> Initializer:
-    """Uniform within ``sqrt(6 / (fan_in + fan_out))``: variance preserved both ways."""
+    """Draws uniformly within ``sqrt(6 / (fan_in + fan_out))``, which preserves the
+    variance both ways."""
     return GlorotUniform(seed)
 
 
 def he_normal(seed: int | None = None) -> Initializer:
-    """Normal with ``sqrt(2 / fan_in)``: variance preserved through a relu."""
+    """Draws from a normal distribution with ``sqrt(2 / fan_in)``, which preserves the
+    variance through a relu."""
     return HeNormal(seed)
 
 

@@ -66,7 +66,6 @@ def delayed_nesterov(
             return -learning_rate * step, after, kept
 
         found = jax.tree.map(moved, updates, state.momentum, state.buffer)
-        # From a tree of triples to three trees.
         new, after, kept = jax.tree.transpose(
             jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), found
         )

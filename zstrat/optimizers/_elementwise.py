@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ElementwiseUpdate:
-    """See the module's docstring.
+    """An update that does the same to each element of a variable.
 
     ``form`` is equal for rules that do the same to an element. ``by_element``: for each
     slot, whether it has the shape of the variable; others are scalars.

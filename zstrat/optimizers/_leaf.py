@@ -56,8 +56,11 @@ class Slot:
 
 
 class LeafRule:
-    """See the module's docstring. ``leaf`` is the number in the tree, of which
-    `TreeRule.cut` has to say that it goes by leaf, for all but ``slots`` and ``init``.
+    """The update of one leaf of a tree: its slots, and its program for any number of
+    rows.
+
+    ``leaf`` is its number. All but ``slots`` and ``init`` need a tree that is updated
+    leaf by leaf (`TreeRule.cut`).
     """
 
     def __init__(self, tree: TreeRule, leaf: int) -> None:
@@ -270,7 +273,7 @@ class LeafRule:
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns the dtypes of the whole state in which the slots of this leaf have
         these."""
-        # As a state has them after so many updates.
+        # A state may change its dtypes with the first updates: this tries each of them.
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
             if known is None:

@@ -157,7 +157,7 @@ _GROWING: Final = frozenset(
 
 
 def _reduced(eqn: Any, about: set[str]) -> str:
-    """Over the rows, or over all of a row: then it is still by row."""
+    """Judges a reduction: over the rows, or within each row, which leaves the rows."""
     name = eqn.primitive.name
     if not name.startswith("reduce_") or name == "reduce_precision":
         return _ANY

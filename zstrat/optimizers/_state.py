@@ -145,10 +145,11 @@ def initial_of(
 
 
 def require_same(tree: TreeTransformation, before: Any, after: Any) -> None:
-    """
+    """Refuses the state after an update if it has another structure, or other shapes.
+
     Raises:
-        StateGrowsError: The state that an update returned has more than it was given.
-        TypeError: It is another one.
+        StateGrowsError: It has leaves that were not there before.
+        TypeError: It has another structure, or other shapes.
     """
     had: Any = jax.tree.structure(before)
     made: Any = jax.tree.structure(after)

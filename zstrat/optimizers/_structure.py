@@ -81,7 +81,8 @@ class TreeStructure:
 
     @staticmethod
     def from_plain(plain: PlainTree) -> TreeStructure:
-        """
+        """Rebuilds a structure from the data of `plain`.
+
         Raises:
             InvalidArgumentError: It is not a structure.
         """

@@ -191,9 +191,9 @@ class TreeTransformation:
             yield
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """In which its programs are compiled and called: with 64 bits if it has some,
-        as jax would take a float64 variable and give back a float32 one, and with the
-        random numbers that it draws where it was made."""
+        """Makes the context in which its programs are compiled and called: with 64 bits
+        if it has some, as jax would take a float64 variable and give back a float32
+        one, and with the random numbers that it draws where it was made."""
         if not (self.wide or self.random.is_set):
             # At each update, so not even a stack is made.
             return contextlib.nullcontext()  # with each update

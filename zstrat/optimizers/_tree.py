@@ -49,8 +49,8 @@ _TRACES: Final = frozenset({"state", "init", "update"})
 
 @dataclass(frozen=True, eq=False)
 class TreeRule(TreeTransformation):
-    """See the module's docstring. What it is traced with are the fields of
-    `TreeTransformation`."""
+    """An optax transformation on one tree, traced. The fields of `TreeTransformation`
+    say what it is traced with."""
 
     _programs: dict[Any, Any] = field(default_factory=dict)
 

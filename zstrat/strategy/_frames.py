@@ -176,7 +176,7 @@ def current() -> Frame | None:
 def push(frame: Frame) -> None:
     """Enters a context."""
     _frames.set((*_frames.get(), frame))
-    # Steps are on a lower floor: they compare this, and know no strategy.
+    # Steps are on a lower floor: they know this context by its fingerprint alone.
     strategy_fingerprint.set(frame.fingerprint)
 
 

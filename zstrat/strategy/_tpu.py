@@ -177,7 +177,6 @@ class TPUStrategy(LocalStrategy):
                 "experimental_device_assignment must be a DeviceAssignment or None, "
                 f"got {type(assignment).__name__}: use DeviceAssignment.build"
             )
-        # First what is there, then what is asked for: the error names both.
         tasks = devices_by_task()
         devices = _assigned(tasks, assignment)
         _require_own(devices)

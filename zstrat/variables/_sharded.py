@@ -140,7 +140,6 @@ class ShardedVariable(AbstractVariable):
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
             parts = [np.empty((0, *self.shape[1:]), self.dtype)]
-        # More than half of the rows: whole components in place of indices.
         elif sum(wanted) * 2 > touched:
             values = read_all(component for component, _ in pieces)
             parts = [

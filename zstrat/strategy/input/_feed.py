@@ -277,7 +277,7 @@ class _Maker:
         Raises:
             ValueError: It never had an element, so its shapes are unknown.
         """
-        # Of the rest; the pass may have had one before it.
+        # The rest of a pass may be empty where the whole pass was not.
         if self.first is None:
             self.has_looked_back()
         if self.first is None:

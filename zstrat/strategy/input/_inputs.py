@@ -94,7 +94,7 @@ class ProcessInputs:
     def of_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """See `Strategy.experimental_distribute_dataset`."""
+        """Distributes a dataset; see `Strategy.experimental_distribute_dataset`."""
         chosen = input_options(options)
         if chosen.is_per_replica:
             raise not_per_replica()
@@ -108,8 +108,8 @@ class ProcessInputs:
 
         def shares(position: FeedPosition | None) -> BegunPass:
             (begun,), steps = _begun((allotment,), position)
-            # Batches before the position are left out whole; in the batch that it cuts,
-            # steps are.
+            # Batches before the position are skipped and never cut; of the batch that
+            # it is in, the first steps are.
             whole, behind = (steps, 0) if alone else allotment.before(steps)
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
@@ -142,7 +142,8 @@ class ProcessInputs:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """See `Strategy.distribute_datasets_from_function`."""
+        """Distributes what a function makes; see
+        `Strategy.distribute_datasets_from_function`."""
         chosen = input_options(options)
         require_function(dataset_fn)
         if chosen.is_per_replica:

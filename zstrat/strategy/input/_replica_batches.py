@@ -402,10 +402,10 @@ class SynchronizedPass:
                 -_NEVER if digest is None else -digest,
             ]
         )
-        # Before any rule: the workers would read different orders to the end.
+        # First: under any rule the workers would read on, each in another order.
         if high > -low:
             raise _unlike(self._order)
-        # All are as long, without asking again.
+        # All passes are equally long, so nobody has to ask.
         if not apart:
             return _EndRule.OWN
         if sign * forever:

@@ -444,7 +444,8 @@ def _require_alone(env: Mapping[str, str]) -> None:
 
 
 def _require_all(resolver: ClusterResolver) -> None:
-    """
+    """Refuses a TF_CONFIG that does not name all processes.
+
     Raises:
         ValueError: The source leaves out processes that would train with this one.
     """

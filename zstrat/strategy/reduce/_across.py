@@ -110,7 +110,7 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
 def for_each(placed: Any, destination: Any) -> Any:
     """Converts a result of `put` to the form of its destination: for a value per
     replica one value for each replica, however many of them share a device."""
-    # With one replica the form of its value is that of the result.
+    # A destination of one replica takes the result as it is.
     if not isinstance(destination, DistributedValues) or destination.replicas < 2:
         return placed
     count = destination.replicas

@@ -46,8 +46,7 @@ parts."""
 _MAX_REACHED: Final = 100_000
 """Largest number of objects that are searched for functions that one may call."""
 
-# Made again at each call of `run` where a user writes them in a loop, so identity would
-# make each call a new function.
+# Code that runs again makes these again, so their identity would differ at each call.
 _OF_PARTS: Final = frozenset(
     (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
 )

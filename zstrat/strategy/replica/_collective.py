@@ -191,7 +191,7 @@ class TeamReduction(abc.ABC):
         """Concatenates the rows of all replicas; for a mean, divides them by the number
         of replicas."""
         parts = [x.values for x in column], [x.indices for x in column]
-        # In one collective, so that a row and its index come in the same order.
+        # Rows and their indices travel in one collective.
         values, indices = self.gathered(parts)
         values = values / self._team.size if mean else values
         return IndexedSlices(values, indices, column[0].dense_shape)

@@ -440,9 +440,8 @@ def optimizing(
 
     keys = tuple([variable.spec.key for variable in call.variables])
     words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
-    # One gradient and a stack of them have different shapes by design, so they never
-    # match.
     stacked = tuple([call.has_examples(leaf) for leaf in call.given])
+    # A stack of gradients and a single one cannot be combined, so this is in the key.
     what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
     return ReplicaBarrier(what, words, call.arrays, join)
 

@@ -199,7 +199,7 @@ class DiscoveredRegion:
         self.read(result, capture)
 
     def read(self, result: Any, capture: Capture) -> None:
-        """Another trace takes the place of the one before."""
+        """Replaces the trace by a later one."""
         leaves, treedef = jax.tree.flatten(result)
         changed = [variable for variable, _ in capture.own.values()]
         self.capture = capture
@@ -241,8 +241,8 @@ class TracedRegion:
             arrays: What the program made: of the result, then copies of ``changed``.
             operands: Those of each update.
         """
-        # Asking for the replica's context makes the step depend on it; the step notices
-        # only what is asked outside.
+        # A replica has asked for the context of its worker, which only the capture of
+        # the region has noticed: the plan of the step must serve no other context.
         if self.capture.asked_context and (notify := asked.get()) is not None:
             notify()
         made = iter(arrays)

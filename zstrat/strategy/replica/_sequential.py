@@ -114,7 +114,7 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         number = fiber.number
         # Nothing is reset: the context belongs to this replica, and ends with it.
         recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
-        # A step that is traced creates nothing, and its creator refuses that by itself.
+        # Traced steps create nothing, see `CreatedInStep`.
         if is_real:
             first = creators[0] if creators else None
             creators.append(_SameCreations(inner, number, first))
@@ -351,7 +351,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     team = call.team
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
-    # By itself, or with values, this process needs no stages.
+    # No other process, or values that are real: nothing has to be cut into stages.
     if team.channel is None or outside is None or outside.live:
         found = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order of a program: they are reduced one

@@ -257,7 +257,7 @@ class Numbers:
         return list(self._variables_at_risk), list(self._optimizers_at_risk)
 
     def settled(self) -> None:
-        """Called when a failed creation has been removed, or has succeeded after
+        """Forgets doubts: the failed creation has been removed, or has succeeded after
         all."""
         self._variables_at_risk.clear()
         self._optimizers_at_risk.clear()
@@ -324,7 +324,7 @@ class Numbers:
             self._optimizers_at_risk.append(optimizer)
 
     def freed(self, variables: Sequence[VariableHandle]) -> None:
-        """Called when variables were deleted. Their keys are never used again: a handle
-        may still exist."""
+        """Accounts for deleted variables. Their keys are never used again: a handle may
+        still exist."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)

@@ -158,7 +158,7 @@ def _move_here(call: GradientCall) -> None:
     own: list[Any] = [
         storage for storage in storages if isinstance(storage, StorageWithSlots)
     ]
-    # Variables that were created together share a lock.
+    # Variables of one strategy share a lock.
     turns = {id(storage.turn): storage.turn for storage in own}
     with ExitStack() as stack:
         # Always in one order, so that two threads that update the same variables cannot
@@ -409,8 +409,6 @@ def _moved(
     rows = [slot.rows for slot in rule.slots]
     here = [_at(at, x) if has else x for x, has in zip(slots, rows, strict=True)]
     new, kept = rule.step(_at(at, value), here, gradient, operands)
-    # Elements that no row was added to keep their slots, as optax has no notion of
-    # rows.
     after = [
         # Indices of padding (`_padded`) are outside, and dropped.
         old.at[at].set(leaf, mode="drop") if has else leaf
