@@ -297,11 +297,17 @@ def test_what_is_summed_over_rows_may_be_padded_with_zeros():
     assert table.numpy()[1, 0] == 6.0
 
 
-def test_rows_that_are_moved_to_another_axis_are_not_taken_for_summed():
-    def measure(gradient):
-        of_each_row = jnp.sum(gradient.T, axis=0)
-        return jnp.sum(jnp.exp(of_each_row))  # 1 for each row of zeros
-
+@pytest.mark.parametrize(
+    "measure",
+    [
+        # Of each row, and 1 for one of zeros.
+        lambda gradient: jnp.sum(jnp.exp(jnp.sum(gradient.T, axis=0))),
+        # The last row, which is one of zeros.
+        lambda gradient: jnp.sum(jnp.flip(gradient, 0)[:1]),
+    ],
+    ids=["transposed", "reversed"],
+)
+def test_rows_that_are_moved_are_not_taken_for_those_that_are_padded(measure):
     table, dense = zv.Variable(np.zeros((20, 2), np.float32)), zv.Variable([[0.0]])
     rows = zv.IndexedSlices(np.ones((3, 2), np.float32), [1, 4, 7])
     scaled = zv.Optimizer(scaled_by(measure))

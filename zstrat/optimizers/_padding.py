@@ -125,8 +125,8 @@ def _made(eqn: Any, given: Sequence[str]) -> str:
         return {_ZERO: _TRUE, _TRUE: _ZERO}.get(next(iter(about)), _ANY)
     if name == "and" and about == {_TRUE} and _FREE not in given:
         return _TRUE
-    # Reductions are judged by axis 0, so the rows have to stay there.
-    if not _keeps_rows_first(eqn):
+    # Reductions are judged by axis 0, and the padding comes last in it.
+    if not _keeps_rows(eqn):
         return _ANY
     if name in _KEEP and zeros:
         return _SIZE if about == {_SIZE} and name in _GROWING else _ZERO
@@ -140,9 +140,12 @@ def _made(eqn: Any, given: Sequence[str]) -> str:
     return _reduced(eqn, about)
 
 
-def _keeps_rows_first(eqn: Any) -> bool:
-    """Returns whether the rows, if they are the first axis, are so in the result."""
+def _keeps_rows(eqn: Any) -> bool:
+    """Returns whether the rows, if they are the first axis, are so in the result, in
+    the same order."""
     name = eqn.primitive.name
+    if name == "rev":
+        return 0 not in eqn.params["dimensions"]
     if name == "transpose":
         return bool(eqn.params["permutation"][0] == 0)
     if name in {"reshape", "squeeze", "expand_dims"}:
