@@ -81,6 +81,24 @@ def test_a_variable_of_64_bits_brings_the_state_of_its_optimizer():
     assert ranks(2, program) == [[-0.25] * 2] * 2
 
 
+def test_a_variable_that_one_process_has_dropped_is_not_missed():
+    """When a variable is freed depends on the garbage collector of the process."""
+
+    def program(strategy, rank):
+        training = Training(strategy)
+        with strategy.scope():
+            temporary = zs.Variable([1.0, 2.0])
+            last = zs.Variable(float(rank))
+        if rank == 1:
+            del temporary
+            training.destroy()
+        strategy._variables.take_over()
+        training.step()
+        return [training.v.numpy().tolist(), float(last.numpy())]
+
+    assert ranks(2, program) == [[[-1.125] * 2, 0.0]] * 2
+
+
 def test_a_value_that_all_have_lost_is_no_longer_there():
     def program(strategy, rank):
         training = Training(strategy)

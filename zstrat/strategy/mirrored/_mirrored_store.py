@@ -100,12 +100,12 @@ class MirroredVariables(StrategyCreator):
             return
         with self.pool.turn:
             # By number also where one was dropped here: other processes count it.
-            found = [(n, each()) for n, each in enumerate(self._created)]
+            created = {n: each() for n, each in enumerate(self._created)}
             self.pool.steps = taken_over(
                 self._channel.collective,
                 # Less than any number of steps: a late process is never the source.
                 -1 if self._is_late else self.pool.steps,
-                {n: variable for n, variable in found if variable is not None},
+                created,
                 self._optimizers,
             )
             self._is_late = False

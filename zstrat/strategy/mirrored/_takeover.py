@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def taken_over(
     collective: Collective,
     steps: int,
-    variables: Mapping[int, VariableHandle],
+    variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
 ) -> int:
     """Gives every process the values and slots of one; returns the number of steps that
@@ -46,7 +46,8 @@ def taken_over(
 
     Args:
         steps: Number of steps that this process has made; negative if it was restarted.
-        variables: By the order of their creation.
+        variables: By the order of their creation; None for one that this process has
+            dropped.
         optimizers: In the order of their creation.
 
     Returns:
@@ -83,10 +84,14 @@ def taken_over(
     return most
 
 
-def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] | None:
+def _lost(
+    variables: Mapping[int, VariableHandle | None],
+) -> tuple[DeviceStorage, str] | None:
     """Returns a variable whose value another process would have to give, if there is
     one."""
     for variable in variables.values():
+        if variable is None:
+            continue
         storage = variable.storage
         if (
             isinstance(storage, DeviceStorage)
@@ -98,10 +103,13 @@ def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] 
 
 
 def _list(
-    variables: Mapping[int, VariableHandle], optimizers: Sequence[OptimizerHandle]
+    variables: Mapping[int, VariableHandle | None],
+    optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
     result = []
     for number, variable in variables.items():
+        if variable is None:
+            continue
         storage = variable.storage
         if not isinstance(storage, DeviceStorage | LocalStorage) or _is_own(variable):
             continue
@@ -137,7 +145,7 @@ def _listed_by(collective: Collective, root: int, own: Sequence[Any]) -> list[An
 
 def _arrays(
     listed: Sequence[Any],
-    variables: Mapping[int, VariableHandle],
+    variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
     """Returns the values and leaves of slots of the list; zeros of the right shape
@@ -145,8 +153,13 @@ def _arrays(
     arrays: list[Any] = []
     for each in listed:
         storage = _storage(each, variables)
-        value, slots = _state_of(storage)
-        arrays.append(value)
+        slots: dict[int, SlotValues] = {}
+        if storage is None:
+            _, _, shape, dtype, _ = each
+            arrays.append(np.zeros(shape, jnp.dtype(dtype)))
+        else:
+            value, slots = _state_of(storage)
+            arrays.append(value)
         for rule, kinds in _rules(each, optimizers):
             own = slots.get(rule.id)
             if own is None or _described(own) != kinds:
@@ -160,7 +173,7 @@ def _arrays(
 
 def _put(
     listed: Sequence[Any],
-    variables: Mapping[int, VariableHandle],
+    variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
     arrays: Sequence[np.ndarray],
 ) -> None:
@@ -174,12 +187,13 @@ def _put(
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
             slots[rule] = SlotValues(names, leaves, rows)
-        if isinstance(storage, LocalStorage):
-            storage.put(value, slots)
-            continue
-        storage.take_over_shown(value)
-        for rule, beside in slots.items():
-            storage.take_over_shown_slots(rule.id, beside)
+        match storage:
+            case LocalStorage():
+                storage.put(value, slots)
+            case DeviceStorage():
+                storage.take_over_shown(value)
+                for rule, beside in slots.items():
+                    storage.take_over_shown_slots(rule.id, beside)
 
 
 def _state_of(
@@ -196,17 +210,25 @@ def _state_of(
 
 
 def _storage(
-    each: Sequence[Any], variables: Mapping[int, VariableHandle]
-) -> DeviceStorage | LocalStorage:
+    each: Sequence[Any], variables: Mapping[int, VariableHandle | None]
+) -> DeviceStorage | LocalStorage | None:
+    """Returns where this process keeps a variable of the list; None if it has dropped
+    it.
+
+    Raises:
+        InvalidArgumentError: It has created none, or another one, at this number.
+    """
     number, name, shape, dtype, _ = each
-    variable = variables.get(number)
     words = f"variable {name!r} ({dtype}{shape})"
-    if variable is None:
+    if number not in variables:
         raise InvalidArgumentError(
             "this process takes over the values of the others, and has not created "
             f"their {words}, number {number} in the order of creation: create all "
             "variables before the first step"
         )
+    # When an unused variable is freed depends on the garbage collector of each process.
+    if (variable := variables[number]) is None:
+        return None
     storage = variable.storage
     fits = list(variable.shape) == shape and variable.spec.dtype == dtype
     if not fits or not isinstance(storage, DeviceStorage | LocalStorage):
