@@ -38,6 +38,7 @@ class ZstratError(Exception):
                 raise TypeError(f"wire code {cls.code} is used by {other.__name__}")
 
 
+# `__init_subclass__` is not called for the base class itself.
 _BY_CODE[ZstratError.code] = ZstratError
 
 

@@ -345,6 +345,7 @@ class Sliced(Initializer):
                 raise
             made = self.function(*first)
         value = np.asarray(made)
+        # A function that does not know of parts has made the whole.
         if value.shape == shape != wanted:
             value = value[window]
         if value.shape != wanted:

@@ -34,6 +34,7 @@ class HandledSignal:
 
 
 _handled: Final[dict[signal.Signals, HandledSignal]] = {}
+# Several threads may fork at a time.
 _before_fork: Final = threading.local()
 """``mask``: the signals that the thread blocked before it forked."""
 

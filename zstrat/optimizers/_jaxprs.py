@@ -56,6 +56,7 @@ def flat(
     """
     closed = jax.make_jaxpr(function)(*arguments)
 
+    # A second trace evaluates the first one, with inner calls inlined.
     def inlined(*given: Any) -> list[Any]:
         return _evaluated(closed.jaxpr, closed.consts, given, selects)
 
@@ -238,6 +239,7 @@ class ProgramPart:
                 return None
         read = [v for eqn, _ in self._eqns for v in eqn.invars] + self._wanted
         used = {v for v in read if not isinstance(v, Literal) and v in self._consts}
+        # Only those that are read: a program keeps its constants alive.
         constvars = [var for var in self._consts if var in used]
         effects = set(no_effects).union(*[eqn.effects for eqn, _ in self._eqns])
         pruned = self._jaxpr.replace(

@@ -77,6 +77,7 @@ def device_named(name: str | jax.Device) -> jax.Device:
         )
     kind = match["kind"].lower()
     of_kind = [device for device in devices if _kind(device.platform) == kind]
+    # Any of this kind: the first.
     number = 0 if match["number"] == "*" else int(match["number"])
     if number >= len(of_kind):
         raise ValueError(

@@ -200,6 +200,7 @@ class ChosenGroup:
         self._options = options
         self._algorithm = _ALGORITHMS.get(options.implementation)
         self._timeout = options.timeout_seconds
+        # 0 leaves it to the group.
         self._packs = options.bytes_per_pack or None
 
     @property

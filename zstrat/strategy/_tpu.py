@@ -185,6 +185,8 @@ class TPUStrategy(LocalStrategy):
             devices, is_spmd=bool(experimental_spmd_xla_partitioning)
         )
         axes = logical_axes(self._logical.count)
+        # TF compiles whatever runs on a TPU, so a function that cannot be traced is
+        # refused.
         self._mesh = LocalMesh(self, self._logical.grid, axes, is_compiled=True)
         self._variables = MirroredVariables(
             devices.ravel().tolist(),

@@ -112,6 +112,7 @@ class DeviceStorage(StorageWithSlots):
     def like(self) -> np.ndarray:
         """Returns zeros of the shape and dtype of `shown`, also if the value is
         lost."""
+        # An array that XLA has taken still knows its shape and dtype.
         shape = self._value.shape[1:] if self.is_apart else self._value.shape
         return np.zeros(shape, self._value.dtype)
 

@@ -294,6 +294,7 @@ class HashTable(AbstractVariable):
         """
         self._require_outside("evict")
         rules = [] if self._eviction is None else [self._eviction]
+        # A rule of admission, but carried out as an eviction.
         if self._admission.waiting is not None:
             most = float(self._admission.waiting)
             rules.append(Eviction(EvictionRule.WAITING, most))
@@ -566,6 +567,7 @@ def hashed(
 ) -> HashTable:
     """Makes the handle of an existing table from its components, in the order of their
     buckets."""
+    # Not by the class, which would create a table on the servers.
     table = object.__new__(HashTable)
     parts, first = tuple(components), components[0].spec
     table._components, table._table = parts, Table(name, parts, TableLayout.HASH)

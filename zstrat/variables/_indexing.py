@@ -90,6 +90,7 @@ def _first(parts: list[Any], shape: tuple[int, ...]) -> int | None:
             f"{used} were indexed"
         )
     for place, part in enumerate(parts):
+        # None takes no axis, nor does an ellipsis if all axes are indexed.
         if part is None or (part is ... and used == len(shape)):
             continue
         return None if part is ... else place

@@ -320,6 +320,7 @@ class LocalStorage(StorageWithSlots):
         self._lock = threading.RLock()
 
     def read(self, variable: VariableHandle) -> np.ndarray:
+        # Without the lock: the array is replaced, never changed.
         del variable  # one storage, one variable
         return self._value
 

@@ -232,6 +232,7 @@ def joined(components: Sequence[Variable], name: str) -> ShardedVariable:
 def _fill(
     sharded: ShardedVariable, components: tuple[Variable, ...], table: Table
 ) -> None:
+    # It has no key of its own, because servers know only the components.
     first = components[0].spec
     sharded._spec = VariableSpec(
         first.key,

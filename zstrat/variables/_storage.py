@@ -380,6 +380,7 @@ class DevicePool(abc.ABC):
         """Number of steps that have put back new values."""
         self.has_failed = False
         """Whether a step failed, so that values may be lost."""
+        # Re-entrant: a signal handler may read a variable while its thread holds them.
         self.turn = threading.RLock()
         self.lock = threading.RLock()
 

@@ -227,6 +227,8 @@ class Table:
         """
         if len(self.components) == 1:
             return [TablePiece(0, slice(0, len(ids)), ids)] if len(ids) else []
+        # Ids are in the order of the components, so a piece is a slice; only
+        # round-robin needs positions.
         if self.is_hashed:
             return [
                 TablePiece(n, slice(start, stop), ids[start:stop])

@@ -179,6 +179,7 @@ def _require_rows(
             f"table {name!r}: a row has at most {TABLE_ROW_BYTES} bytes, got "
             f"{dtype}{list(row)}, {nbytes} bytes"
         )
+    # Any id will do: the rows of all ids are made alike.
     out = np.empty((1, *row), dtype)
     try:
         initializer.rows(IdGenerator(0, np.zeros(1, np.int64)), out)

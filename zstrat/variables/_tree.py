@@ -141,6 +141,7 @@ def unwatch(module: Module, callback: OnAttribute) -> None:
 
 
 def _walk(node: Any, seen: set[int]) -> Iterator[Variable | HashTable | Module]:
+    # Modules may refer to each other, and a variable counts once wherever it occurs.
     if id(node) in seen:
         return
     if isinstance(node, Variable | HashTable):

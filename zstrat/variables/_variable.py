@@ -109,6 +109,7 @@ class Variable(AbstractVariable):
             aggregation,
             synchronization,
         )
+        # In `__new__`, because a partitioner makes this a variable of another class.
         variable: Any
         if per_worker_variable:
             variable = create_per_worker(request)

@@ -64,6 +64,7 @@ class DistributedDataset(StepDataset):
         waiting, self._waiting = self._waiting, None
         iterator = waiting or DistributedIterator(self._feed.begin(), self._name)
         iterator._ends_loops = recorder.get() is not None
+        # Weakly: a pass that its reader drops ends.
         self._begun = weakref.ref(iterator)
         return iterator
 

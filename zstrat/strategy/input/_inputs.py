@@ -208,6 +208,7 @@ class ProcessInputs:
             return BegunPass(found, begun)
 
         sources = FeedSources(shares, made, (1, self.local))
+        # Only strategies of one process have these, so nobody is waited for.
         return self._fed(_FUNCTION, sources, options, None, PassLength())
 
     def _fed(

@@ -85,6 +85,8 @@ class MirroredVariables(StrategyCreator):
         self.pool: DevicePool = _Devices(
             names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
+        # Central storage: steps run on other devices than the one that keeps the
+        # values.
         if store is not None and [store] != list(devices):
             self.pool = _KeeperDevice(store, devices[0], self.pool)
 

@@ -86,6 +86,7 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
         ValueError: It is not a destination, or names a device that does not exist.
     """
     match destination:
+        # Before `values`, which would make a view for each replica.
         case DistributedValues(whole=jax.Array() as whole):
             return places(whole)
         case DistributedValues(values=values):

@@ -344,6 +344,7 @@ class FunctionDependencies:
             for name in global_names(fn.__code__):
                 read = functools.partial(fn.__globals__.get, name, NOT_BOUND)
                 places[id(fn.__globals__), name] = read
+        # The cells and defaults of compared functions are in their fingerprints.
         others = [fn for fn in functions if fn not in compared]
         self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in others]
         for fn in others:

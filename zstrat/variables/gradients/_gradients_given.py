@@ -124,6 +124,7 @@ class GivenGradients:
         pairs = [(self.gradients[leaf], self.targets[leaf]) for leaf in leaves]
         extras, further = extras_of(extra)
         sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
+        # One gradient per example; IndexedSlices are never stacked.
         stacked = [
             not is_sparse and _is_of_examples(*pair)
             for is_sparse, pair in zip(sparse, pairs, strict=True)
@@ -132,6 +133,7 @@ class GivenGradients:
             (_of_examples(*pair),) if is_stacked else _arrays(*pair)
             for is_stacked, pair in zip(stacked, pairs, strict=True)
         ]
+        # By leaf of the whole tree, of which only some may have gradients.
         counts = [0] * len(self.targets)
         for leaf, is_stacked, own in zip(leaves, stacked, arrays, strict=True):
             counts[leaf] = own[0].shape[0] if is_stacked else 0

@@ -532,6 +532,7 @@ def _handle(
     random: RandomNumbers,
     params: Any,
 ) -> Optimizer:
+    # Not by the class, which would register another optimizer.
     handle = object.__new__(Optimizer)
     handle.id, handle.name, handle.is_local = optimizer, name, is_local
     handle.iterations, handle._transformation = iterations, transformation

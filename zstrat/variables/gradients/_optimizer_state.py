@@ -92,6 +92,7 @@ def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
         raise ValueError(f"{what}: {error}") from error
     kinds = [x.kind for x in tree.state()]
     dtypes = tree.settled() or [kind.dtype for kind in kinds]
+    # All leaves are checked before the first one is written.
     for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
         leaf, name = tree.place(number)
         where = f"{what}, {name}" + (

@@ -97,6 +97,8 @@ class SlotRule:
                 slots = self._together()
             else:
                 slots = list(jax.jit(self.leaf.init)(value))
+            # In the dtypes that updates give them, or the second update would be
+            # another program than the first.
             pairs = zip(slots, self.kinds, strict=True)
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
