@@ -21,14 +21,8 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from . import _convert
-from ._operators import (
-    ArrayOperators,
-    VariableUse,
-    note_use,
-    recorder,
-    refuse_read,
-    refuse_update,
-)
+from ._operators import ArrayOperators
+from ._recorder import VariableUse, note_use, recorder, refuse_read, refuse_update
 from ._rows import read_rows, read_rows_async, row_updates
 from ._storage import update_all, update_all_async
 from ._table import Table

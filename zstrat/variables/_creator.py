@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_check
 from zstrat.initializers import Initializer, Sliced
 
 from . import _convert
-from ._operators import ArrayOperators, recorder
+from ._operators import ArrayOperators
+from ._recorder import recorder
 from ._storage import VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from zstrat.wire import EvictionRule, UpdateOp
 
 from . import _convert
 from ._abstract import AbstractVariable
-from ._operators import recorder, refuse_read, refuse_update
+from ._recorder import recorder, refuse_read, refuse_update
 from ._rows import integers
 from ._storage import KeepsTables, VariableSpec, update_all, update_all_async
 from ._table import ABSENT, IndexedSlices, Table, TableLayout

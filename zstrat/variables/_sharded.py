@@ -21,7 +21,7 @@ import numpy as np
 from . import _convert
 from ._abstract import AbstractVariable
 from ._indexing import select
-from ._operators import recorder, refuse_read
+from ._recorder import recorder, refuse_read
 from ._storage import ComponentRows, VariableSpec, read_all, read_all_async, read_parts
 from ._table import Table
 from ._variable import Variable, create, like

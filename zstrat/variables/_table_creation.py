@@ -20,7 +20,7 @@ from zstrat.wire import TABLE_ROW_BYTES
 
 from . import _convert
 from ._creator import CreatedInStep, creator, of_strategy
-from ._operators import recorder
+from ._recorder import recorder
 from .admission import Admission
 from .eviction import Eviction
 

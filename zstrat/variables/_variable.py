@@ -32,7 +32,8 @@ from ._creator import (
 from ._device import DeviceStorage
 from ._downcast import DowncastWarning, downcast_dtype, user_stacklevel
 from ._local import CopyStorage, LocalStorage, UnboundStorage
-from ._operators import ArrayOperators, VariableUse, note_use
+from ._operators import ArrayOperators
+from ._recorder import VariableUse, note_use
 from ._storage import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
 

@@ -23,13 +23,8 @@ import numpy as np
 
 from zstrat.variables import _convert
 from zstrat.variables._abstract import WORDS, AbstractVariable
-from zstrat.variables._operators import (
-    HYPERPARAMETERS,
-    ArrayWanted,
-    StagedAccess,
-    recorder,
-    refuse_update,
-)
+from zstrat.variables._operators import HYPERPARAMETERS, ArrayWanted
+from zstrat.variables._recorder import StagedAccess, recorder, refuse_update
 from zstrat.variables._storage import LOCAL
 from zstrat.variables._table import IndexedSlices
 from zstrat.wire import UpdateOp

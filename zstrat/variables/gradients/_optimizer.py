@@ -16,7 +16,7 @@ import jax
 
 from zstrat.codecs import wire_format
 from zstrat.variables._creator import creator
-from zstrat.variables._operators import recorder
+from zstrat.variables._recorder import recorder
 from zstrat.variables._storage import LOCAL, VariableAggregation
 from zstrat.variables._variable import Variable
 

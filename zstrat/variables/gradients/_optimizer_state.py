@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from zstrat.variables._convert import same_kind
-from zstrat.variables._operators import is_staging, recorder
+from zstrat.variables._recorder import is_staging, recorder
 from zstrat.variables._storage import KeepsSlots, read_all
 
 from ._gradient_call import Binds
