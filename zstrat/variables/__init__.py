@@ -5,6 +5,12 @@ from . import eviction as eviction
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
+from ._arithmetic import aggregated as aggregated
+from ._arithmetic import apply as apply
+from ._arithmetic import cut_for_mean as cut_for_mean
+from ._arithmetic import mean_of_cut as mean_of_cut
+from ._arithmetic import shares_of as shares_of
+from ._arithmetic import summed_for_mean as summed_for_mean
 from ._convert import array_given as array_given
 from ._convert import is_weak as is_weak
 from ._convert import require_divisors as require_divisors
@@ -35,13 +41,7 @@ from ._local import CopyStorage as CopyStorage
 from ._local import LocalStorage as LocalStorage
 from ._local import StorageWithSlots as StorageWithSlots
 from ._local import UnboundStorage as UnboundStorage
-from ._local import aggregated as aggregated
-from ._local import apply as apply
 from ._local import copy_storage as copy_storage
-from ._local import cut_for_mean as cut_for_mean
-from ._local import mean_of_cut as mean_of_cut
-from ._local import shares_of as shares_of
-from ._local import summed_for_mean as summed_for_mean
 from ._recorder import VariableUse as VariableUse
 from ._recorder import is_staging as is_staging
 from ._recorder import note_use as note_use

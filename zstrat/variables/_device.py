@@ -26,7 +26,8 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._local import StorageWithSlots, aggregated, apply, shares_of
+from ._arithmetic import aggregated, apply, shares_of
+from ._local import StorageWithSlots
 from ._storage import VariableAggregation
 from .gradients._slots import SlotValues
 
