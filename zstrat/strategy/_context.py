@@ -32,15 +32,9 @@ from ._frames import (
 )
 from ._options import called_with
 from .reduce._values import as_axis, reduce_values, reduction, require_gatherable
+from .replica._barriers import gathering, merging, own, reducing
 from .replica._columns import as_of_several, require_axes
-from .replica._fibers import (
-    NeedsSequential,
-    current_fiber,
-    gathering,
-    merging,
-    own,
-    reducing,
-)
+from .replica._fibers import NeedsSequential, current_fiber
 from .replica._mapped import merged
 
 if TYPE_CHECKING:

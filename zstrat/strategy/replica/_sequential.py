@@ -56,7 +56,8 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._fibers import optimizing, run_fibers, to_device, updating
+from ._barriers import optimizing, to_device, updating
+from ._fibers import run_fibers
 from ._mapped import ReplicaRecorder, in_stages
 from ._one_program import (
     UnevenParts,
