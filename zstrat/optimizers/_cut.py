@@ -32,13 +32,14 @@ from jax.extend.core import Literal
 from jax.tree_util import keystr
 
 from ._jaxprs import ProgramPart, mask_of, mask_of_all, operands_of
-from ._state import leaves_in
+from ._owners import leaves_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ._jaxprs import TreeProgram
-    from ._state import StateLeaf, StateOwner
+    from ._owners import StateOwner
+    from ._state import StateLeaf
     from ._transformation import TreeTransformation
 
 _SMALL: Final = 64

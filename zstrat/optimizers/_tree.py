@@ -19,12 +19,11 @@ from jax.tree_util import keystr
 
 from ._cut import TreeCut
 from ._jaxprs import TreeProgram, flat, mask_of, mask_of_all, who_wrote
+from ._owners import owners_in, places_in
 from ._state import (
     StateGrowsError,
     initial_of,
     new_state,
-    owners_in,
-    places_in,
     require_same,
     require_unread,
     unwrapped,
@@ -34,7 +33,8 @@ from ._transformation import TreeTransformation, shaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._state import StateLeaf, StateOfTree, StateOwner
+    from ._owners import StateOwner
+    from ._state import StateLeaf, StateOfTree
     from ._transformation import Sizes
 
 T = TypeVar("T")

@@ -23,8 +23,9 @@ from ._frames import current, require_cross_replica, require_scope
 from ._options import called_with
 from ._v1 import MultiStepContext
 from .mirrored._copies import agreed, components_of, container_of, reducible, updated
-from .reduce._across import for_each, reduce_across
+from .reduce._across import reduce_across
 from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
+from .reduce._on_devices import for_each
 from .reduce._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:

@@ -21,9 +21,10 @@ from zstrat.tpu import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
 
-from ._devices import LogicalDevices, logical_axes, task_names
+from ._devices import task_names
 from ._extended import StrategyExtended
 from ._local_strategy import LocalStrategy
+from ._logical_devices import LogicalDevices, logical_axes
 from .mirrored._mirrored_store import MirroredVariables
 from .replica._local_run import LocalMesh
 from .replica._per_replica import is_distributed

@@ -28,6 +28,9 @@ from ._creator import creator as creator
 from ._creator import initial as initial
 from ._creator import initialize as initialize
 from ._device import DeviceStorage as DeviceStorage
+from ._device_pool import DevicePool as DevicePool
+from ._device_pool import JointPlace as JointPlace
+from ._device_pool import JointState as JointState
 from ._downcast import DowncastWarning as DowncastWarning
 from ._downcast import downcast_loss as downcast_loss
 from ._downcast import is_downcast as is_downcast
@@ -59,9 +62,6 @@ from ._sharded import joined as joined
 from ._storage import LOCAL as LOCAL
 from ._storage import RESIDENT as RESIDENT
 from ._storage import ComponentRows as ComponentRows
-from ._storage import DevicePool as DevicePool
-from ._storage import JointPlace as JointPlace
-from ._storage import JointState as JointState
 from ._storage import Storage as Storage
 from ._storage import StorageRows as StorageRows
 from ._storage import StorageUpdate as StorageUpdate

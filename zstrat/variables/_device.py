@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._storage import DevicePool, JointPlace, Operands, VariableHandle
+    from ._device_pool import DevicePool, JointPlace
+    from ._storage import Operands, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.

@@ -21,7 +21,8 @@ from zstrat.program.trace import downcast_message
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import DowncastWarning, downcast_loss, is_downcast
 
-from ._replica_batches import PassLength, Share, SynchronizedPass, leaf_by_leaf
+from ._replica_batches import Share, leaf_by_leaf
+from ._synchronized_pass import PassLength, SynchronizedPass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.data import Allotment, Recipe
     from zstrat.strategy._options import InputOptions
 
-    from ._replica_batches import AllMax
+    from ._synchronized_pass import AllMax
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]

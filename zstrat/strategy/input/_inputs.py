@@ -35,12 +35,8 @@ from zstrat.variables import user_line
 
 from ._distributed_dataset import DistributedDataset, refuse_attribute
 from ._feed import BegunPass, DatasetFeed, FeedSources
-from ._replica_batches import (
-    PassLength,
-    per_replica,
-    shares_of_batches,
-    shares_of_elements,
-)
+from ._replica_batches import per_replica, shares_of_batches, shares_of_elements
+from ._synchronized_pass import PassLength
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +45,8 @@ if TYPE_CHECKING:
     from zstrat.strategy._frames import AbstractStrategy
 
     from ._feed import FeedPosition, Place
-    from ._replica_batches import AllMax, Share
+    from ._replica_batches import Share
+    from ._synchronized_pass import AllMax
 
 _DATASET: Final = "a distributed dataset"
 _FUNCTION: Final = "a dataset of distribute_datasets_from_function"

@@ -24,7 +24,7 @@ from zstrat.strategy._options import CommunicationOptions
 from zstrat.strategy.replica._columns import is_sparse, require_alike, summable
 from zstrat.strategy.replica._per_replica import DistributedValues, PerReplica
 
-from ._across import all_reduced, at, for_each, places, put
+from ._on_devices import all_reduced, at, for_each, places, put
 from ._values import (
     as_array,
     computable,
