@@ -213,6 +213,7 @@ class Drawn(Initializer):
         drawn = dtype if dtype.kind in "iu" else drawn
         # Unless the window cuts columns off, or the dtype needs rounding.
         in_place = dtype == drawn and out.shape[1:] == shape[1:]
+        # One for all blocks of this call, also if none was given.
         seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
         start, stop = window[0].start, window[0].stop
         height = max(1, _BLOCK // math.prod(shape[1:]))

@@ -323,14 +323,14 @@ class _Search:
 
     def _ways(self, wanted: Sequence[Any], allowed: int, size: int) -> dict[Any, Any]:
         """Decides for each variable that ``wanted`` depend on: computed here, an
-        operand, made from others, or not available. Visits no more than needed: trees
-        are large."""
+        operand, made from others, or not available."""
         ways: dict[Any, Any] = {}
         stack = [var for var in wanted if not isinstance(var, Literal)]
         while stack:
             var = stack[-1]
             way = ways.get(var) or self._at_once(var, allowed)
             if way is None:
+                # One that fails decides, so others are not visited: trees are large.
                 before = self._before(var)
                 fails = any(ways.get(each) is _FAILS for each in before)
                 left = [each for each in before if each not in ways]

@@ -56,6 +56,7 @@ def _applied(
 ) -> np.ndarray:
     match op:
         case UpdateOp.ASSIGN:
+            # A copy: the operand is the caller's.
             return np.array(operands[0], value.dtype, order="C")
         case UpdateOp.ADD:
             return np.asarray(value + operands[0], value.dtype)
@@ -107,12 +108,10 @@ def cut_for_mean(value: Any, count: int) -> list[Any]:
 
 
 def summed_for_mean(copies: Any, count: int) -> list[Any]:
-    """Sums the quotients and the remainders of copies ``[n, ...]``.
-
-    Both sums are ``[1, ...]``: numpy warns of scalars that wrap around, which may
-    happen here.
-    """
+    """Sums the quotients and the remainders of copies ``[n, ...]``: two arrays
+    ``[1, ...]``."""
     cut = cut_for_mean(copies, count)
+    # With an axis left: numpy warns of scalars that wrap around, as they may here.
     return [x.sum(0, dtype=x.dtype, keepdims=True) for x in cut]
 
 

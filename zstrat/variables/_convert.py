@@ -99,6 +99,7 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
     Raises:
         TypeError: It is unknown, or not a dtype of numbers or booleans.
     """
+    # jax knows the names of narrow floats (bfloat16), and its own scalar types.
     known: np.dtype = np.dtype(jnp.dtype(dtype))
     if known.name not in DTYPES:
         raise TypeError(
@@ -423,12 +424,9 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
 
 def is_weak(value: object) -> bool:
     """Returns whether this is a weakly typed array of jax, as Python numbers become
-    there.
-
-    Each call of a step asks it of its arguments. (`jax.typeof` knows it, too, but makes
-    a new sharding for an array over several devices.)
-    """
+    there. Cost: little, as each call of a step asks it of its arguments."""
     # Random keys have a dtype that is not numpy's, and no ``weak_type``.
     if not isinstance(value, jax.Array) or not isinstance(value.dtype, np.dtype):
         return False
+    # `jax.typeof` makes a new sharding for an array over several devices.
     return value.weak_type

@@ -399,8 +399,6 @@ class DeviceStorage(StorageWithSlots):
     ) -> np.ndarray:
         """Calls ``seen`` when the value has been computed, and returns its result.
 
-        Waits without a lock: the step that computes the value may read variables.
-
         Raises:
             DataLossError: The value, or that copy of it, is lost.
         """
@@ -409,6 +407,7 @@ class DeviceStorage(StorageWithSlots):
         with here.lock:
             self.require_kept(name, copy)
             value = self._value
+        # Without a lock: the step that computes the value may read variables.
         with suppress(Exception):
             # XLA owns the value now, or its computation failed: ``seen`` meets the same
             # below, and raises it.

@@ -208,6 +208,7 @@ class HashTable(AbstractVariable):
         unique = np.full((len(runs.unique), *row), rest, dtype)
         # With each row its id travels, of 8 bytes.
         size = max(1, _BATCH // (self.dim * dtype.itemsize + 8))
+        # Each id once, and each server is asked for its own.
         for piece in self._table.pieces(runs.unique):
             part, values = self._components[piece.component], unique[piece.positions]
             for start in range(0, len(piece.local), size):
@@ -378,6 +379,7 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
+        # -1: of no cut, so all rows.
         for ids, rows in self._batches([-1] * len(self._components)):
             if len(ids):
                 yield ids, rows
@@ -456,6 +458,7 @@ class HashTable(AbstractVariable):
 
     def _kept(self, what: str = "len, nbytes, items, changes or evict") -> KeepsTables:
         self._require_outside(what)
+        # All parts are in the session of one strategy.
         storage = self._components[0].storage
         if not isinstance(storage, KeepsTables):
             raise RuntimeError(

@@ -153,6 +153,7 @@ class ArrayOperators(abc.ABC):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         value = np.asarray(self._implied())
+        # As numpy's protocol has it: another dtype is a copy by itself.
         if dtype is not None and value.dtype != dtype:
             return value.astype(dtype)
         return value.copy() if copy else value
@@ -160,6 +161,7 @@ class ArrayOperators(abc.ABC):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any
     ) -> Any:
+        # Reductions, ``out=`` and ``where=`` take arrays, not what has a value.
         if method != "__call__" or options:
             raise TypeError(
                 f"{self!r:.100} is passed to a function of numpy (np.sum, np.max, "
@@ -263,11 +265,10 @@ def value_of(other: Any) -> Any:
 
 
 def _refuses(asking: CodeType) -> bool:
-    """Returns whether a function asks for ``__jax_array__`` only to refuse the object.
-
-    It then has an error message about it among its constants. The name of the function
-    changes between versions of jax.
-    """
+    """Returns whether a function asks for ``__jax_array__`` only to refuse the
+    object."""
+    # It then has an error message about it among its constants. Its own name changes
+    # between versions of jax.
     name = "__jax_array__"
     constants = asking.co_consts[1:]  # without the docstring
     return any(isinstance(x, str) and name in x and x != name for x in constants)

@@ -146,6 +146,8 @@ def row_updates(
     else:
         # uint64 minus int64 is a float in numpy.
         indices = indices.astype(np.int64, copy=False)[index_runs.order]
+        # Sorted as the components are; the sort is stable, so duplicates keep their
+        # order.
         rows = rows[index_runs.order]
     parts = {
         piece.component: (piece.local, rows[piece.positions])

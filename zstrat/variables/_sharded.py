@@ -178,6 +178,7 @@ class ShardedVariable(AbstractVariable):
 
     def _vector(self, indices: Any) -> Any:
         indices = _convert.array_given(indices)
+        # As TF's class, which takes no other.
         if np.ndim(indices) != 1:
             raise ValueError(
                 f"sparse_read of {self._spec}: indices must be rank 1, got rank "

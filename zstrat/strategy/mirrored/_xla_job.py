@@ -150,13 +150,13 @@ def require_private(host: str) -> None:
 
 
 def _broadcast_address(collective: Collective, host: str) -> str:
-    """Sends the address of the coordinator from rank 0, or why there is no address:
-    no process should wait for one that has given up."""
+    """Sends the address of the coordinator from rank 0, or why there is none."""
     refused: Exception | None = None
     text = ""
     if collective.rank == 0:
         try:
             text = _address(host)
+        # Sent, too: no process should wait for one that has given up.
         except (ValueError, OSError) as error:
             refused, text = error, f"{_REFUSAL}{error}"
     received = np.asarray(collective.broadcast([_sent(text)], 0)[0])

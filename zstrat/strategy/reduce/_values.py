@@ -69,8 +69,11 @@ def reduce_whole(
         axes = tuple(axis % len(shape) for axis in require_axes(axes, shape))
         count *= math.prod(shape[axis] for axis in axes)
     divisor = count if op is ReduceOp.MEAN else None
+    # A program by itself, unless this is a part of one that is traced.
     reduce = _summed if _is_traced(value.whole) else _summed_at_once
     found: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
+    # With several such programs under way, XLA's threads on a CPU can wait for each
+    # other in their collectives without an end.
     return settled(found, (found,))
 
 
@@ -108,6 +111,7 @@ def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
         return whole
     gather = _gathered if _is_traced(whole) else _gathered_at_once
     found: jax.Array = gather(whole, (value.replicas, *shape), axis)
+    # As in `reduce_whole`.
     return settled(found, (found,))
 
 

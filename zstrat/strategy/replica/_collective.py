@@ -329,13 +329,14 @@ def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
 
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
-    """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable. Rows of one index are summed first, because a mean is truncated once; the
-    entries left over add zeros to one of them, as a trace has fixed shapes."""
+    """Returns indices and rows of the mean of integers that ``count`` replicas add to
+    rows of a variable."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]
     if not size:
         return indices, values
+    # Rows of one index are summed first, because a mean is truncated once. As a trace
+    # has fixed shapes, the entries left over add zeros to one of them.
     unique, inverse = jnp.unique(indices, return_inverse=True, size=size)
     sums = [
         jax.ops.segment_sum(x, inverse.reshape(-1), num_segments=size)

@@ -147,13 +147,13 @@ class MeshLayout:
         return self.place_batch(whole, is_fresh=share.is_fresh)
 
     def _put(self, array: Any, is_fresh: bool = False) -> Any:
-        """Puts the array on the devices. Text and dates, which they do not know, stay
-        on the host. So do integers of 64 bits that jax would cut: a program that
-        computes ids of rows from them refuses them."""
+        """Puts the array on the devices. What they do not know (text, dates) stays on
+        the host, and so do integers of 64 bits that jax would cut."""
         if not is_known(array):
             return array
         if isinstance(array, np.ndarray):
             array = native(array)
+        # Whole: a program that computes ids of rows from them refuses them.
         if not fits(array):
             return np.array(array)
         own = self._own(array, is_fresh)
@@ -168,14 +168,14 @@ class MeshLayout:
 
     def _own(self, array: Any, is_fresh: bool) -> Any:
         """Copies an array of numpy where jax would use its memory as it is: its owner
-        may fill it again. The copy is aligned for jax, in memory that is reused when
-        its arrays are gone: touching fresh pages for each batch takes longer than
-        copying it. A fresh, aligned array is not copied."""
+        may fill it again. A fresh, aligned array is not copied."""
         if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
             return array
         source = np.asarray(array)
         if is_fresh and source.ctypes.data % ALIGNMENT == 0:
             return source
+        # Aligned for jax, in memory that is reused when its arrays are gone: touching
+        # fresh pages for each batch takes longer than copying it.
         copy = POOL.empty(source.shape, source.dtype)
         np.copyto(copy, source)
         return copy

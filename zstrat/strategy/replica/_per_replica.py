@@ -299,8 +299,9 @@ def _part_programs(
     stacked: bool,
     weak: bool,
 ) -> list[Any]:
-    """Compiles `_part` of such arrays for each of the devices. To call one takes a
-    fifth of the time of the jitted function with that device as the default one."""
+    """Compiles `_part` of such arrays for each of the devices."""
+    # To call one takes a fifth of the time of the jitted function with that device as
+    # the default one.
     return [_part_program(x, shape, dtype, stacked, weak) for x in devices]
 
 

@@ -477,8 +477,8 @@ def _detected() -> ClusterResolver:
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """Returns the cluster of the resolver, checked in the order in which TF
-    complains."""
+    """Returns the cluster of the resolver, checked."""
+    # In the order in which TF complains.
     spec = query_cluster_spec(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")

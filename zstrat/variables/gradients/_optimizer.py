@@ -424,6 +424,7 @@ class Optimizer:
             given = given_pairs(grads, tree)
         else:
             given = given_tree(grads, variables, tree)
+        # Before gradients are converted, which may take a pass over each.
         for variable in given.moved:
             self._check_place(variable)
         return given.call(self, extra, is_reduced=is_reduced)

@@ -166,6 +166,7 @@ class SlotValues:
 
     @property
     def is_lost(self) -> bool:
+        """Whether XLA has taken a slot for a step that failed."""
         return any(
             isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self.leaves
         )
