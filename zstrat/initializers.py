@@ -100,13 +100,13 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
         return np.asarray(given, dtype)
     with np.errstate(all="ignore"):
         real = given.real if ranks[0] == 3 else given
-        made: np.ndarray = real.astype(dtype)
-        other = made.astype(given.dtype) != given
+        converted: np.ndarray = real.astype(dtype)
+        other = converted.astype(given.dtype) != given
         # -1 and 255 are the same bits, and back again.
-        other |= (made < 0) != (real < 0) if ranks == [1, 1] else False
+        other |= (converted < 0) != (real < 0) if ranks == [1, 1] else False
     if other.any():
         raise _other_number(given[other].flat[0], dtype, what)
-    return made
+    return converted
 
 
 def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
@@ -114,17 +114,17 @@ def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     numpy makes floats of some large ones (``[2**63, -1]``), which lose digits."""
     try:
         with np.errstate(all="ignore"):
-            made = np.asarray(value, dtype)
+            converted = np.asarray(value, dtype)
     except (OverflowError, ValueError) as error:
         raise ValueError(f"{what} does not fit its dtype {dtype}: {error}") from None
     # As numpy reads it without a dtype: floats among integers make it floats.
     given = np.asarray(value)
     if _RANKS.get(given.dtype.kind, 0) <= _RANKS[dtype.kind]:
-        return made
-    other = made.astype(given.dtype) != given
+        return converted
+    other = converted.astype(given.dtype) != given
     if other.any():
         raise _other_number(given[other].flat[0], dtype, what)
-    return made
+    return converted
 
 
 def _other_number(number: Any, dtype: np.dtype, what: str) -> ValueError:
@@ -338,14 +338,14 @@ class Sliced(Initializer):
         offset = tuple(cut.start for cut in window)
         first = (shape, dtype) if self.takes_shape else ()
         try:
-            made = self.function(
+            result = self.function(
                 *first, partition_shape=wanted, partition_offset=offset
             )
         except (TypeError, ValueError):
             if self.names_parts:
                 raise
-            made = self.function(*first)
-        value = np.asarray(made)
+            result = self.function(*first)
+        value = np.asarray(result)
         # A function that does not know of parts has made the whole.
         if value.shape == shape != wanted:
             value = value[window]

@@ -176,10 +176,10 @@ def _by_leaf(
         return common, _together(own, shared)
     slots, frontiers = [], []
     for leaf in range(leaves):
-        found = search.leaf(leaf, own[leaf])
-        if isinstance(found, Coupling):
-            return found, _together(own, shared)
-        frontier, used = found
+        cut = search.leaf(leaf, own[leaf])
+        if isinstance(cut, Coupling):
+            return cut, _together(own, shared)
+        frontier, used = cut
         # What advances the state that is read has to be advanced, too.
         kept = search.closure(used)
         for number in kept:
@@ -363,8 +363,8 @@ class _Search:
     def _has_a_gradient(self, bits: int) -> bool:
         """Returns whether a value depends on a gradient that is not a scalar."""
         gradients = bits & ((1 << self._leaves) - 1)
-        found = leaves_in(gradients, self._leaves)
-        return any(self._tree.kinds[leaf].shape for leaf in found)
+        reached = leaves_in(gradients, self._leaves)
+        return any(self._tree.kinds[leaf].shape for leaf in reached)
 
     def _way(self, var: Any, size: int) -> Any:
         """Decides for a variable that cannot be computed here."""

@@ -62,11 +62,11 @@ class ElementwiseUpdate:
         for eqn in self._jaxpr.eqns:
             operand = [known(var) for var in eqn.invars]
             if _spreads(eqn):
-                made = jax.lax.broadcast(operand[0], value.shape)
+                outputs = jax.lax.broadcast(operand[0], value.shape)
             else:
-                made = eqn.primitive.bind(*operand, **eqn.params)
+                outputs = eqn.primitive.bind(*operand, **eqn.params)
             several = eqn.primitive.multiple_results
-            env.update(zip(eqn.outvars, made if several else [made], strict=True))
+            env.update(zip(eqn.outvars, outputs if several else [outputs], strict=True))
         moved, *after = [known(var) for var in self._jaxpr.outvars]
         return moved, after
 
@@ -135,13 +135,13 @@ def _spreads(eqn: Any) -> bool:
 
 
 def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
-    found = {
+    shapes = {
         tuple(getattr(var.aval, "shape", (-1,))) for var in (*eqn.invars, *eqn.outvars)
     }
     # Between scalars anything may be computed, but nothing else may happen.
-    if found == {()}:
+    if shapes == {()}:
         return not eqn.effects
-    if not found <= {(), shape}:
+    if not shapes <= {(), shape}:
         return False
     outputs = {tuple(var.aval.shape) for var in eqn.outvars}
     if _spreads(eqn):

@@ -76,9 +76,9 @@ def who_wrote(
     """
     closed = jax.make_jaxpr(function)(*arguments)
     inputs = [1 << n for n in range(len(closed.jaxpr.invars))]
-    found = masks(closed.jaxpr, inputs)
+    by_variable = masks(closed.jaxpr, inputs)
     for eqn in closed.jaxpr.eqns:
-        if brings(eqn, found):
+        if brings(eqn, by_variable):
             return _written_in(eqn)
     return ""
 
@@ -89,8 +89,8 @@ def _written_in(eqn: Any) -> str:
     names = [f.function_name for f in frames if not f.file_name.startswith(_MACHINERY)]
     # A transformation is a pair of functions within one that makes them, or methods.
     within = [name for name in names if ".<locals>." in name]
-    found = within or [name for name in names if "." in name]
-    return str(found[0]).partition(".")[0] if found else ""
+    candidates = within or [name for name in names if "." in name]
+    return str(candidates[0]).partition(".")[0] if candidates else ""
 
 
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
@@ -129,8 +129,8 @@ def bits_of(inputs: int) -> Iterator[int]:
 def operands_of(eqn: Any, output: int) -> list[Any]:
     """Returns the operands of an equation that one of its outputs depends on."""
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
-    found = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
-    return [var for var in found if not isinstance(var, Literal)]
+    used = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
+    return [var for var in used if not isinstance(var, Literal)]
 
 
 Makers = dict[Any, tuple[int, Any]]
@@ -182,8 +182,10 @@ class TreeProgram:
     @property
     def acts(self) -> str:
         """The primitive by which it does more than compute, or nothing."""
-        found = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
-        return found[0] if found else ("an effect" if self.closed.effects else "")
+        callbacks = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
+        return (
+            callbacks[0] if callbacks else ("an effect" if self.closed.effects else "")
+        )
 
 
 class ProgramPart:
@@ -227,8 +229,8 @@ class ProgramPart:
                         seen.add(place)
                         heapq.heappush(left, place)
         self._eqns.reverse()
-        made = {var for eqn, _ in self._eqns for var in eqn.outvars}
-        self.missing = needed - made
+        computed = {var for eqn, _ in self._eqns for var in eqn.outvars}
+        self.missing = needed - computed
         """Variables that nothing here gives: inputs that are not available."""
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
@@ -321,11 +323,11 @@ def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     if eqn.primitive.name not in _CALLS:
         return None
     # Both names occur, by the kind of the call.
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(found, ClosedJaxpr):
-        inner, consts = found.jaxpr, found.consts
+    parameter = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(parameter, ClosedJaxpr):
+        inner, consts = parameter.jaxpr, parameter.consts
     else:
-        inner, consts = found, ()
+        inner, consts = parameter, ()
     # If they do not match one by one, the call stays as it is.
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
@@ -356,8 +358,8 @@ def _value(env: Mapping[Any, Any], var: Any) -> Any:
 
 def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     if eqn.primitive.name not in _CALLS:
-        made = eqn.primitive.bind(*operands, **eqn.params)
-        return made if eqn.primitive.multiple_results else [made]
+        outputs = eqn.primitive.bind(*operands, **eqn.params)
+        return outputs if eqn.primitive.multiple_results else [outputs]
     # How the functions of a call are bound is jax's: it is a separate program.
     given = {
         var: operand
@@ -378,12 +380,14 @@ def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     index, *rest = operands
     branches = eqn.params["branches"]
-    each = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
+    by_branch = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
     # As `jax.lax.switch` does with an index that is out of bounds.
     which = jnp.clip(index, 0, len(branches) - 1)
     if len(branches) == 2:
         which = which.astype(bool)
-    return [jax.lax.select_n(which, *several) for several in zip(*each, strict=True)]
+    return [
+        jax.lax.select_n(which, *several) for several in zip(*by_branch, strict=True)
+    ]
 
 
 def _run_part(
@@ -403,8 +407,8 @@ def _run_part(
     places = [n for n in range(1, len(eqn.invars)) if used >> n & 1]
     branches = [_branch(each, wanted, places) for each in eqn.params["branches"]]
     given = [_value(env, eqn.invars[n]) for n in places]
-    made = iter(jax.lax.switch(_value(env, eqn.invars[0]), branches, *given))
-    return [next(made) if is_needed else None for is_needed in needs]
+    results = iter(jax.lax.switch(_value(env, eqn.invars[0]), branches, *given))
+    return [next(results) if is_needed else None for is_needed in needs]
 
 
 def _branch(
@@ -443,8 +447,8 @@ def _through(eqn: Any, given: Sequence[int]) -> list[int]:
 
 
 def _outputs(jaxpr: Any, given: Sequence[int]) -> list[int]:
-    found = masks(jaxpr, given)
-    return [mask_of(found, var) for var in jaxpr.outvars]
+    by_variable = masks(jaxpr, given)
+    return [mask_of(by_variable, var) for var in jaxpr.outvars]
 
 
 def _through_cond(eqn: Any, given: Sequence[int]) -> list[int]:
@@ -466,10 +470,10 @@ def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
     slices = list(given[consts + carries :])
     # Until nothing changes: each round passes on what one carry has from another.
     while True:
-        made = _outputs(body, [*fixed, *carry, *slices])
-        after = [old | new for old, new in zip(carry, made, strict=False)]
+        outputs = _outputs(body, [*fixed, *carry, *slices])
+        after = [old | new for old, new in zip(carry, outputs, strict=False)]
         if after == carry:
-            return [*carry, *made[carries:]]
+            return [*carry, *outputs[carries:]]
         carry = after
 
 
@@ -485,9 +489,9 @@ def _through_while(eqn: Any, given: Sequence[int]) -> list[int]:
     body, carry = list(given[tests : tests + bodies]), list(given[tests + bodies :])
     while True:
         (goes_on,) = _outputs(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        made = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
+        outputs = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
         # How often the body runs depends on the test, and so does every carry.
-        after = [o | n | goes_on for o, n in zip(carry, made, strict=True)]
+        after = [o | n | goes_on for o, n in zip(carry, outputs, strict=True)]
         if after == carry:
             return carry
         carry = after

@@ -73,13 +73,13 @@ class LeafRule:
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
         """The arrays beside the leaf, in the order of `init` and `step`."""
-        found = self.tree.cut().slots[self.leaf].all
+        numbers = self.tree.cut().slots[self.leaf].all
         about = self.tree.state()
-        names = _distinct([self._name(n) for n in found])
+        names = _distinct([self._name(n) for n in numbers])
         grown = self._grown()
         return tuple(
             Slot(name, self._has_rows(about[n].kind.shape, grown, n), n)
-            for name, n in zip(names, found, strict=True)
+            for name, n in zip(names, numbers, strict=True)
         )
 
     @functools.cached_property
@@ -143,9 +143,11 @@ class LeafRule:
             )
         size = value.shape[0] if value.shape else None
         source, part = self._begun(size)
-        made = iter(part.run({source: value}))
+        computed = iter(part.run({source: value}))
         return [
-            jnp.zeros(kind.shape, kind.dtype) if slot in self._together else next(made)
+            jnp.zeros(kind.shape, kind.dtype)
+            if slot in self._together
+            else next(computed)
             for slot, kind in zip(self.slots, self.kinds(size), strict=True)
         ]
 
@@ -168,8 +170,8 @@ class LeafRule:
             operands: Those of the whole tree that this leaf takes, see `TreeCut.uses`.
         """
         size = value.shape[0] if value.shape else None
-        made = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
-        return made.run(value, slots, gradient, operands)
+        leaf_step = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
+        return leaf_step.run(value, slots, gradient, operands)
 
     def program(self, size: int | None, dtypes: tuple[Any, ...] | None = None) -> Any:
         """Returns `step` as a program of jax: value, slots, gradient, operands."""
@@ -216,12 +218,12 @@ class LeafRule:
         closed = self.program(size)
         # The text of a program names variables in order, so equal programs have equal
         # texts.
-        made = hashlib.blake2b(str(closed).encode(), digest_size=16)
+        digest = hashlib.blake2b(str(closed).encode(), digest_size=16)
         for const in closed.consts:
-            made.update(constant(const).tobytes())
+            digest.update(constant(const).tobytes())
         names = [(slot.name, slot.rows) for slot in self.slots]
-        made.update(repr((size, names, str(self.initial(size)))).encode())
-        return made.digest()
+        digest.update(repr((size, names, str(self.initial(size)))).encode())
+        return digest.digest()
 
     def _of_all_alike(self, what: str, find: Callable[[], T]) -> T:
         """Finds something out once for all leaves that are moved alike: a tree has
@@ -234,7 +236,7 @@ class LeafRule:
         equal programs, in their own size and in another one."""
         read, together = self.tree.read_state(), self._together
         slots = [(s.name, s.rows, s.state in read, s in together) for s in self.slots]
-        found: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
+        form: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
         # In two sizes: leaves that are alike in one may differ where the number of rows
         # matters.
         sizes = [None, _another_size(self)] if self.kind.shape else [None]
@@ -244,11 +246,11 @@ class LeafRule:
                 begun = part.closed([source])
                 if begun is None:
                     return self.leaf
-                found += self.kinds(size)
-                found += [form_of(self.program(size)), form_of(begun)]
+                form += self.kinds(size)
+                form += [form_of(self.program(size)), form_of(begun)]
         except Exception:  # it cannot be traced in that size, as is said where it is
             return self.leaf
-        return tuple(found)
+        return tuple(form)
 
     def initial(self, size: int | None) -> Any:
         """Returns `init` as a program of jax."""
@@ -284,10 +286,10 @@ class LeafRule:
             ):
                 return self.tree.steady(generation)
         # Slots that were restored, say, in dtypes that no update gives.
-        found = [x.kind.dtype for x in self.tree.state()]
+        of_state = [x.kind.dtype for x in self.tree.state()]
         for slot, dtype in zip(self.slots, dtypes, strict=True):
-            found[slot.state] = dtype
-        return tuple(found)
+            of_state[slot.state] = dtype
+        return tuple(of_state)
 
     def _name(self, state: int) -> str:
         """Returns the path of a leaf of the state, without that of the leaf of the
@@ -439,8 +441,8 @@ def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
     slots = [0 if slot.rows else FREE for slot in rule.slots]
     operands = len(closed.jaxpr.invars) - len(slots) - 2
     given = [0, *slots, 0, *[FREE] * operands]
-    found = axes_of_rows(closed.jaxpr, given, rows)
-    for number, axis in enumerate(found):
+    axes = axes_of_rows(closed.jaxpr, given, rows)
+    for number, axis in enumerate(axes):
         if number and not rule.slots[number - 1].rows and axis != FREE:
             name = rule.slots[number - 1].name
             raise RowsTogether(f"it makes {name} of several rows")

@@ -45,21 +45,21 @@ def owners_in(
     made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(structure), len(state.leaves)
-    found = places_in(structure, state)
+    places = places_in(structure, state)
     # With a single leaf all state is its own, and nothing needs to be traced.
     if leaves == 1:
-        return [found.get(n, StateOwner(0, None)) for n in range(count)]
+        return [places.get(n, StateOwner(0, None)) for n in range(count)]
     program = update()
     touched = _touched(program)
     owners: list[StateOwner | None] = []
     for number in range(count):
-        owner, (made, valued, used) = found.get(number), touched[number]
+        owner, (made, valued, used) = places.get(number), touched[number]
         if owner is not None and not made and used - {owner.leaf}:
             owner = None  # where it is named after the leaf, all the same
         both = made | used
         if len(both) > 1 and len(valued | used) == 1:
             both = valued | used  # gradients of others come as operands: a global norm
-        if owner is None and number not in found and len(both) == 1:
+        if owner is None and number not in places and len(both) == 1:
             owner = StateOwner(next(iter(both)), None)
         owners.append(owner)
     idle = [n for n, (made, _, used) in enumerate(touched) if not made | used]

@@ -263,9 +263,9 @@ def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
     # Rows that take different branches cannot be computed together.
     if given[0] != FREE:
         raise RowsTogether("it branches on rows")
-    each = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
+    by_branch = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
     result = []
-    for axes in zip(*each, strict=True):
+    for axes in zip(*by_branch, strict=True):
         row_axes = {axis for axis in axes if axis != FREE}
         if len(row_axes) > 1:
             raise RowsTogether("cond mixes rows with another axis")

@@ -91,8 +91,10 @@ def state_classes(transformation: Any) -> dict[str, str]:
         return {}
     paths = [path for path, _ in tree_flatten_with_path(state)[0]]
     named = [path for path in paths if path and isinstance(path[-1], GetAttrKey)]
-    found = {keystr(path): _child(state, path[:-1]) for path in named}
-    return {k: type(each).__name__ for k, each in found.items() if each is not None}
+    holders = {keystr(path): _child(state, path[:-1]) for path in named}
+    return {
+        k: type(holder).__name__ for k, holder in holders.items() if holder is not None
+    }
 
 
 def _child(node: Any, path: Path) -> Any:
@@ -132,9 +134,9 @@ def initial_of(
     ``about``."""
 
     def initial(*values: Any) -> list[Any]:
-        made = iter(jax.tree.leaves(tree.initial(*values)))
+        leaves = iter(jax.tree.leaves(tree.initial(*values)))
         # Copies, because a leaf that is the value would be donated twice.
-        return [_zeros(x.kind) if x.is_added else _copied(next(made)) for x in about]
+        return [_zeros(x.kind) if x.is_added else _copied(next(leaves)) for x in about]
 
     return initial
 
@@ -146,16 +148,16 @@ def require_same(tree: TreeTransformation, before: Any, after: Any) -> None:
         StateGrowsError: It has leaves that were not there before.
         TypeError: It has another structure, or other shapes.
     """
-    had: Any = jax.tree.structure(before)
-    made: Any = jax.tree.structure(after)
-    if had == made:
+    old: Any = jax.tree.structure(before)
+    new: Any = jax.tree.structure(after)
+    if old == new:
         _require_same_shapes(tree, before, after)
         return
     # Once it grows, the added leaves are there from the start.
     if not tree.grows and _paths(before) < _paths(after):
         raise StateGrowsError(tree.name)
     raise TypeError(
-        f"optimizer {tree.name!r} keeps {had}, and its update returns {made}: a "
+        f"optimizer {tree.name!r} keeps {old}, and its update returns {new}: a "
         "transformation returns a state of the structure that it was given"
     )
 
@@ -232,9 +234,9 @@ def _state_of(function: Callable[..., Any], arguments: Sequence[Shape]) -> State
     seen: list[Any] = []
 
     def run(*given: Any) -> list[Any]:
-        found, treedef = tree_flatten_with_path(function(*given))
-        seen[:] = [[(path, _implementation(x)) for path, x in found], treedef]
-        return [unwrapped(leaf) for _, leaf in found]
+        leaves, treedef = tree_flatten_with_path(function(*given))
+        seen[:] = [[(path, _implementation(x)) for path, x in leaves], treedef]
+        return [unwrapped(leaf) for _, leaf in leaves]
 
     kinds = jax.eval_shape(run, *arguments)
     about, treedef = seen

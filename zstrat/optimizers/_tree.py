@@ -102,11 +102,11 @@ class TreeRule(TreeTransformation):
         """Returns the leaf of the tree at whose place a leaf of the state is, if it is
         in a copy of the structure of the tree, and its path without that of the
         leaf."""
-        found: dict[int, StateOwner]
-        found = self.remembered(
+        owners: dict[int, StateOwner]
+        owners = self.remembered(
             ("places",), lambda: places_in(self.structure, self.state_of())
         )
-        owner, path = found.get(state), self.state()[state].path
+        owner, path = owners.get(state), self.state()[state].path
         if owner is None or owner.start is None:
             return None, keystr(path)
         # The path of the leaf is in the middle of the path in the state.
@@ -204,9 +204,9 @@ class TreeRule(TreeTransformation):
         """Returns new values and new state: plain optax on the tree."""
         before = self.unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
-        found = self.fitting(moved, values)
+        new_values = self.fitting(moved, values)
         require_same(self, before, after)
-        return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+        return new_values, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def traced(self) -> TreeRule:
         """Returns this rule, cut; for a state that grows, the rule after its first
@@ -234,11 +234,11 @@ class TreeRule(TreeTransformation):
         function, arguments, counts = self._function(None, None)
 
         def count(mask: int) -> int:
-            found = {n for n in range(2 * leaves) if mask >> n & 1}
+            touched = {n for n in range(2 * leaves) if mask >> n & 1}
             for number, owner in enumerate(owners):
                 if owner is not None and mask >> (2 * leaves + number) & 1:
-                    found.add(owner.leaf)
-            return len({n % leaves for n in found})
+                    touched.add(owner.leaf)
+            return len({n % leaves for n in touched})
 
         known = (1 << leaves) - 1
         extras = ((1 << counts[3]) - 1) << (2 * leaves + counts[2])

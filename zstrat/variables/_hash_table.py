@@ -216,9 +216,9 @@ class HashTable(AbstractVariable):
                 ids, rows = storage.table_rows(part, 0, 0, ids=[some])
                 # Those that have a row come in the order that was asked for.
                 values[start : start + size][np.isin(some, ids)] = rows
-        found: np.ndarray = unique[runs.inverse()].reshape(*index.shape, *row)
-        found.flags.writeable = False
-        return found
+        read: np.ndarray = unique[runs.inverse()].reshape(*index.shape, *row)
+        read.flags.writeable = False
+        return read
 
     def assign(self, ids: Any, values: Any) -> Self:  # type: ignore[override]
         """Writes rows ``values`` ``[n, ...]`` of ids ``[n]``, and creates those that
@@ -423,10 +423,10 @@ class HashTable(AbstractVariable):
         # Before anything is read: what changes meanwhile comes again.
         sizes = self._sizes()
         # It has the dtypes, should nothing else be there.
-        found = [self._nothing()]
+        batches = [self._nothing()]
         for ids, rows, *removed in self._batches(since or [-1] * count):
-            found.append((ids, rows, removed[0] if removed else ids[:0]))
-        ids, rows, gone = [np.concatenate(each) for each in zip(*found, strict=True)]
+            batches.append((ids, rows, removed[0] if removed else ids[:0]))
+        ids, rows, gone = [np.concatenate(each) for each in zip(*batches, strict=True)]
         if since is not None:
             # What was removed up to the earlier cut has arrived, so servers need not
             # note it.

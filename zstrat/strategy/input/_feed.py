@@ -298,9 +298,9 @@ def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
     Warns:
         DowncastWarning: One for each leaf.
     """
-    made = jax.tree.leaves(placed, is_leaf=_is_parts)
+    leaves = jax.tree.leaves(placed, is_leaf=_is_parts)
     given = tree_flatten_with_path(share.parts[0])[0]
-    for (path, leaf), other in zip(given, made, strict=True):
+    for (path, leaf), other in zip(given, leaves, strict=True):
         was_cut = is_downcast(leaf) and leaf.dtype != _dtype_of(other)
         if was_cut and (lost := downcast_loss(leaf)) is not None:
             said = downcast_message(f"element{keystr(path)} of {_NAME}", leaf, lost)

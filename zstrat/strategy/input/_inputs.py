@@ -110,17 +110,17 @@ class ProcessInputs:
             whole, behind = (steps, 0) if alone else allotment.before(steps)
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
-                found = shares_of_elements(
+                cut = shares_of_elements(
                     [batches], lambda: ShapePromise.NONE, is_fresh=is_fresh
                 )
             else:
                 batches = dense(batches, _CUT)
                 cutter = allotment.cutter()
-                found = shares_of_batches(
+                cut = shares_of_batches(
                     batches, cutter, is_partial=is_partial, is_fresh=is_fresh
                 )
-                found = itertools.islice(found, behind, None)
-            rest = _ending_with(batches, found)
+                cut = itertools.islice(cut, behind, None)
+            rest = _ending_with(batches, cut)
             return BegunPass(rest, (begun,), allotment.order(begun))
 
         length = PassLength(
@@ -146,28 +146,28 @@ class ProcessInputs:
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
         # The function has sharded it, if at all.
-        made = allotted(_made(dataset_fn, self.context), Worker())
-        promise = partial(self._promise, [made])
+        allotment = allotted(_made(dataset_fn, self.context), Worker())
+        promise = partial(self._promise, [allotment])
 
         def shares(position: FeedPosition | None) -> BegunPass:
-            (begun,), steps = _begun((made,), position)
-            elements = self._read(begun, made, chosen, steps * self.local)
-            found = shares_of_elements(
+            (begun,), steps = _begun((allotment,), position)
+            elements = self._read(begun, allotment, chosen, steps * self.local)
+            cut = shares_of_elements(
                 [elements] * self.local,
                 promise,
-                is_fresh=made.is_fresh,
+                is_fresh=allotment.is_fresh,
                 before=lambda: _first(begun, steps * self.local),
             )
-            return BegunPass(_ending_with(elements, found), (begun,))
+            return BegunPass(_ending_with(elements, cut), (begun,))
 
-        size = made.recipe.size()
+        size = allotment.recipe.size()
         steps = None
         if size >= 0:  # the other workers keep or drop such a step as this one does
             is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
-        length = PassLength(steps, is_infinite=made.is_infinite)
+        length = PassLength(steps, is_infinite=allotment.is_infinite)
         split = (self.context.num_input_pipelines, self.local)
-        sources = FeedSources(shares, (made,), split)
+        sources = FeedSources(shares, (allotment,), split)
         return self._fed(_FUNCTION, sources, chosen, self.all_max, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
@@ -187,24 +187,26 @@ class ProcessInputs:
             raise not_per_replica()
         # Each function sees a separate worker, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
-        made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
-        promise = partial(self._promise, made)
+        allotments = tuple(
+            allotted(_made(dataset_fn, each), Worker()) for each in contexts
+        )
+        promise = partial(self._promise, allotments)
 
         def shares(position: FeedPosition | None) -> BegunPass:
-            begun, steps = _begun(made, position)
+            begun, steps = _begun(allotments, position)
             pipelines = [
                 self._read(one, each, options, steps)
-                for one, each in zip(begun, made, strict=True)
+                for one, each in zip(begun, allotments, strict=True)
             ]
 
             def before() -> Iterator[Any]:
                 for one in begun:
                     yield from _first(one, steps)
 
-            found = shares_of_elements(pipelines, promise, before=before)
-            return BegunPass(found, begun)
+            cut = shares_of_elements(pipelines, promise, before=before)
+            return BegunPass(cut, begun)
 
-        sources = FeedSources(shares, made, (1, self.local))
+        sources = FeedSources(shares, allotments, (1, self.local))
         # Only strategies of one process have these, so nobody is waited for.
         return self._fed(_FUNCTION, sources, options, None, PassLength())
 
@@ -270,13 +272,13 @@ def not_per_replica() -> NotImplementedError:
 
 
 def _begun(
-    made: Sequence[Allotment], position: FeedPosition | None
+    allotments: Sequence[Allotment], position: FeedPosition | None
 ) -> tuple[tuple[Recipe, ...], int]:
     """Begins the passes; returns them, and how many of their steps to leave out."""
     if position is None:
-        return tuple(each.begin() for each in made), 0
-    pairs = zip(made, position.passes, strict=True)
-    return tuple(each.begin(one) for each, one in pairs), position.steps
+        return tuple(allotment.begin() for allotment in allotments), 0
+    pairs = zip(allotments, position.passes, strict=True)
+    return tuple(allotment.begin(one) for allotment, one in pairs), position.steps
 
 
 def _first(begun: Recipe, count: int) -> Iterator[Any]:

@@ -141,11 +141,11 @@ def shares_of_elements(
     nothing = object()
     shapes = _Shapes(promise, before)
     for several in itertools.zip_longest(*pipelines, fillvalue=nothing):
-        found = [element for element in several if element is not nothing]
-        shapes.see(found)
-        if len(found) < len(several) and not shapes.make_step(found[0]):
+        elements = [element for element in several if element is not nothing]
+        shapes.see(elements)
+        if len(elements) < len(several) and not shapes.make_step(elements[0]):
             return
-        parts = tuple(empty_like(found[0]) if x is nothing else x for x in several)
+        parts = tuple(empty_like(elements[0]) if x is nothing else x for x in several)
         yield Share((), apart=parts, is_fresh=is_fresh)
 
 
@@ -257,8 +257,8 @@ def _are_neighbours(spans: Sequence[Span]) -> bool:
 
 
 def _joined(piece: Sequence[Span], held: dict[int, Any]) -> Any:
-    found = [sliced(held[span.batch], span.start, span.stop) for span in piece]
-    return found[0] if len(found) == 1 else jax.tree.map(_concatenated, *found)
+    pieces = [sliced(held[span.batch], span.start, span.stop) for span in piece]
+    return pieces[0] if len(pieces) == 1 else jax.tree.map(_concatenated, *pieces)
 
 
 def _concatenated(*leaves: Any) -> Any:

@@ -147,14 +147,14 @@ class MirroredVariables(StrategyCreator):
         # over their values before first use.
         if self._channel is not None and not self._is_late:
             values = self._channel.carry_out(CrossKind.FIRST, values)
-        made = [
+        variables = [
             self._made(request, np.asarray(value))
             for request, value in zip(requests, values, strict=True)
         ]
         # In the order of creation, which is that of all processes; not held, so that a
         # variable that is dropped is freed.
-        self._created += [weakref.ref(variable) for variable in made]
-        return list(made)
+        self._created += [weakref.ref(variable) for variable in variables]
+        return list(variables)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         """Returns a number for an optimizer, which runs in the step that uses it."""

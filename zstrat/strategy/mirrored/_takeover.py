@@ -151,16 +151,16 @@ def _arrays(
     """Returns the values and leaves of slots of the list; zeros of the right shape
     where this process has none."""
     arrays: list[Any] = []
-    for each in listed:
-        storage = _storage(each, variables)
+    for entry in listed:
+        storage = _storage(entry, variables)
         slots: dict[int, SlotValues] = {}
         if storage is None:
-            _, _, shape, dtype, _ = each
+            _, _, shape, dtype, _ = entry
             arrays.append(np.zeros(shape, jnp.dtype(dtype)))
         else:
             value, slots = _state_of(storage)
             arrays.append(value)
-        for rule, kinds in _rules(each, optimizers):
+        for rule, kinds in _rules(entry, optimizers):
             own = slots.get(rule.id)
             if own is None or _described(own) != kinds:
                 # This process receives them; the arrays that it passes must have the
@@ -178,11 +178,11 @@ def _put(
     arrays: Sequence[np.ndarray],
 ) -> None:
     left = iter(arrays)
-    for each in listed:
-        storage = _storage(each, variables)
+    for entry in listed:
+        storage = _storage(entry, variables)
         value = next(left)
         slots: dict[OptimizerHandle, SlotValues] = {}
-        for rule, kinds in _rules(each, optimizers):
+        for rule, kinds in _rules(entry, optimizers):
             leaves = [next(left) for _ in kinds]
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
@@ -210,7 +210,7 @@ def _state_of(
 
 
 def _storage(
-    each: Sequence[Any], variables: Mapping[int, VariableHandle | None]
+    entry: Sequence[Any], variables: Mapping[int, VariableHandle | None]
 ) -> DeviceStorage | LocalStorage | None:
     """Returns where this process keeps a variable of the list; None if it has dropped
     it.
@@ -218,7 +218,7 @@ def _storage(
     Raises:
         InvalidArgumentError: It has created none, or another one, at this number.
     """
-    number, name, shape, dtype, _ = each
+    number, name, shape, dtype, _ = entry
     words = f"variable {name!r} ({dtype}{shape})"
     if number not in variables:
         raise InvalidArgumentError(
@@ -250,13 +250,13 @@ def _described(slots: SlotValues) -> list[Any]:
 
 
 def _rules(
-    each: Sequence[Any], optimizers: Sequence[OptimizerHandle]
+    entry: Sequence[Any], optimizers: Sequence[OptimizerHandle]
 ) -> list[tuple[OptimizerHandle, list[Any]]]:
-    missing = [number for number, _ in each[4] if number >= len(optimizers)]
+    missing = [number for number, _ in entry[4] if number >= len(optimizers)]
     if missing:
         raise InvalidArgumentError(
             f"this process takes over the values of the others, and has created "
             f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
             "create them in the strategy's scope, before the first step"
         )
-    return [(optimizers[number], kinds) for number, kinds in each[4]]
+    return [(optimizers[number], kinds) for number, kinds in entry[4]]

@@ -71,10 +71,10 @@ def reduce_whole(
     divisor = count if op is ReduceOp.MEAN else None
     # A program by itself, unless this is a part of one that is traced.
     reduce = _summed if _is_traced(value.whole) else _summed_at_once
-    found: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
+    total: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
     # With several such programs under way, XLA's threads on a CPU can wait for each
     # other in their collectives without an end.
-    return settled(found, (found,))
+    return settled(total, (total,))
 
 
 def _summed(
@@ -110,9 +110,9 @@ def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
     if axis == 0 and not value.is_stacked:
         return whole
     gather = _gathered if _is_traced(whole) else _gathered_at_once
-    found: jax.Array = gather(whole, (value.replicas, *shape), axis)
+    gathered: jax.Array = gather(whole, (value.replicas, *shape), axis)
     # As in `reduce_whole`.
-    return settled(found, (found,))
+    return settled(gathered, (gathered,))
 
 
 def _gathered(whole: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:

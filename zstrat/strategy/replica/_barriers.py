@@ -91,8 +91,8 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
         columns, treedef = columns_of(values)
         for column in columns:
             require_alike("all_reduce", column, "pad them, or use all_gather")
-        found = SequentialReduction(team).all_reduced(columns, op is ReduceOp.MEAN)
-        return [treedef.unflatten(found)] * len(values)
+        reduced = SequentialReduction(team).all_reduced(columns, op is ReduceOp.MEAN)
+        return [treedef.unflatten(reduced)] * len(values)
 
     words = f"all_reduce {op.name}{_options_of(team)}"
     return ReplicaBarrier(("all_reduce", op, team.channel), words, tree, join)
@@ -104,8 +104,8 @@ def gathering(team: Team, tree: Any, axis: int) -> ReplicaBarrier:
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = columns_of(values)
-        found = SequentialReduction(team).gathered(columns, axis)
-        return [treedef.unflatten(found)] * len(values)
+        gathered = SequentialReduction(team).gathered(columns, axis)
+        return [treedef.unflatten(gathered)] * len(values)
 
     words = f"all_gather along {axis}{_options_of(team)}"
     return ReplicaBarrier(("all_gather", axis, team.channel), words, tree, join)

@@ -100,14 +100,14 @@ class Team:
         their values are divided by the number of replicas.
         """
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
-        found = MappedReduction(self).all_reduced([(x,) for x in leaves], mean)
-        return jax.tree.unflatten(treedef, found)
+        reduced = MappedReduction(self).all_reduced([(x,) for x in leaves], mean)
+        return jax.tree.unflatten(treedef, reduced)
 
     def all_gather(self, tree: Any, axis: int) -> Any:
         """Concatenates the arrays of the replicas along ``axis``, in replica order."""
         leaves, treedef = jax.tree.flatten(tree)
-        found = MappedReduction(self).gathered([(x,) for x in leaves], axis)
-        return jax.tree.unflatten(treedef, found)
+        gathered = MappedReduction(self).gathered([(x,) for x in leaves], axis)
+        return jax.tree.unflatten(treedef, gathered)
 
     def aggregate(
         self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]

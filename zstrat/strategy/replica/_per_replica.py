@@ -71,10 +71,10 @@ class DistributedValues:
             stacked: ``whole`` is ``[replicas, ...]``, and replica i's value is
                 ``whole[i]``: the way of scalars.
         """
-        made = object.__new__(cls)
-        made._values, made._count = None, replicas
-        made._whole, made._stacked = whole, stacked
-        return made
+        values = object.__new__(cls)
+        values._values, values._count = None, replicas
+        values._whole, values._stacked = whole, stacked
+        return values
 
     @property
     def values(self) -> tuple[Any, ...]:

@@ -118,19 +118,19 @@ def replicate(
     # A program over a mesh takes what it reads as arguments, so that has to be known
     # first.
     region = discovered(fn, shared, split, team, mesh)
-    found = region.capture
+    capture = region.capture
     # No step records: if jax is tracing, its program would keep the values that are
     # read as constants, and updates would be lost.
     recording = recorder.get()
     if recording is None:
-        _refuse_unnoticed(found)
+        _refuse_unnoticed(capture)
     outside = Immediate() if recording is None else recording
     # Before the program is built: a program has one input per variable, which is either
     # shared or a copy per replica.
-    for variable, _ in found.own.values():
+    for variable, _ in capture.own.values():
         apart_from_now(variable)
-    own = [v for v in found.variables if has_copies(v, count)]
-    variables = [v for v in found.variables if not has_copies(v, count)]
+    own = [v for v in capture.variables if has_copies(v, count)]
+    variables = [v for v in capture.variables if not has_copies(v, count)]
     if recording is None:
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
@@ -157,7 +157,7 @@ def replicate(
         region.read(result, replica.capture)
         return region.made
 
-    rows = _looked_up(made, found, given, mapped, outside)
+    rows = _looked_up(made, capture, given, mapped, outside)
 
     def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         arrays, copies, operands, _ = made(
@@ -318,7 +318,7 @@ def discovered(
     The step itself is not read inside this trace: its values would belong to a trace
     that ends before the step does.
     """
-    found: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
+    regions: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
 
     def traced(seed: jax.Array, shared: Any, own: Any) -> Any:
         feed = Discovery(seed)
@@ -326,14 +326,14 @@ def discovered(
         with probe.recording():
             result = fn(shared, own)
         region = DiscoveredRegion(probe.capture, result)
-        found[:] = [(region, feed.placeholders)]
+        regions[:] = [(region, feed.placeholders)]
         return region.made, [each.value for each in feed.placeholders]
 
     def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         args = values[0], shared, own_arrays
         closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
         # The last one: jax may have traced more than once.
-        region, placeholders = found[0]
+        region, placeholders = regions[0]
         region.program = body_program(closed, placeholders, jax.tree.structure(made))
         return [], []
 
@@ -347,23 +347,23 @@ def discovered(
     # Abstract: nothing is computed. The seed is traced, so that what is made of it is
     # no constant.
     jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
-    return found[0][0]
+    return regions[0][0]
 
 
-def _refuse_unnoticed(found: Capture) -> None:
+def _refuse_unnoticed(capture: Capture) -> None:
     """Refuses effects of the replicas on variables where jax traces outside of a
     step."""
-    for variable, _ in found.own.values():
+    for variable, _ in capture.own.values():
         refuse_update(variable.spec, "update")
-    for update in found.updates:
+    for update in capture.updates:
         refuse_update(update.variables[0].spec, "update")
-    for variable in found.variables:
+    for variable in capture.variables:
         refuse_read(variable.spec)
 
 
 def _looked_up(
     made: Callable[..., RegionMade],
-    found: Capture,
+    capture: Capture,
     given: _Given,
     mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
     outside: TraceRecorder,
@@ -373,7 +373,7 @@ def _looked_up(
     The replicas compute the ids that need no rows, and nothing else; with these rows
     the ids that need no others; and so on.
     """
-    kinds = [_rows_kind(lookup) for lookup in found.lookups]
+    kinds = [_rows_kind(lookup) for lookup in capture.lookups]
     rows: dict[int, Spread] = {}
     before = given.before_rows
     ready: list[int] = []
@@ -401,7 +401,7 @@ def _looked_up(
         # A level at a time; ids of a further level need the rows of this one.
         computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
         for number, ids in zip(tuple(ready), computed, strict=True):
-            lookup = found.lookups[number]
+            lookup = capture.lookups[number]
             with claimed(lookup.where):
                 found_rows = outside.lookup(lookup.table, ids.array)
             rows[number] = Spread(found_rows, ids.stacked)

@@ -258,8 +258,8 @@ def _own_updates(
     # any table.
     table = Table(variable.name, (variable,))
     table.require_inside(index)
-    found = row_updates(table, op, (index, rows), None)
-    return [tuple(moves) for _, _, moves, _ in found]
+    updates = row_updates(table, op, (index, rows), None)
+    return [tuple(moves) for _, _, moves, _ in updates]
 
 
 class _SameCreations:
@@ -354,10 +354,10 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     outside = recorder.get()
     # No other process, or values that are real: nothing has to be cut into stages.
     if team.channel is None or outside is None or outside.live:
-        found = regroup(run_sequentially(call, devices))
+        result = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order of a program: they are reduced one
         # after the other, with other processes.
-        return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
+        return jax.tree.map(lambda leaf: leaf, result, is_leaf=is_whole)
     if team.channel.mesh is not None:
         raise UnevenParts(
             "strategy.run in a step was given parts of different shapes, expected one "
@@ -426,14 +426,14 @@ class _Region:
         # Which variables they use has to be known first, because the stages get their
         # values as inputs.
         jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
-        found = self.last.capture
-        if found.lookups:
+        capture = self.last.capture
+        if capture.lookups:
             raise UnevenParts(
                 "strategy.run was given parts of different shapes, and looks up rows "
-                f"of {found.lookups[0].table}, which is not in the scope of the "
+                f"of {capture.lookups[0].table}, which is not in the scope of the "
                 "strategy: create it there, or use batch(..., drop_remainder=True)"
             )
-        return found.variables
+        return capture.variables
 
     def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
         """Traces the replicas; returns the arrays of their results, then changed

@@ -285,13 +285,13 @@ class Optimizer:
         # Also the further arguments and the thread's settings: the program depends on
         # all of them.
         key = (call.structure, shapes, dtypes, call.extras, wide, call.examples, random)
-        for number, (known, made) in enumerate(self._rules):
+        for number, (known, rule) in enumerate(self._rules):
             if known == key:
                 # Known, but perhaps only its state was traced (`_require_possible`).
                 if is_traced:
-                    made = traced(call, made, is_traced=True)
-                    self._rules[number] = key, made
-                return made
+                    rule = traced(call, rule, is_traced=True)
+                    self._rules[number] = key, rule
+                return rule
         kind: Any = jax.ShapeDtypeStruct  # untyped
         kinds = tuple(map(kind, shapes, dtypes))
         new = TreeRule(
@@ -321,14 +321,14 @@ class Optimizer:
         Raises:
             RuntimeError: It has not updated the variable, and has no ``params=``.
         """
-        found = self._place_of(variable)
-        if found is None:
+        place = self._place_of(variable)
+        if place is None:
             raise RuntimeError(
                 f"optimizer {self.name!r} has not updated variable {variable.name!r} "
                 "yet: apply gradients first, or pass the tree to the optimizer, "
                 "zs.Optimizer(transformation, params=params)"
             )
-        call, leaf, number = found
+        call, leaf, number = place
         return slot_rule(call, leaf, number)
 
     def slots_beside(
@@ -336,10 +336,10 @@ class Optimizer:
     ) -> list[SlotInfo] | None:
         """Lists the slots of a variable; None if the optimizer has not updated it yet,
         and has no ``params=``."""
-        found = self._place_of(variable.components[0])
-        if found is None:
+        place = self._place_of(variable.components[0])
+        if place is None:
             return None
-        call, leaf, _ = found
+        call, leaf, _ = place
         rule = self.leaf_rule(call.rule(is_here=lives_here(call)), leaf)
         return [
             SlotInfo(slot.name, kind.dtype.name, tuple(kind.shape), slot.rows)
@@ -372,12 +372,12 @@ class Optimizer:
 
         Cancellation: the servers may have received it.
         """
-        found = self._place_of(variable.components[0])
-        if found is None:
+        place = self._place_of(variable.components[0])
+        if place is None:
             return
-        for each in found[0].variables:
+        for each in place[0].variables:
             if isinstance(each.storage, BindsAsync):
-                await each.storage.bind_async(found[0])
+                await each.storage.bind_async(place[0])
 
     def known_call(self) -> GradientCall | None:
         """Returns a call on its tree without arrays; None if the tree is not known.
