@@ -387,7 +387,19 @@ class AbstractVariable(ArrayOperators):
         """Applies any scatter update, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.
+
+        Raises:
+            ValueError: ``op`` is not one of the scatter updates, the dtype of the
+                variable does not have it, or the rows do not fit.
+            IndexError: An index is out of bounds.
         """
+        # Other operations take other operands: ASSIGN would store the indices.
+        if not UpdateOp.SCATTER_ADD <= op <= UpdateOp.SCATTER_UPDATE:
+            raise ValueError(
+                f"scatter_async of {self._spec}: {op!r} does not update rows: expected "
+                "UpdateOp.SCATTER_ADD, or another SCATTER_... operation"
+            )
+        _convert.require_defined(self._spec, op)
         # Planned first, so that an invalid update raises before anything is sent.
         await update_all_async(self._planned_rows(op, sparse_delta))
         return self
