@@ -25,9 +25,7 @@ def ranks():
 
 
 def test_all_hear_a_free_port_of_rank_0(ranks):
-    first, second = [
-        _xla_job._broadcast_address(rank, "127.0.0.1") for rank in ranks
-    ]
+    first, second = [_xla_job._broadcast_address(rank, "127.0.0.1") for rank in ranks]
     assert first == second
     host, _, port = first.rpartition(":")
     assert host == "127.0.0.1"

@@ -196,7 +196,7 @@ class TreeTransformation:
         one, and with the random numbers that it draws where it was made."""
         if not (self.wide or self.random.is_set):
             # At each update, so not even a stack is made.
-            return contextlib.nullcontext()  # with each update
+            return contextlib.nullcontext()
         entered = contextlib.ExitStack()
         if self.wide:
             entered.enter_context(jax.enable_x64(True))

@@ -137,6 +137,7 @@ def _within(rows: range, offsets: list[int]) -> list[slice | None]:
     """Splits rows at the offsets; each slice counts from its offset."""
     slices: list[slice | None] = []
     for start, stop in itertools.pairwise(offsets):
+        # Rows of the range that are before this component: a step may pass its start.
         skipped = max(0, -(-(start - rows.start) // rows.step))
         first, end = rows.start + skipped * rows.step, min(stop, rows.stop)
         inside = first < end

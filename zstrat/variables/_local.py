@@ -157,6 +157,7 @@ class StorageWithSlots(ProcessStorage):
             self._settle()
             rule = optimizer.slot_rule(variable)
             leaves = self.slots_before(rule, variable.name)
+            # A copy: the caller may write to its array later.
             changed = rule.beside(leaves).replaced(name, np.array(value))
             self._slots[optimizer.id] = self._kept(changed)
 
@@ -235,11 +236,13 @@ class LocalStorage(StorageWithSlots):
         beside = self._slots.get(rule.id)
         if beside is None:
             return rule.initial(self._value)
+        # They may have been restored before the rule was known.
         return rule.fitted(name, beside).leaves
 
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
+        # The optimizer's code holds the turn since `value_before`.
         self._value = _frozen(np.array(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = rule.beside(leaves)
 

@@ -180,6 +180,7 @@ class ShardedVariable(AbstractVariable):
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
             parts = [np.empty((0, *self.shape[1:]), self.dtype)]
+        # For most rows whole components: no indices are sent, and none are gathered.
         elif sum(wanted) * 2 > touched:
             values = read_all(component for component, _ in pieces)
             parts = [

@@ -309,6 +309,8 @@ async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
 
     Cancellation: some of the updates may have been applied.
     """
+    # One after the other: variables on parameter servers share one storage, so there is
+    # seldom a second one to wait for.
     for storage, numbers in _by_storage([update[0] for update in updates]):
         await storage.update_many_async([updates[n] for n in numbers])
 
@@ -317,6 +319,7 @@ def _by_storage(
     variables: Sequence[VariableHandle],
 ) -> list[tuple[Storage, list[int]]]:
     """Groups variables, by number, by their storage; keeps the order."""
+    # By identity: the variables keep their storages alive, so no id is used twice.
     groups: dict[int, list[int]] = {}
     for number, variable in enumerate(variables):
         groups.setdefault(id(variable.storage), []).append(number)

@@ -209,6 +209,7 @@ class Table:
     def runs(self, ids: np.ndarray) -> Runs:
         """Groups ids ``[n]`` that are inside of the table, in its order."""
         if self.is_hashed:
+            # An id of uint64 is the one of int64 that has the same bits.
             ids = ids.astype(np.int64, copy=False)
             return hashed_runs(ids, hashes_of(ids))
         return runs(ids)

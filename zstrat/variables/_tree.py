@@ -56,6 +56,7 @@ def create_variables(
             leaf,
             None,
             dtype,
+            # An array that is the whole tree has no path.
             leaf_name or "Variable",
             is_trainable(trainable, synchronization, leaf_name),
             aggregation,

@@ -50,6 +50,7 @@ def traced(call: GradientCall, rule: TreeRule, *, is_traced: bool) -> TreeRule:
     Raises:
         ValueError: It cannot be traced; quotes the transformation's error.
     """
+    # Here and below, as it loads optax, which programs without optimizers do not need.
     from zstrat.optimizers import cut_for_rows
 
     with _tracing(call):

@@ -198,6 +198,7 @@ class Hyperparameters:
     def _names(self, call: GradientCall) -> dict[str, list[int]]:
         """Returns the leaves of the state, by name of the hyperparameter."""
         tree = call.rule(is_here=lives_here(call), is_traced=False)
+        # A chain may have the same name several times; they are assigned together.
         names: dict[str, list[int]] = {}
         for number, leaf in enumerate(tree.state()):
             # The state of `optax.inject_hyperparams` has a field of this name, which is

@@ -129,6 +129,7 @@ class SlotRule:
     def _together(self) -> list[Any]:
         tree, leaf = self.leaf.tree, self.leaf
         program = tree.init()
+        # Run whole, as the first slots of this leaf depend on other leaves, too.
         state = jax.jit(jaxpr_as_fun(program.closed))(*self.values())
         return [state[slot.state] for slot in leaf.slots]
 
