@@ -240,6 +240,7 @@ def _seconds(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
+        # Refused below, with the same words.
         value = -1.0
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
@@ -253,6 +254,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def _prefetch(name: str, text: str) -> int:
+    # `int` also takes signs, underscores and the digits of other scripts.
     if not (text.isascii() and text.isdecimal() and len(text) < 6):
         raise ValueError(f"{name}={text!r}: expected a number of steps, 0 or more")
     return int(text)

@@ -74,9 +74,10 @@ def install_integration(library: str, has: str) -> bool:
 
 
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """Reads the stub of a package: name -> its module and its name there. Uses the
-    loader, because the package may be in an archive."""
+    """Reads the stub of a package: name -> its module and its name there."""
+    # By its loader, because the package may be in an archive.
     spec: Any = sys.modules[package].__spec__
+    # From __init__.py, or __init__.pyc, to __init__.pyi.
     stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
     homes: dict[str, tuple[str, str]] = {}
     for line in _LINE.finditer(stub):

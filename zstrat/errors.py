@@ -31,12 +31,14 @@ class ZstratError(Exception):
     """Whether the same call may succeed later without a change of the program."""
 
     def __init_subclass__(cls) -> None:
+        # A subclass without a code is sent as its base class.
         if "code" in cls.__dict__:
             other = _BY_CODE.setdefault(cls.code, cls)
             if other is not cls:
                 raise TypeError(f"wire code {cls.code} is used by {other.__name__}")
 
 
+# `__init_subclass__` is not called for the base class itself.
 _BY_CODE[ZstratError.code] = ZstratError
 
 

@@ -33,6 +33,7 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 def mixed(words: np.ndarray) -> np.ndarray:
     """Returns the hash of each word, uint64 of any shape: the finalizer of SplitMix64
     [Steele, Lea and Flood 2014], which maps different words to different hashes."""
+    # One array besides the result: fresh memory costs more than the arithmetic.
     hashes = words + _WEYL
     other = hashes >> _SHIFT_1
     hashes ^= other
@@ -72,6 +73,7 @@ class IdGenerator:
 
     def __init__(self, seed: int, ids: np.ndarray) -> None:
         start = np.array([seed & (2**64 - 1)], np.uint64)
+        # Mixed first, so that neighbouring seeds have unrelated numbers.
         self._keys = mixed(hashes_of(ids) ^ mixed(start))
 
     def random(self, *, dtype: type, out: np.ndarray) -> None:
@@ -91,6 +93,7 @@ class IdGenerator:
         words = self._words(-(-width // 2))
         low = (words & np.uint64(2**32 - 1)).astype(np.float64) * (2.0**-32 * math.tau)
         words >>= np.uint64(32)
+        # From above 0, which has no logarithm.
         high = (words.astype(np.float64) + 1.0) * 2.0**-32
         radius = np.sqrt(-2.0 * np.log(high))
         pairs = np.stack([radius * np.cos(low), radius * np.sin(low)], axis=-1)
@@ -103,6 +106,7 @@ class IdGenerator:
         """Returns integers from ``low`` to ``high`` - 1."""
         width = math.prod(shape[1:])
         words = self._words(width)
+        # The remainder favours small numbers by less than one in 2**64 / (high - low).
         words %= np.uint64(high - low)
         return (words.astype(np.int64) + low).astype(dtype).reshape(shape)
 
@@ -147,6 +151,7 @@ def hash_ids(values: Any, *, seed: int = 0) -> np.ndarray:
         )
     hashes = [xxhash.xxh3_64_intdigest(part, seed) for part in parts]
     ids = np.array(hashes, np.uint64).view(np.int64).reshape(array.shape)
+    # Padding has no row, so its id goes to no text.
     ids[ids == PADDING] += 1
     return ids
 

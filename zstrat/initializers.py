@@ -95,34 +95,36 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     given = np.asarray(value)
     ranks = [_RANKS.get(each.kind, 0) for each in (given.dtype, dtype)]
     is_same = given.dtype == dtype or ranks in ([2, 2], [3, 3])
+    # Rounding a float is what asking for a narrower dtype means.
     if is_same or ranks[0] < ranks[1] or not given.size:
         return np.asarray(given, dtype)
     with np.errstate(all="ignore"):
         real = given.real if ranks[0] == 3 else given
-        made: np.ndarray = real.astype(dtype)
-        other = made.astype(given.dtype) != given
+        converted: np.ndarray = real.astype(dtype)
+        other = converted.astype(given.dtype) != given
         # -1 and 255 are the same bits, and back again.
-        other |= (made < 0) != (real < 0) if ranks == [1, 1] else False
+        other |= (converted < 0) != (real < 0) if ranks == [1, 1] else False
     if other.any():
         raise _other_number(given[other].flat[0], dtype, what)
-    return made
+    return converted
 
 
 def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
-    """`exactly` of numbers of Python, and lists of them. Those of more than 53 bits are
-    floats to numpy, if no dtype is given."""
+    """Converts numbers of Python, and lists of them, as `exactly` does. Without a dtype
+    numpy makes floats of some large ones (``[2**63, -1]``), which lose digits."""
     try:
         with np.errstate(all="ignore"):
-            made = np.asarray(value, dtype)
+            converted = np.asarray(value, dtype)
     except (OverflowError, ValueError) as error:
         raise ValueError(f"{what} does not fit its dtype {dtype}: {error}") from None
+    # As numpy reads it without a dtype: floats among integers make it floats.
     given = np.asarray(value)
     if _RANKS.get(given.dtype.kind, 0) <= _RANKS[dtype.kind]:
-        return made
-    other = made.astype(given.dtype) != given
+        return converted
+    other = converted.astype(given.dtype) != given
     if other.any():
         raise _other_number(given[other].flat[0], dtype, what)
-    return made
+    return converted
 
 
 def _other_number(number: Any, dtype: np.dtype, what: str) -> ValueError:
@@ -180,6 +182,7 @@ class Drawn(Initializer):
     def rows(self, generator: Any, out: np.ndarray) -> None:
         self.require_fitting(out.dtype)
         if self.counts_rows:
+            # Raises: its numbers depend on how many rows there are, and a table grows.
             Initializer.rows(self, generator, out)
         wide = np.dtype(np.float64 if out.dtype.itemsize >= 8 else np.float32)
         is_exact = out.dtype == wide or out.dtype.kind in "iu"
@@ -198,14 +201,19 @@ class Drawn(Initializer):
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
         self.require_fitting(dtype)
+        # Drawn as the only row of an array.
         if not shape:
             return self._make((1,), dtype, (slice(0, 1),)).reshape(())
         out = np.empty([cut.stop - cut.start for cut in window], dtype)
         if not out.size:
             return out
+        # numpy draws nothing narrower than float32: bfloat16, say, is rounded from
+        # that.
         drawn = np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
         drawn = dtype if dtype.kind in "iu" else drawn
+        # Unless the window cuts columns off, or the dtype needs rounding.
         in_place = dtype == drawn and out.shape[1:] == shape[1:]
+        # One for all blocks of this call, also if none was given.
         seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
         start, stop = window[0].start, window[0].stop
         height = max(1, _BLOCK // math.prod(shape[1:]))
@@ -330,14 +338,15 @@ class Sliced(Initializer):
         offset = tuple(cut.start for cut in window)
         first = (shape, dtype) if self.takes_shape else ()
         try:
-            made = self.function(
+            result = self.function(
                 *first, partition_shape=wanted, partition_offset=offset
             )
         except (TypeError, ValueError):
             if self.names_parts:
                 raise
-            made = self.function(*first)
-        value = np.asarray(made)
+            result = self.function(*first)
+        value = np.asarray(result)
+        # A function that does not know of parts has made the whole.
         if value.shape == shape != wanted:
             value = value[window]
         if value.shape != wanted:
@@ -356,32 +365,34 @@ ones: Final[Initializer] = Constant(1)
 
 
 def constant(value: Any) -> Initializer:
-    """``value``, broadcast to the shape."""
+    """Makes an initializer of one value, broadcast to the shape."""
     return Constant(value)
 
 
 def normal(
     stddev: float = 0.05, seed: int | None = None, *, mean: float = 0.0
 ) -> Initializer:
-    """Normally distributed."""
+    """Draws from a normal distribution."""
     return Normal(stddev, seed, mean)
 
 
 def uniform(
     minval: float = -0.05, maxval: float = 0.05, seed: int | None = None
 ) -> Initializer:
-    """Uniform in ``[minval, maxval)``, but for what rounding to the dtype does; of
-    integers, if the bounds are integers, each one alike."""
+    """Draws uniformly from ``[minval, maxval)``, but for what rounding to the dtype
+    does; of integers, if the bounds are integers, each one alike."""
     return Uniform(minval, maxval, seed)
 
 
 def glorot_uniform(seed: int | None = None) -> Initializer:
-    """Uniform within ``sqrt(6 / (fan_in + fan_out))``: variance preserved both ways."""
+    """Draws uniformly within ``sqrt(6 / (fan_in + fan_out))``, which preserves the
+    variance both ways."""
     return GlorotUniform(seed)
 
 
 def he_normal(seed: int | None = None) -> Initializer:
-    """Normal with ``sqrt(2 / fan_in)``: variance preserved through a relu."""
+    """Draws from a normal distribution with ``sqrt(2 / fan_in)``, which preserves the
+    variance through a relu."""
     return HeNormal(seed)
 
 

@@ -30,19 +30,18 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.
     """Returns an uninitialised C-order array whose memory starts at a multiple of
     ``to``."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    # numpy itself promises 16 bytes.
     memory = np.empty(size + to, np.uint8)
     start = -memory.ctypes.data % to
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep freed memory for the next arrays of up to 8 MiB.
-
-    glibc begins to when it has freed an array of that size. Until then each array above
-    128 KiB may get pages that are new, and to touch these costs as much as an update by
-    an optimizer. So this frees one, of which no page was touched. Twice as much is kept
-    at most.
-    """
+    """Makes the C library keep freed memory for the next arrays of up to 8 MiB; twice
+    as much at most."""
+    # glibc begins to when it has freed an array of that size. Until then each array
+    # above 128 KiB may get pages that are new, and to touch these costs as much as an
+    # update by an optimizer. So this frees one, of which no page was touched.
     np.empty(2**23, _BYTE)
 
 
@@ -83,9 +82,9 @@ _POPULATE_WRITE: Final = 23
 def _populate(
     memory: mmap.mmap, address: int, pages: Sequence[int], turn: threading.Lock
 ) -> None:
-    """Adds pages to memory, whose content stays. mmap.madvise would hold the
-    interpreter's lock for as long as that takes."""
+    """Adds pages to memory, whose content stays."""
     try:
+        # Not mmap.madvise, which holds the interpreter's lock for as long as it takes.
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         for page in pages:  # a kernel that cannot, or a lack of memory, changes nothing
@@ -159,15 +158,19 @@ class Reserve:
             _thread.start_new_thread(_populate, args)
         except RuntimeError:  # no more threads, or the process ends
             self.populating.release()
+        # Also if there is no thread: the kernel adds them when they are written.
         self._populated.update(new)
 
     def release(self, start: int, size: int) -> None:
         """Returns the whole pages of elements, which are zero, to the machine."""
         page = mmap.PAGESIZE
+        # Inwards: a page that other elements share stays.
         first = -(-start * self._dtype.itemsize // page) * page
         last = (start + size) * self._dtype.itemsize // page * page
         if last > first:
             gone = mmap.MADV_DONTNEED
+            # MADV_DONTNEED gives back only the cache of a file; this gives back its
+            # blocks, which are allocated again before they are written.
             if self._file is not None:
                 gone = mmap.MADV_REMOVE
                 self._file.allocated = min(self._file.allocated, first)
@@ -185,6 +188,7 @@ class Reserve:
         while True:
             try:
                 if self._file is not None:
+                    # Sparse: nothing is allocated yet.
                     os.ftruncate(self._file.descriptor, wanted)
                     return mmap.mmap(self._file.descriptor, wanted)
                 memory = mmap.mmap(-1, wanted, flags=flags)

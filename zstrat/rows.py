@@ -37,7 +37,7 @@ class Runs(NamedTuple):
         return len(self.unique) == len(self.order)
 
     def inverse(self) -> np.ndarray:
-        """``[n]`` with ``unique[inverse] == indices``."""
+        """Returns ``[n]`` with ``unique[inverse] == indices``."""
         inverse = np.empty(len(self.order), np.intp)
         inverse[self.order] = np.repeat(np.arange(len(self.unique)), self.counts)
         return inverse
@@ -119,13 +119,14 @@ def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
 
 
 def divided(values: np.ndarray, found: Runs, rows: np.ndarray) -> np.ndarray:
-    """Integers ``[unique, ...]`` divided by the rows of their index, one after the
-    other, and cut off towards zero each time, as XLA and TensorFlow divide integers."""
+    """Divides integers ``[unique, ...]`` by the rows of their index, one after the
+    other, and cuts them off towards zero each time, as XLA and TensorFlow do."""
     new = values.copy()
     for turn in range(int(found.counts.max(initial=0))):
         some = np.flatnonzero(found.counts > turn)
         divisor = rows[found.order[found.starts[some] + turn]]
         dividend = new[some]
+        # `//` rounds down, and this is to round towards zero.
         quotient = dividend // divisor
         inexact = quotient * divisor != dividend
         quotient += (inexact & ((dividend < 0) != (divisor < 0))).astype(new.dtype)

@@ -34,6 +34,7 @@ class HandledSignal:
 
 
 _handled: Final[dict[signal.Signals, HandledSignal]] = {}
+# Several threads may fork at a time.
 _before_fork: Final = threading.local()
 """``mask``: the signals that the thread blocked before it forked."""
 
@@ -66,6 +67,7 @@ def handle_on(
 
 def _note(number: signal.Signals, before: Handler) -> None:
     known = _handled.get(number)
+    # Somebody else has set a handler since ours: what is there now is what was before.
     if known is None or before not in known.ours:
         known = HandledSignal(before)
     if (ours := signal.getsignal(number)) not in known.ours:

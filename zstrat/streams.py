@@ -16,6 +16,7 @@ def occupy_descriptors() -> None:
     """Opens ``/dev/null`` on closed descriptors of 0, 1 and 2. Call it before anything
     else is opened."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        # As standard streams are: else children would start with closed ones.
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 

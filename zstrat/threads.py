@@ -37,6 +37,7 @@ class ThreadBell:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Held from the start, so that `wait` blocks until `ring` releases it.
         self._lock.acquire()
 
     def ring(self) -> None:
@@ -55,6 +56,7 @@ class ThreadBell:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
+            # A lock refuses negative seconds.
             if self._lock.acquire(timeout=max(0.0, min(left, GLANCE))):
                 return True
             if left <= GLANCE:
@@ -121,6 +123,7 @@ class SteadyThread(threading.Thread):
         if self.ident is not None:
             raise RuntimeError("threads can only be started once")
         begun: SimpleQueue[BaseException | None] = SimpleQueue()
+        # Before it runs: `is_alive` may be asked by the thread itself.
         self._process = os.getpid()
         try:
             _thread.start_new_thread(self._begin, (begun,))
@@ -148,6 +151,7 @@ class SteadyThread(threading.Thread):
             raise RuntimeError("cannot join current thread")
         if self.is_alive() and not self._over.wait(timeout):
             return
+        # Its function has ended; what is left is Python's own end of the thread.
         if super().is_alive():
             super().join()
 
@@ -181,6 +185,7 @@ class Promise(Generic[T]):
         return self._latch.is_open
 
     def settle(self, value: T) -> None:
+        # Before the latch opens, because a waiting thread reads it at once.
         self._value = value
         self._latch.open()
 

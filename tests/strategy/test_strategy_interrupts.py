@@ -7,7 +7,12 @@ from strikes import strikes
 
 import zstrat as zs
 
-FILES = "strategy/_strategy.py", "strategy/_context.py", "strategy/_frames.py"
+FILES = (
+    "strategy/_strategy.py",
+    "strategy/_context.py",
+    "strategy/_frames.py",
+    "strategy/replica/_function_cache.py",
+)
 
 
 def test_a_run_leaves_no_scope_behind_and_updates_a_variable_once_or_not():

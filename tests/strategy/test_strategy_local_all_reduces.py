@@ -11,7 +11,7 @@ import pytest
 import zstrat as zs
 from zstrat.experimental import CommunicationOptions
 from zstrat.strategy._local_strategy import _usual
-from zstrat.strategy.reduce import _across
+from zstrat.strategy.reduce import _on_devices
 
 D = jax.devices()
 
@@ -62,10 +62,10 @@ def places_of(array):
 def lowered(number):
     """The program for so many values of one dtype."""
     value = jax.device_put(np.ones(3 * R, np.float32), ROWS)
-    mesh, spread = _across.spread_out(zs.PerReplica.of_whole(value, R))
+    mesh, spread = _on_devices.spread_out(zs.PerReplica.of_whole(value, R))
     assert spread.array is value
     flags = (False,) * number
-    return _across.reduced.lower([value] * number, mesh, flags, False)
+    return _on_devices.reduced.lower([value] * number, mesh, flags, False)
 
 
 def test_what_is_compiled_is_an_all_reduce():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zstrat.strategy._devices import LogicalDevices
+from zstrat.strategy._logical_devices import LogicalDevices
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4, 8)).astype(np.float32)

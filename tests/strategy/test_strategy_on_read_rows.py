@@ -2,6 +2,7 @@
 read as, wherever they are read."""
 
 import asyncio
+import copy
 
 import jax.numpy as jnp
 import numpy as np
@@ -116,5 +117,43 @@ def test_what_has_no_one_value_has_no_rows():
         for read in ways(strategy, v).values():
             with pytest.raises(ValueError, match="NONE"):
                 read()
+
+    ranks(2, program)
+
+
+READS = {
+    "value": lambda v: v.value(),
+    "async": lambda v: asyncio.run(v.value_async()),
+    "index": lambda v: v[:],
+    "step": lambda v: zs.function(lambda: v.value())(),
+    "index in a step": lambda v: zs.function(lambda: v[:])(),
+    "copy": lambda v: copy.deepcopy(v).value(),
+}
+
+
+@pytest.mark.parametrize("aggregation", [Aggregation.SUM, Aggregation.MEAN])
+def test_a_sharded_variable_is_read_as_its_components(aggregation):
+    def program(strategy, rank):
+        v = zs.ShardedVariable([counted(strategy, rank, aggregation) for _ in range(2)])
+        found = {name: np.asarray(read(v)) for name, read in READS.items()}
+        v.assign(np.full(v.shape, 5, np.float32))
+        return found, v.numpy(), np.asarray(v.components[0].value())
+
+    for found, whole, first in ranks(2, program):
+        for name, rows in found.items():
+            expected = np.concatenate([EXPECTED[aggregation]] * 2)
+            np.testing.assert_array_equal(rows, expected, err_msg=name)
+        np.testing.assert_array_equal(whole, np.full((6, 2), 5))
+        np.testing.assert_array_equal(first, whole[:3])
+
+
+def test_a_sharded_variable_refuses_what_its_components_refuse():
+    def program(strategy, rank):
+        v = zs.ShardedVariable([counted(strategy, rank, Aggregation.SUM)])
+        one = zs.IndexedSlices(np.ones((1, 2), np.float32), [0])
+        with pytest.raises(NotImplementedError, match="scatter_add of variable 'seen'"):
+            v.scatter_add(one)
+        with pytest.raises(ValueError, match="cross-replica context"):
+            v.assign_add(np.ones(v.shape, np.float32))
 
     ranks(2, program)

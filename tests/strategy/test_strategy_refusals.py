@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import zstrat as zs
 from zstrat.errors import InvalidArgumentError
 from zstrat.program.stages import PROCESS
-from zstrat.strategy.mirrored import MirroredVariables, _multi_worker
+from zstrat.strategy.mirrored import MirroredVariables, _xla_job
 from zstrat.strategy.mirrored._takeover import taken_over
 from zstrat.strategy.replica import AXIS, Team
 from zstrat.variables import VariableRequest
@@ -119,7 +119,7 @@ def test_who_comes_late_has_to_have_what_the_others_have(mine, words):
 def test_a_job_of_jax_is_the_strategys_own():
     """This process is alone in jax's eyes."""
     with pytest.raises(RuntimeError, match=r"\b0\b.*\b1\b.*rank 1"):
-        _multi_worker._mesh(Line(1, []))
+        _xla_job._mesh(Line(1, []))
 
 
 def test_all_processes_of_a_job_have_as_many_devices(monkeypatch):
@@ -130,7 +130,7 @@ def test_all_processes_of_a_job_have_as_many_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "devices", lambda: devices)
     with pytest.raises(RuntimeError, match=r"\[2, 1\]"):
-        _multi_worker._mesh(Line(0, []))
+        _xla_job._mesh(Line(0, []))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5])

@@ -63,6 +63,42 @@ def test_a_lost_value_is_taken_from_another_process(lost):
     assert ranks(2, program) == [[[-0.25] * 2, [-1.125] * 2]] * 2
 
 
+def test_a_variable_of_64_bits_brings_the_state_of_its_optimizer():
+    """Steps refuse it, and the program updates it between them."""
+
+    def program(strategy, rank):
+        with strategy.scope():
+            wide = zs.Variable(np.ones(2), dtype="float64")
+            momentum = zs.Optimizer(optax.sgd(0.5, momentum=0.5))
+        if rank == 0:
+            momentum.apply_gradients([(np.ones(2), wide)])
+        strategy._variables._is_late = rank == 1
+        strategy._variables.take_over()
+        momentum.apply_gradients([(np.ones(2), wide)])
+        return wide.numpy().tolist()
+
+    # Traces: 1, then 1.5.
+    assert ranks(2, program) == [[-0.25] * 2] * 2
+
+
+def test_a_variable_that_one_process_has_dropped_is_not_missed():
+    """When a variable is freed depends on the garbage collector of the process."""
+
+    def program(strategy, rank):
+        training = Training(strategy)
+        with strategy.scope():
+            temporary = zs.Variable([1.0, 2.0])
+            last = zs.Variable(float(rank))
+        if rank == 1:
+            del temporary
+            training.destroy()
+        strategy._variables.take_over()
+        training.step()
+        return [training.v.numpy().tolist(), float(last.numpy())]
+
+    assert ranks(2, program) == [[[-1.125] * 2, 0.0]] * 2
+
+
 def test_a_value_that_all_have_lost_is_no_longer_there():
     def program(strategy, rank):
         training = Training(strategy)

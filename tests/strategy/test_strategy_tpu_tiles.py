@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.strategy._devices import axes_for, axes_of, require_split
+from zstrat.strategy._logical_devices import axes_for, axes_of, require_split
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zstrat.strategy.mirrored import _multi_worker
+from zstrat.strategy.mirrored import _xla_job
 
 
 class Line:
@@ -25,9 +25,7 @@ def ranks():
 
 
 def test_all_hear_a_free_port_of_rank_0(ranks):
-    first, second = [
-        _multi_worker._broadcast_address(rank, "127.0.0.1") for rank in ranks
-    ]
+    first, second = [_xla_job._broadcast_address(rank, "127.0.0.1") for rank in ranks]
     assert first == second
     host, _, port = first.rpartition(":")
     assert host == "127.0.0.1"
@@ -35,8 +33,8 @@ def test_all_hear_a_free_port_of_rank_0(ranks):
 
 
 def test_an_address_of_version_6_is_told_in_brackets(ranks, monkeypatch):
-    monkeypatch.setattr(_multi_worker, "free_ports", lambda count, host: [1234])
-    assert [_multi_worker._broadcast_address(rank, "::1") for rank in ranks] == [
+    monkeypatch.setattr(_xla_job, "free_ports", lambda count, host: [1234])
+    assert [_xla_job._broadcast_address(rank, "::1") for rank in ranks] == [
         "[::1]:1234"
     ] * 2
 
@@ -45,15 +43,15 @@ def test_rank_0_tells_why_it_has_no_address(ranks):
     """The others do not wait for it: each says what is wrong."""
     for rank in ranks:
         with pytest.raises(ValueError, match=r"\b8\.8\.8\.8\b.*RING"):
-            _multi_worker._broadcast_address(rank, "8.8.8.8")
+            _xla_job._broadcast_address(rank, "8.8.8.8")
 
 
 def test_an_address_of_another_machine_is_told_too(ranks, monkeypatch):
     def taken(count, host):
         raise OSError(99, f"cannot assign {host}: " + "\u00e9" * 2000)
 
-    monkeypatch.setattr(_multi_worker, "free_ports", taken)
+    monkeypatch.setattr(_xla_job, "free_ports", taken)
     with pytest.raises(OSError, match="cannot assign"):
-        _multi_worker._broadcast_address(ranks[0], "10.0.0.1")
+        _xla_job._broadcast_address(ranks[0], "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank 0.*\b10\.0\.0\.1\b"):
-        _multi_worker._broadcast_address(ranks[1], "10.0.0.1")
+        _xla_job._broadcast_address(ranks[1], "10.0.0.1")

@@ -279,6 +279,42 @@ async def test_gradients_can_be_applied_without_blocking():
     assert optimizer.iterations.numpy() == 1
 
 
+def scaled_by(measure):
+    """Makes a transformation that scales all gradients by the sum of a measure."""
+
+    def update(updates, state, params=None):
+        scale = sum(map(measure, jax.tree.leaves(updates)))
+        return jax.tree.map(lambda gradient: scale * gradient, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def test_what_is_summed_over_rows_may_be_padded_with_zeros():
+    table, dense = zv.Variable(np.zeros((20, 2), np.float32)), zv.Variable([0.0])
+    rows = zv.IndexedSlices(np.ones((3, 2), np.float32), [1, 4, 7])
+    scaled = zv.Optimizer(scaled_by(lambda gradient: jnp.sum(gradient * gradient)))
+    scaled.apply_gradients([rows, np.zeros(1, np.float32)], [table, dense])
+    assert table.numpy()[1, 0] == 6.0
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        # Of each row, and 1 for one of zeros.
+        lambda gradient: jnp.sum(jnp.exp(jnp.sum(gradient.T, axis=0))),
+        # The last row, which is one of zeros.
+        lambda gradient: jnp.sum(jnp.flip(gradient, 0)[:1]),
+    ],
+    ids=["transposed", "reversed"],
+)
+def test_rows_that_are_moved_are_not_taken_for_those_that_are_padded(measure):
+    table, dense = zv.Variable(np.zeros((20, 2), np.float32)), zv.Variable([[0.0]])
+    rows = zv.IndexedSlices(np.ones((3, 2), np.float32), [1, 4, 7])
+    scaled = zv.Optimizer(scaled_by(measure))
+    with pytest.raises(ValueError, match="IndexedSlices"):
+        scaled.apply_gradients([rows, np.zeros((1, 1), np.float32)], [table, dense])
+
+
 def test_a_pickled_handle_knows_its_transformation_and_its_tree():
     x = zv.Variable(1.0, name="x")
     optimizer = zv.Optimizer(

@@ -326,6 +326,23 @@ async def test_every_wait_has_an_awaitable_twin():
         await variable.assign_async(1.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        ("float32", UpdateOp.ASSIGN),
+        ("float32", UpdateOp.OPTIMIZE_ROWS),
+        ("bool", UpdateOp.SCATTER_DIV),
+        ("complex64", UpdateOp.SCATTER_MIN),
+    ],
+)
+async def test_scatter_async_takes_the_operations_that_blocking_methods_have(dtype, op):
+    variable = zv.Variable(np.ones(3), dtype=dtype)
+    rows = zv.IndexedSlices(np.zeros(1, dtype), [0])
+    with pytest.raises(ValueError, match=op.name):
+        await variable.scatter_async(op, rows)
+    np.testing.assert_array_equal(variable.numpy(), np.ones(3, dtype))
+
+
 async def test_blocking_methods_work_under_a_running_loop():
     variable = zv.Variable(1.0)
     variable.assign_add(1.0)

@@ -53,6 +53,7 @@ class Binding:
                 arguments that are not arrays.
         """
         rule = self.rule
+        # An object, such as a function, has a meaning only in the process that made it.
         if rule.extras.static:
             names = ", ".join(repr(name) for name, _ in rule.extras.static)
             raise ValueError(
@@ -76,6 +77,8 @@ class Binding:
                 "grows": rule.grows,
                 "random": [rule.random.kind, rule.random.is_partitionable],
                 "keys": self.keys,
+                # Another version of optax or jax may cut the program otherwise, which
+                # is found out when the server compares.
                 "cut": _cut_of(rule),
             },
             separators=(",", ":"),
@@ -90,6 +93,7 @@ class Binding:
             InvalidArgumentError: It is malformed, or the optimizer is cut otherwise
                 here.
         """
+        # Before it is parsed: it came from another task.
         if len(data) > MAX_DESCRIPTION_BYTES:
             raise InvalidArgumentError(
                 f"the tree of optimizer {name!r} takes {len(data)} bytes, the limit "
@@ -119,6 +123,7 @@ class Binding:
             raise InvalidArgumentError(
                 f"not the tree of optimizer {name!r}: {type(error).__name__}: {error}"
             ) from error
+        # After the `try`: its own errors say more than that the bytes are malformed.
         _require_same_cut(rule, wanted)
         return Binding(rule, keys)
 
@@ -169,6 +174,7 @@ def _random(kind: str, is_partitionable: bool) -> RandomNumbers:
 
 def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
     try:
+        # Through JSON, where tuples become lists.
         found = json.loads(json.dumps(_cut_of(rule)))
     except Exception as error:  # whatever the transformation raises, to the caller
         raise InvalidArgumentError(
@@ -185,6 +191,7 @@ def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
 
 def _cut_of(rule: TreeRule) -> Any:
     """Describes how the tree is cut, for both sides to compare."""
+    # A callback would run in a process that does not have the user's function.
     if acts := rule.update().acts or rule.init().acts:
         raise ValueError(
             f"it calls back into Python ({acts}), which a parameter server does not "
@@ -210,6 +217,7 @@ def _require_mirrored(rule: TreeRule) -> None:
         ValueError: The optimizer does something else on a tree of the same keys.
     """
     structure = TreeStructure.from_plain(rule.structure.plain())
+    # Without the programs that the original has traced.
     mirrored = replace(rule, structure=structure, _programs={})
     try:
         same = str(mirrored.update().closed) == str(rule.update().closed)

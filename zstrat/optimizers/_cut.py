@@ -32,13 +32,14 @@ from jax.extend.core import Literal
 from jax.tree_util import keystr
 
 from ._jaxprs import ProgramPart, mask_of, mask_of_all, operands_of
-from ._state import leaves_in
+from ._owners import leaves_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ._jaxprs import TreeProgram
-    from ._state import StateLeaf, StateOwner
+    from ._owners import StateOwner
+    from ._state import StateLeaf
     from ._transformation import TreeTransformation
 
 _SMALL: Final = 64
@@ -175,10 +176,11 @@ def _by_leaf(
         return common, _together(own, shared)
     slots, frontiers = [], []
     for leaf in range(leaves):
-        found = search.leaf(leaf, own[leaf])
-        if isinstance(found, Coupling):
-            return found, _together(own, shared)
-        frontier, used = found
+        cut = search.leaf(leaf, own[leaf])
+        if isinstance(cut, Coupling):
+            return cut, _together(own, shared)
+        frontier, used = cut
+        # What advances the state that is read has to be advanced, too.
         kept = search.closure(used)
         for number in kept:
             frontier |= common[number][0]
@@ -229,6 +231,8 @@ class _Search:
         self._program = program
         self._leaves, _, self._states, self._extras = program.counts
         self._shared = [n for n, owner in enumerate(owners) if owner is None]
+        # Bits are in the order of the inputs: gradients, values, state, further
+        # arguments.
         self._shared_mask = sum(1 << (2 * self._leaves + n) for n in self._shared)
         gradients = (1 << self._leaves) - 1
         extras = ((1 << self._extras) - 1) << (2 * self._leaves + self._states)
@@ -250,6 +254,8 @@ class _Search:
                 return got
             result[number] = (got[0], set())
             direct[number] = got[1]
+        # In two passes: the operands of a leaf of the state are those of all that it
+        # reaches.
         for number in self._shared:
             result[number] = (result[number][0], _closed({number}, direct))
         self._reach = {number: reach for number, (_, reach) in result.items()}
@@ -273,6 +279,7 @@ class _Search:
         for number in own:
             allowed |= 1 << (2 * leaves + number)
         kind = self._tree.kinds[leaf]
+        # An operand may be as large as the leaf: its clipped gradient, for example.
         size = max(_SMALL, math.prod(kind.shape))
         return self._cut(wanted, allowed, size, None, leaf)
 
@@ -316,14 +323,14 @@ class _Search:
 
     def _ways(self, wanted: Sequence[Any], allowed: int, size: int) -> dict[Any, Any]:
         """Decides for each variable that ``wanted`` depend on: computed here, an
-        operand, made from others, or not available. Visits no more than needed: trees
-        are large."""
+        operand, made from others, or not available."""
         ways: dict[Any, Any] = {}
         stack = [var for var in wanted if not isinstance(var, Literal)]
         while stack:
             var = stack[-1]
             way = ways.get(var) or self._at_once(var, allowed)
             if way is None:
+                # One that fails decides, so others are not visited: trees are large.
                 before = self._before(var)
                 fails = any(ways.get(each) is _FAILS for each in before)
                 left = [each for each in before if each not in ways]
@@ -340,20 +347,24 @@ class _Search:
     def _at_once(self, var: Any, allowed: int) -> Any:
         """Decides for a variable, if that needs no variable before it."""
         bits = mask_of(self._program.mask, var)
+        # Scalars that depend on gradients are computed where the gradients are; arrays
+        # are made here, of these.
         if self._tree.early and var in self._makers and self._has_a_gradient(bits):
             is_operand = not var.aval.shape and not bits & ~self._known_mask
             return _OPERAND if is_operand else None
         if not bits & ~allowed:
             return _LOCAL
+        # An input of another leaf. Further arguments are given to all.
         if var not in self._makers:
             return _OPERAND if var in self._further else _FAILS
+        # A scalar is sent as it is; of an array it may be parts that are known here.
         return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
 
     def _has_a_gradient(self, bits: int) -> bool:
         """Returns whether a value depends on a gradient that is not a scalar."""
         gradients = bits & ((1 << self._leaves) - 1)
-        found = leaves_in(gradients, self._leaves)
-        return any(self._tree.kinds[leaf].shape for leaf in found)
+        reached = leaves_in(gradients, self._leaves)
+        return any(self._tree.kinds[leaf].shape for leaf in reached)
 
     def _way(self, var: Any, size: int) -> Any:
         """Decides for a variable that cannot be computed here."""

@@ -65,9 +65,9 @@ def delayed_nesterov(
             kept = jnp.where(is_last, jnp.zeros_like(buffer), buffer)
             return -learning_rate * step, after, kept
 
-        found = jax.tree.map(moved, updates, state.momentum, state.buffer)
+        triples = jax.tree.map(moved, updates, state.momentum, state.buffer)
         new, after, kept = jax.tree.transpose(
-            jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), found
+            jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), triples
         )
         counted = jnp.where(is_last, 0, counted)
         return new, DelayedNesterovState(counted, after, kept)

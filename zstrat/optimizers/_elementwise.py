@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ElementwiseUpdate:
-    """See the module's docstring.
+    """An update that does the same to each element of a variable.
 
     ``form`` is equal for rules that do the same to an element. ``by_element``: for each
     slot, whether it has the shape of the variable; others are scalars.
@@ -57,14 +57,16 @@ class ElementwiseUpdate:
         def known(var: Any) -> Any:
             return var.val if isinstance(var, Literal) else env[var]
 
+        # Equation by equation, not as a jaxpr: its shapes are those of one variable,
+        # and this runs on several side by side.
         for eqn in self._jaxpr.eqns:
             operand = [known(var) for var in eqn.invars]
             if _spreads(eqn):
-                made = jax.lax.broadcast(operand[0], value.shape)
+                outputs = jax.lax.broadcast(operand[0], value.shape)
             else:
-                made = eqn.primitive.bind(*operand, **eqn.params)
+                outputs = eqn.primitive.bind(*operand, **eqn.params)
             several = eqn.primitive.multiple_results
-            env.update(zip(eqn.outvars, made if several else [made], strict=True))
+            env.update(zip(eqn.outvars, outputs if several else [outputs], strict=True))
         moved, *after = [known(var) for var in self._jaxpr.outvars]
         return moved, after
 
@@ -90,12 +92,14 @@ def elementwise(
         and elements[1 + slots]
         and all(each in (shape, ()) for each in shapes[: 1 + slots])
         and not any(shapes[2 + slots :])
+        # An array among the constants may differ from element to element.
         and not any(const.shape for const in consts)
         and all(_is_elementwise(eqn, shape) for eqn in jaxpr.eqns)
     )
     outputs = [tuple(var.aval.shape) for var in jaxpr.outvars]
     if not is_fit or outputs != shapes[: 1 + slots]:
         return None
+    # By number: each trace makes variables of its own.
     numbers: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         numbers[var] = len(numbers)
@@ -131,12 +135,13 @@ def _spreads(eqn: Any) -> bool:
 
 
 def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
-    found = {
+    shapes = {
         tuple(getattr(var.aval, "shape", (-1,))) for var in (*eqn.invars, *eqn.outvars)
     }
-    if found == {()}:
+    # Between scalars anything may be computed, but nothing else may happen.
+    if shapes == {()}:
         return not eqn.effects
-    if not found <= {(), shape}:
+    if not shapes <= {(), shape}:
         return False
     outputs = {tuple(var.aval.shape) for var in eqn.outvars}
     if _spreads(eqn):

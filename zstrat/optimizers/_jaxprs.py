@@ -56,6 +56,7 @@ def flat(
     """
     closed = jax.make_jaxpr(function)(*arguments)
 
+    # A second trace evaluates the first one, with inner calls inlined.
     def inlined(*given: Any) -> list[Any]:
         return _evaluated(closed.jaxpr, closed.consts, given, selects)
 
@@ -75,9 +76,9 @@ def who_wrote(
     """
     closed = jax.make_jaxpr(function)(*arguments)
     inputs = [1 << n for n in range(len(closed.jaxpr.invars))]
-    found = masks(closed.jaxpr, inputs)
+    by_variable = masks(closed.jaxpr, inputs)
     for eqn in closed.jaxpr.eqns:
-        if brings(eqn, found):
+        if brings(eqn, by_variable):
             return _written_in(eqn)
     return ""
 
@@ -88,8 +89,8 @@ def _written_in(eqn: Any) -> str:
     names = [f.function_name for f in frames if not f.file_name.startswith(_MACHINERY)]
     # A transformation is a pair of functions within one that makes them, or methods.
     within = [name for name in names if ".<locals>." in name]
-    found = within or [name for name in names if "." in name]
-    return str(found[0]).partition(".")[0] if found else ""
+    candidates = within or [name for name in names if "." in name]
+    return str(candidates[0]).partition(".")[0] if candidates else ""
 
 
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
@@ -128,8 +129,8 @@ def bits_of(inputs: int) -> Iterator[int]:
 def operands_of(eqn: Any, output: int) -> list[Any]:
     """Returns the operands of an equation that one of its outputs depends on."""
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
-    found = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
-    return [var for var in found if not isinstance(var, Literal)]
+    used = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
+    return [var for var in used if not isinstance(var, Literal)]
 
 
 Makers = dict[Any, tuple[int, Any]]
@@ -181,8 +182,10 @@ class TreeProgram:
     @property
     def acts(self) -> str:
         """The primitive by which it does more than compute, or nothing."""
-        found = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
-        return found[0] if found else ("an effect" if self.closed.effects else "")
+        callbacks = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
+        return (
+            callbacks[0] if callbacks else ("an effect" if self.closed.effects else "")
+        )
 
 
 class ProgramPart:
@@ -220,13 +223,14 @@ class ProgramPart:
                     continue
                 for before in {*operands_of(eqn, number)} - given:
                     needed.add(before)
+                    # Positive: an input, which no equation makes.
                     place = -makers[before][0] if before in makers else 1
                     if place <= 0 and place not in seen:
                         seen.add(place)
                         heapq.heappush(left, place)
         self._eqns.reverse()
-        made = {var for eqn, _ in self._eqns for var in eqn.outvars}
-        self.missing = needed - made
+        computed = {var for eqn, _ in self._eqns for var in eqn.outvars}
+        self.missing = needed - computed
         """Variables that nothing here gives: inputs that are not available."""
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
@@ -237,6 +241,7 @@ class ProgramPart:
                 return None
         read = [v for eqn, _ in self._eqns for v in eqn.invars] + self._wanted
         used = {v for v in read if not isinstance(v, Literal) and v in self._consts}
+        # Only those that are read: a program keeps its constants alive.
         constvars = [var for var in self._consts if var in used]
         effects = set(no_effects).union(*[eqn.effects for eqn, _ in self._eqns])
         pruned = self._jaxpr.replace(
@@ -317,11 +322,13 @@ def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     a call."""
     if eqn.primitive.name not in _CALLS:
         return None
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(found, ClosedJaxpr):
-        inner, consts = found.jaxpr, found.consts
+    # Both names occur, by the kind of the call.
+    parameter = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(parameter, ClosedJaxpr):
+        inner, consts = parameter.jaxpr, parameter.consts
     else:
-        inner, consts = found, ()
+        inner, consts = parameter, ()
+    # If they do not match one by one, the call stays as it is.
     if inner is None or len(inner.invars) != len(eqn.invars):
         return None
     return (inner, consts) if len(inner.outvars) == len(eqn.outvars) else None
@@ -351,8 +358,8 @@ def _value(env: Mapping[Any, Any], var: Any) -> Any:
 
 def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     if eqn.primitive.name not in _CALLS:
-        made = eqn.primitive.bind(*operands, **eqn.params)
-        return made if eqn.primitive.multiple_results else [made]
+        outputs = eqn.primitive.bind(*operands, **eqn.params)
+        return outputs if eqn.primitive.multiple_results else [outputs]
     # How the functions of a call are bound is jax's: it is a separate program.
     given = {
         var: operand
@@ -373,16 +380,20 @@ def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     index, *rest = operands
     branches = eqn.params["branches"]
-    each = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
+    by_branch = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
+    # As `jax.lax.switch` does with an index that is out of bounds.
     which = jnp.clip(index, 0, len(branches) - 1)
     if len(branches) == 2:
         which = which.astype(bool)
-    return [jax.lax.select_n(which, *several) for several in zip(*each, strict=True)]
+    return [
+        jax.lax.select_n(which, *several) for several in zip(*by_branch, strict=True)
+    ]
 
 
 def _run_part(
     jaxpr: Any, eqn: Any, needs: Sequence[bool], env: Mapping[Any, Any]
 ) -> list[Any]:
+    # Loops run as a whole, with zeros for what only unwanted outputs depend on.
     if all(needs) or eqn.primitive.name != "cond":
         operands = [
             _value(env, var) if isinstance(var, Literal) or var in env else _zeros(var)
@@ -392,11 +403,12 @@ def _run_part(
     wanted = [n for n, is_needed in enumerate(needs) if is_needed]
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])
     used = union_of(bits[number] for number in wanted)
+    # 0 is the index of the branch.
     places = [n for n in range(1, len(eqn.invars)) if used >> n & 1]
     branches = [_branch(each, wanted, places) for each in eqn.params["branches"]]
     given = [_value(env, eqn.invars[n]) for n in places]
-    made = iter(jax.lax.switch(_value(env, eqn.invars[0]), branches, *given))
-    return [next(made) if is_needed else None for is_needed in needs]
+    results = iter(jax.lax.switch(_value(env, eqn.invars[0]), branches, *given))
+    return [next(results) if is_needed else None for is_needed in needs]
 
 
 def _branch(
@@ -435,8 +447,8 @@ def _through(eqn: Any, given: Sequence[int]) -> list[int]:
 
 
 def _outputs(jaxpr: Any, given: Sequence[int]) -> list[int]:
-    found = masks(jaxpr, given)
-    return [mask_of(found, var) for var in jaxpr.outvars]
+    by_variable = masks(jaxpr, given)
+    return [mask_of(by_variable, var) for var in jaxpr.outvars]
 
 
 def _through_cond(eqn: Any, given: Sequence[int]) -> list[int]:
@@ -456,11 +468,12 @@ def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
     consts = len(given) - rows - carries
     fixed, carry = list(given[:consts]), list(given[consts : consts + carries])
     slices = list(given[consts + carries :])
+    # Until nothing changes: each round passes on what one carry has from another.
     while True:
-        made = _outputs(body, [*fixed, *carry, *slices])
-        after = [old | new for old, new in zip(carry, made, strict=False)]
+        outputs = _outputs(body, [*fixed, *carry, *slices])
+        after = [old | new for old, new in zip(carry, outputs, strict=False)]
         if after == carry:
-            return [*carry, *made[carries:]]
+            return [*carry, *outputs[carries:]]
         carry = after
 
 
@@ -476,8 +489,9 @@ def _through_while(eqn: Any, given: Sequence[int]) -> list[int]:
     body, carry = list(given[tests : tests + bodies]), list(given[tests + bodies :])
     while True:
         (goes_on,) = _outputs(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        made = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
-        after = [o | n | goes_on for o, n in zip(carry, made, strict=True)]
+        outputs = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
+        # How often the body runs depends on the test, and so does every carry.
+        after = [o | n | goes_on for o, n in zip(carry, outputs, strict=True)]
         if after == carry:
             return carry
         carry = after

@@ -56,8 +56,11 @@ class Slot:
 
 
 class LeafRule:
-    """See the module's docstring. ``leaf`` is the number in the tree, of which
-    `TreeRule.cut` has to say that it goes by leaf, for all but ``slots`` and ``init``.
+    """The update of one leaf of a tree: its slots, and its program for any number of
+    rows.
+
+    ``leaf`` is its number. All but ``slots`` and ``init`` need a tree that is updated
+    leaf by leaf (`TreeRule.cut`).
     """
 
     def __init__(self, tree: TreeRule, leaf: int) -> None:
@@ -70,13 +73,13 @@ class LeafRule:
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
         """The arrays beside the leaf, in the order of `init` and `step`."""
-        found = self.tree.cut().slots[self.leaf].all
+        numbers = self.tree.cut().slots[self.leaf].all
         about = self.tree.state()
-        names = _distinct([self._name(n) for n in found])
+        names = _distinct([self._name(n) for n in numbers])
         grown = self._grown()
         return tuple(
             Slot(name, self._has_rows(about[n].kind.shape, grown, n), n)
-            for name, n in zip(names, found, strict=True)
+            for name, n in zip(names, numbers, strict=True)
         )
 
     @functools.cached_property
@@ -113,6 +116,7 @@ class LeafRule:
     def coupled_start(self) -> str:
         """The slot that begins with something made of several leaves, and that an
         update looks at; "" if there is none."""
+        # A measurement may begin with anything: no update looks at it.
         read = self.tree.read_state()
         return next((s.name for s in self._together if s.state in read), "")
 
@@ -139,9 +143,11 @@ class LeafRule:
             )
         size = value.shape[0] if value.shape else None
         source, part = self._begun(size)
-        made = iter(part.run({source: value}))
+        computed = iter(part.run({source: value}))
         return [
-            jnp.zeros(kind.shape, kind.dtype) if slot in self._together else next(made)
+            jnp.zeros(kind.shape, kind.dtype)
+            if slot in self._together
+            else next(computed)
             for slot, kind in zip(self.slots, self.kinds(size), strict=True)
         ]
 
@@ -164,8 +170,8 @@ class LeafRule:
             operands: Those of the whole tree that this leaf takes, see `TreeCut.uses`.
         """
         size = value.shape[0] if value.shape else None
-        made = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
-        return made.run(value, slots, gradient, operands)
+        leaf_step = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
+        return leaf_step.run(value, slots, gradient, operands)
 
     def program(self, size: int | None, dtypes: tuple[Any, ...] | None = None) -> Any:
         """Returns `step` as a program of jax: value, slots, gradient, operands."""
@@ -192,6 +198,8 @@ class LeafRule:
         state = self.tree.state_of()
         numbered = state.treedef.unflatten(range(len(state.leaves)))
         numbers = {slot.state for slot in self.slots if slot.rows}
+        # A state of optax is a node of the tree; the search stops at it, to see all of
+        # its leaves.
         nodes = jax.tree.leaves(numbered, is_leaf=lambda node: bool(_maker_of(node)))
         for node in nodes:
             if (who := _maker_of(node)) and numbers & {*jax.tree.leaves(node)}:
@@ -208,12 +216,14 @@ class LeafRule:
         # Traced in one size for all: leaves of other sizes are moved alike, row by row.
         size = None if self.row_dependence else ROWS
         closed = self.program(size)
-        made = hashlib.blake2b(str(closed).encode(), digest_size=16)
+        # The text of a program names variables in order, so equal programs have equal
+        # texts.
+        digest = hashlib.blake2b(str(closed).encode(), digest_size=16)
         for const in closed.consts:
-            made.update(constant(const).tobytes())
+            digest.update(constant(const).tobytes())
         names = [(slot.name, slot.rows) for slot in self.slots]
-        made.update(repr((size, names, str(self.initial(size)))).encode())
-        return made.digest()
+        digest.update(repr((size, names, str(self.initial(size)))).encode())
+        return digest.digest()
 
     def _of_all_alike(self, what: str, find: Callable[[], T]) -> T:
         """Finds something out once for all leaves that are moved alike: a tree has
@@ -226,7 +236,9 @@ class LeafRule:
         equal programs, in their own size and in another one."""
         read, together = self.tree.read_state(), self._together
         slots = [(s.name, s.rows, s.state in read, s in together) for s in self.slots]
-        found: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
+        form: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
+        # In two sizes: leaves that are alike in one may differ where the number of rows
+        # matters.
         sizes = [None, _another_size(self)] if self.kind.shape else [None]
         try:
             for size in sizes:
@@ -234,11 +246,11 @@ class LeafRule:
                 begun = part.closed([source])
                 if begun is None:
                     return self.leaf
-                found += self.kinds(size)
-                found += [form_of(self.program(size)), form_of(begun)]
+                form += self.kinds(size)
+                form += [form_of(self.program(size)), form_of(begun)]
         except Exception:  # it cannot be traced in that size, as is said where it is
             return self.leaf
-        return tuple(found)
+        return tuple(form)
 
     def initial(self, size: int | None) -> Any:
         """Returns `init` as a program of jax."""
@@ -247,6 +259,7 @@ class LeafRule:
             return jax.make_jaxpr(self.init)(kind)
 
     def _sizes(self, size: int | None) -> Sizes | None:
+        # The tree as it is, whose traces are there already.
         if size is None or size == self.kind.shape[0]:
             return None
         return self.tree.sizes(size)
@@ -262,6 +275,7 @@ class LeafRule:
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns the dtypes of the whole state in which the slots of this leaf have
         these."""
+        # A state may change its dtypes with the first updates: this tries each of them.
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
             if known is None:
@@ -271,16 +285,18 @@ class LeafRule:
                 for slot, dtype in zip(self.slots, dtypes, strict=True)
             ):
                 return self.tree.steady(generation)
-        found = [x.kind.dtype for x in self.tree.state()]
+        # Slots that were restored, say, in dtypes that no update gives.
+        of_state = [x.kind.dtype for x in self.tree.state()]
         for slot, dtype in zip(self.slots, dtypes, strict=True):
-            found[slot.state] = dtype
-        return tuple(found)
+            of_state[slot.state] = dtype
+        return tuple(of_state)
 
     def _name(self, state: int) -> str:
         """Returns the path of a leaf of the state, without that of the leaf of the
         tree."""
         leaf, name = self.tree.place(state)
         about = self.tree.state()[state]
+        # State of another leaf keeps its whole path, so that names stay distinct.
         return name if leaf in (None, self.leaf) else keystr(about.path)
 
     def _grown(self) -> Sequence[StateLeaf] | None:
@@ -327,10 +343,12 @@ def cut_for_rows(tree: TreeRule) -> TreeRule:
 
 def _cut_for_rows(tree: TreeRule) -> TreeRule:
     result = tree.traced()
+    # Cut early already; or updated as a whole, where no row is moved by itself.
     if result.early or result.cut().coupling is not None:
         return result
     early = result.early_rule()
     for leaf in range(len(result.kinds)):
+        # The same operands make the same program for this leaf.
         if _operands(early, leaf) == _operands(result, leaf):
             continue
         was = leaf_rule(result, leaf).row_dependence
@@ -400,6 +418,7 @@ def _dependence_on_rows(rule: LeafRule) -> str:
     for slot, one, two in zip(rule.slots, before, kinds, strict=True):
         if not slot.rows and one.shape != two.shape:
             return f"it keeps {slot.name}, whose shape depends on the number of rows"
+    # After the value, the slots and the gradient come the operands.
     operands = len(rule.slots) + 2
     pairs = zip(here.in_avals[operands:], there.in_avals[operands:], strict=False)
     for one, two in pairs:
@@ -418,11 +437,12 @@ def _dependence_on_rows(rule: LeafRule) -> str:
 
 
 def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
+    # The value and the gradient have rows; operands are the same for all rows.
     slots = [0 if slot.rows else FREE for slot in rule.slots]
     operands = len(closed.jaxpr.invars) - len(slots) - 2
     given = [0, *slots, 0, *[FREE] * operands]
-    found = axes_of_rows(closed.jaxpr, given, rows)
-    for number, axis in enumerate(found):
+    axes = axes_of_rows(closed.jaxpr, given, rows)
+    for number, axis in enumerate(axes):
         if number and not rule.slots[number - 1].rows and axis != FREE:
             name = rule.slots[number - 1].name
             raise RowsTogether(f"it makes {name} of several rows")

@@ -58,6 +58,7 @@ def dependence_on_padding(tree: TreeRule, leaf: int) -> str:
 
 def _dependence(tree: TreeRule, leaf: int) -> str:
     closed = _program(tree, leaf, ROWS)
+    # In two sizes that hardly any other axis has.
     other = _program(tree, leaf, ROWS + 2)
     if not same_but_for(closed, other, ROWS, ROWS + 2):
         return "it computes with the number of rows that have gradients"
@@ -97,6 +98,7 @@ def _through(jaxpr: Any, kinds: dict[Any, str]) -> list[str]:
 
 def _kind(kinds: dict[Any, str], var: Any) -> str:
     if isinstance(var, Literal):
+        # A literal is the same for all rows.
         return _FREE if np.any(np.asarray(var.val)) else _NULL
     return kinds.get(var, _FREE)
 
@@ -104,6 +106,7 @@ def _kind(kinds: dict[Any, str], var: Any) -> str:
 def _made(eqn: Any, given: Sequence[str]) -> str:
     name = eqn.primitive.name
     about = {kind for kind in given if kind not in (_FREE, _NULL)}
+    # Nothing here depends on the padded gradient.
     if not about:
         is_null = set(given) == {_NULL} and name in _KEEP | {"broadcast_in_dim"}
         return _NULL if is_null else _FREE
@@ -115,21 +118,40 @@ def _made(eqn: Any, given: Sequence[str]) -> str:
         return (_SIZE if power % 2 == 0 else _ZERO) if power > 0 else _ANY
     if name == "is_finite" and zeros:
         return _TRUE
+    # x != x asks for nan, which zeros are not.
     if name == "ne" and zeros and eqn.invars[0] is eqn.invars[1]:
         return _ZERO  # as isnan asks
     if name == "not":
         return {_ZERO: _TRUE, _TRUE: _ZERO}.get(next(iter(about)), _ANY)
     if name == "and" and about == {_TRUE} and _FREE not in given:
         return _TRUE
+    # Reductions are judged by axis 0, and the padding comes last in it.
+    if not _keeps_rows(eqn):
+        return _ANY
     if name in _KEEP and zeros:
         return _SIZE if about == {_SIZE} and name in _GROWING else _ZERO
     if name in _EITHER and about & {_ZERO, _SIZE}:
         return _ZERO
     if name in _BOTH and zeros and _FREE not in given:
         return _SIZE if about == {_SIZE} and name in {"add", "max"} else _ZERO
+    # By a value without rows: zeros by zeros of the padding would be nan.
     if name == "div" and given[0] in {_ZERO, _SIZE} and given[1] == _FREE:
         return _ZERO
     return _reduced(eqn, about)
+
+
+def _keeps_rows(eqn: Any) -> bool:
+    """Returns whether the rows, if they are the first axis, are so in the result, in
+    the same order."""
+    name = eqn.primitive.name
+    if name == "rev":
+        return 0 not in eqn.params["dimensions"]
+    if name == "transpose":
+        return bool(eqn.params["permutation"][0] == 0)
+    if name in {"reshape", "squeeze", "expand_dims"}:
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        return bool(after[:1] == before[:1])
+    return True
 
 
 _GROWING: Final = frozenset(
@@ -138,7 +160,7 @@ _GROWING: Final = frozenset(
 
 
 def _reduced(eqn: Any, about: set[str]) -> str:
-    """Over the rows, or over all of a row: then it is still by row."""
+    """Judges a reduction: over the rows, or within each row, which leaves the rows."""
     name = eqn.primitive.name
     if not name.startswith("reduce_") or name == "reduce_precision":
         return _ANY

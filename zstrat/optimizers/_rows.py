@@ -77,6 +77,7 @@ def _same(one: Any, two: Any, rows: int, other: int) -> bool:
     def match(a: Any, b: Any) -> bool:
         if isinstance(a, Literal) or isinstance(b, Literal):
             both = isinstance(a, Literal) and isinstance(b, Literal)
+            # By value: each trace has literals of its own.
             return both and bool(np.array_equal(a.val, b.val, equal_nan=_floats(a)))
         return names.get(a) is b
 
@@ -109,9 +110,11 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
     """Returns whether parameters are equal except for the number of rows."""
     if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
         return same_but_for(one, two, rows, other)
+    # Before integers, because True is one.
     if isinstance(one, bool | np.bool_) or isinstance(two, bool | np.bool_):
         return bool(one == two)
     if isinstance(one, int) and isinstance(two, int):
+        # The number of rows itself, as in a shape.
         return one == two or (one == rows and two == other)
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(
@@ -153,8 +156,11 @@ def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
     call = inner_call(eqn)
     if call is not None:
         return axes_of_rows(call[0], given, rows)
+    # Before the test for rows, because a branch may use rows that its index does not
+    # depend on.
     if name == "cond":
         return _through_cond(eqn, given, rows)
+    # An iota, say, would tell rows apart by their number.
     if not row_axes:
         _require_uniform(eqn, rows)
         return [FREE] * len(eqn.outvars)
@@ -165,6 +171,7 @@ def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
         return [axis] * len(eqn.outvars)
     if name in _REDUCTIONS:
         return [_reduced(eqn, axis)]
+    # Along another axis it stays within a row.
     if name in _CUMULATIVE and eqn.params["axis"] != axis:
         return [axis]
     return [_moved(eqn, axis, given)]
@@ -186,6 +193,7 @@ def _reduced(eqn: Any, axis: int) -> int:
     gone: Sequence[int] = eqn.params["axes"]
     if axis in gone:
         raise RowsTogether(f"{eqn.primitive.name} combines rows (a norm, a mean)")
+    # As many axes before it are gone.
     return axis - sum(each < axis for each in gone)
 
 
@@ -204,6 +212,7 @@ def _moved(eqn: Any, axis: int, given: Sequence[int]) -> int:
             return axis + sum(int(d <= axis) for d in params["dimensions"])
         case "reshape":
             before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            # The rows stay rows if the first axis stays.
             if (
                 params.get("dimensions") is None
                 and axis == 0
@@ -237,6 +246,7 @@ def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
     numbers: Any = eqn.params["dimension_numbers"]
     (left, right), (left_batch, right_batch) = numbers
     ranks: list[int] = [var.aval.ndim for var in eqn.invars]
+    # The rows are those of the left factor; the right one is the same for all.
     if given[1] == FREE and axis not in left:
         if axis in left_batch:
             return int(list(left_batch).index(axis))
@@ -250,11 +260,12 @@ def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
 
 
 def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
+    # Rows that take different branches cannot be computed together.
     if given[0] != FREE:
         raise RowsTogether("it branches on rows")
-    each = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
+    by_branch = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
     result = []
-    for axes in zip(*each, strict=True):
+    for axes in zip(*by_branch, strict=True):
         row_axes = {axis for axis in axes if axis != FREE}
         if len(row_axes) > 1:
             raise RowsTogether("cond mixes rows with another axis")

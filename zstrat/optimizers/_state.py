@@ -1,18 +1,13 @@
-"""The state of a transformation on a tree, as a flat list of arrays, and their owners.
+"""The state of a transformation on a tree, as a flat list of arrays.
 
 Keys of ``jax.random`` are kept as the integers that they are made of. A transformation
 whose first update adds leaves to its state (``optax.monitor`` has no measurements yet)
 has them from the start here, zeros at first; that is only done where the update is the
 same program with them as without.
-
-An array of the state belongs to one leaf of the tree, or has no owner. Law of owners:
-the place of the array in the state, and its use in the program, decide about the owner;
-never its shape.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +21,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
-from ._jaxprs import bits_of, flat, mask_of
+from ._jaxprs import flat
 from ._structure import Pairs
 from ._transformation import shaped
 
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ._jaxprs import TreeProgram
-    from ._structure import Path, TreeStructure
+    from ._structure import Path
     from ._transformation import Shape, Sizes, TreeTransformation
 
 
@@ -74,6 +69,8 @@ class StateOfTree:
             ValueError: It has another structure.
         """
         leaves, treedef = jax.tree.flatten(state)
+        # A user who has read the state got lists in place of pairs, and may assign
+        # that.
         numbered = self.treedef.unflatten(range(self.treedef.num_leaves))
         expected = jax.tree.structure(Pairs.as_lists(numbered))
         if treedef not in (self.treedef, expected):
@@ -86,6 +83,7 @@ def state_classes(transformation: Any) -> dict[str, str]:
     path of the array in the state of a single leaf; nothing for a transformation that
     needs a tree."""
     try:
+        # As the update is traced (`precision`), whatever the user has set.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             leaf = shaped((1,), jnp.float32)
             state = jax.eval_shape(transformation.init, leaf)
@@ -93,8 +91,10 @@ def state_classes(transformation: Any) -> dict[str, str]:
         return {}
     paths = [path for path, _ in tree_flatten_with_path(state)[0]]
     named = [path for path in paths if path and isinstance(path[-1], GetAttrKey)]
-    found = {keystr(path): _child(state, path[:-1]) for path in named}
-    return {k: type(each).__name__ for k, each in found.items() if each is not None}
+    holders = {keystr(path): _child(state, path[:-1]) for path in named}
+    return {
+        k: type(holder).__name__ for k, holder in holders.items() if holder is not None
+    }
 
 
 def _child(node: Any, path: Path) -> Any:
@@ -121,6 +121,7 @@ def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
         return at_first
     function, arguments = _first_update(tree, at_first, sizes)
     after = _state_of(lambda *given: function(*given)[1], arguments)
+    # By path: the first update may add leaves anywhere.
     had = {leaf.path for leaf in at_first.leaves}
     leaves = [replace(leaf, is_added=leaf.path not in had) for leaf in after.leaves]
     return StateOfTree(leaves, after.treedef)
@@ -133,28 +134,30 @@ def initial_of(
     ``about``."""
 
     def initial(*values: Any) -> list[Any]:
-        made = iter(jax.tree.leaves(tree.initial(*values)))
+        leaves = iter(jax.tree.leaves(tree.initial(*values)))
         # Copies, because a leaf that is the value would be donated twice.
-        return [_zeros(x.kind) if x.is_added else _copied(next(made)) for x in about]
+        return [_zeros(x.kind) if x.is_added else _copied(next(leaves)) for x in about]
 
     return initial
 
 
 def require_same(tree: TreeTransformation, before: Any, after: Any) -> None:
-    """
+    """Refuses the state after an update if it has another structure, or other shapes.
+
     Raises:
-        StateGrowsError: The state that an update returned has more than it was given.
-        TypeError: It is another one.
+        StateGrowsError: It has leaves that were not there before.
+        TypeError: It has another structure, or other shapes.
     """
-    had: Any = jax.tree.structure(before)
-    made: Any = jax.tree.structure(after)
-    if had == made:
+    old: Any = jax.tree.structure(before)
+    new: Any = jax.tree.structure(after)
+    if old == new:
         _require_same_shapes(tree, before, after)
         return
+    # Once it grows, the added leaves are there from the start.
     if not tree.grows and _paths(before) < _paths(after):
         raise StateGrowsError(tree.name)
     raise TypeError(
-        f"optimizer {tree.name!r} keeps {had}, and its update returns {made}: a "
+        f"optimizer {tree.name!r} keeps {old}, and its update returns {new}: a "
         "transformation returns a state of the structure that it was given"
     )
 
@@ -194,6 +197,7 @@ def require_unread(
     added = {var for var, leaf in pairs if leaf.is_added}
     inner: Any = program.closed.jaxpr
     read = [var for var in inner.invars if var not in added]
+    # Variables are printed by their order, so the texts can be compared.
     if str(inner.replace(invars=read)) != str(wanted.jaxpr):
         raise TypeError(
             f"the first update of optimizer {tree.name!r} adds leaves to its state, "
@@ -230,9 +234,9 @@ def _state_of(function: Callable[..., Any], arguments: Sequence[Shape]) -> State
     seen: list[Any] = []
 
     def run(*given: Any) -> list[Any]:
-        found, treedef = tree_flatten_with_path(function(*given))
-        seen[:] = [[(path, _implementation(x)) for path, x in found], treedef]
-        return [unwrapped(leaf) for _, leaf in found]
+        leaves, treedef = tree_flatten_with_path(function(*given))
+        seen[:] = [[(path, _implementation(x)) for path, x in leaves], treedef]
+        return [unwrapped(leaf) for _, leaf in leaves]
 
     kinds = jax.eval_shape(run, *arguments)
     about, treedef = seen
@@ -269,110 +273,3 @@ def _wrapped(leaf: Any, random: str | None) -> Any:
     if random is None:
         return leaf
     return jax.random.wrap_key_data(leaf, impl=random)
-
-
-@dataclass(frozen=True)
-class StateOwner:
-    """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
-    path of that leaf begins in its own path; None if it is not in there."""
-
-    leaf: int
-    start: int | None
-
-
-def owners_in(
-    structure: TreeStructure, state: StateOfTree, update: Callable[[], TreeProgram]
-) -> list[StateOwner | None]:
-    """Returns the owner of each leaf of the state; ``update`` returns the program of
-    the tree.
-
-    Where the state has a subtree of the tree's structure (moments do), its leaves
-    belong to those of the tree; any other belongs to the one leaf that it has to do
-    with, at least but for gradients: those of others may come as an operand. A count
-    that is where a leaf of such a subtree would is assigned by what looks at it: it is
-    made of no gradient, and several leaves are moved with it.
-    """
-    leaves, count = len(structure), len(state.leaves)
-    found = places_in(structure, state)
-    if leaves == 1:
-        return [found.get(n, StateOwner(0, None)) for n in range(count)]
-    program = update()
-    touched = _touched(program)
-    owners: list[StateOwner | None] = []
-    for number in range(count):
-        owner, (made, valued, used) = found.get(number), touched[number]
-        if owner is not None and not made and used - {owner.leaf}:
-            owner = None  # where it is named after the leaf, all the same
-        both = made | used
-        if len(both) > 1 and len(valued | used) == 1:
-            both = valued | used  # gradients of others come as operands: a global norm
-        if owner is None and number not in found and len(both) == 1:
-            owner = StateOwner(next(iter(both)), None)
-        owners.append(owner)
-    idle = [n for n, (made, _, used) in enumerate(touched) if not made | used]
-    _inherit(program, owners, [n for n in idle if owners[n] is None])
-    return owners
-
-
-def _inherit(
-    program: TreeProgram, owners: list[StateOwner | None], idle: list[int]
-) -> None:
-    """Gives owners to what is advanced by the state of one leaf alone, as the updates
-    that an accumulator counts are by its count of gradients."""
-    leaves, _, states, _ = program.counts
-    for _, number in itertools.product(idle, idle):  # one may be advanced by another
-        advances = mask_of(program.mask, program.outputs[leaves + number])
-        given = [owners[n] for n in range(states) if advances >> (2 * leaves + n) & 1]
-        found = {owner.leaf for owner in given if owner is not None}
-        if owners[number] is None and len(found) == 1:
-            owners[number] = StateOwner(found.pop(), None)
-
-
-def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
-    """Finds the leaves of the state that are in copies of the structure of the tree."""
-    numbered = state.treedef.unflatten(list(range(len(state.leaves))))
-    result: dict[int, StateOwner] = {}
-    _match(structure.treedef, numbered, 0, result)
-    return result
-
-
-def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:
-    """Finds the innermost subtrees of a structure among numbered leaves."""
-    if isinstance(node, int):
-        return False
-    children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
-    inside = [_match(treedef, child, depth + 1, found) for child in children]
-    if any(inside):
-        return True
-    try:
-        parts = treedef.flatten_up_to(node)
-    except ValueError:
-        return False
-    for leaf, part in enumerate(parts):
-        for number in jax.tree.leaves(part):
-            found[number] = StateOwner(leaf, depth)
-    return True
-
-
-def _touched(program: TreeProgram) -> list[tuple[set[int], set[int], set[int]]]:
-    """Returns for each leaf of the state the leaves of the tree whose gradient or value
-    it depends on, those whose value, and those whose new value depends on it."""
-    leaves, _, states, _ = program.counts
-    made: list[set[int]] = [set() for _ in range(states)]
-    valued: list[set[int]] = [set() for _ in range(states)]
-    used: list[set[int]] = [set() for _ in range(states)]
-    for number, var in enumerate(program.outputs):
-        mask = mask_of(program.mask, var)
-        if number >= leaves:
-            made[number - leaves] |= leaves_in(mask, leaves)
-            valued[number - leaves] |= {*bits_of(mask >> leaves & (1 << leaves) - 1)}
-            continue
-        for state in bits_of(mask >> (2 * leaves)):
-            if state < states:
-                used[state].add(number)
-    return list(zip(made, valued, used, strict=True))
-
-
-def leaves_in(mask: int, leaves: int) -> set[int]:
-    """Returns the leaves of the tree whose gradient or value is in a set of inputs."""
-    return set(bits_of((mask | mask >> leaves) & ((1 << leaves) - 1)))

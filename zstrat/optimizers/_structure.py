@@ -81,7 +81,8 @@ class TreeStructure:
 
     @staticmethod
     def from_plain(plain: PlainTree) -> TreeStructure:
-        """
+        """Rebuilds a structure from the data of `plain`.
+
         Raises:
             InvalidArgumentError: It is not a structure.
         """
@@ -106,6 +107,7 @@ class Unnamed:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
+            # Python and `copy` ask for such names to find out whether they exist.
             raise AttributeError(name)
         raise self._refusal()
 
@@ -139,9 +141,12 @@ class Unnamed:
 def _asks_jax_itself() -> bool:
     """Returns whether jax itself, not an optimizer through its functions of trees
     (``keystr``), reads the text of a key."""
+    # Frame 0 is this function, 1 is `__str__`.
     frame = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
+        # An optimizer may call these functions of jax, too: what counts is who called
+        # them.
         if not name.endswith("tree_util"):
             return name.startswith("jax.")
         frame = frame.f_back  # type: ignore[assignment]
@@ -217,6 +222,7 @@ def _plain(node: Any) -> PlainTree:
         return ["d", list(node), [_plain(x) for x in node.values()]]
     if type(node) is list or type(node) is tuple:
         return [type(node).__name__[0], [_plain(x) for x in node]]
+    # A class that is registered with jax: its keys, without the class.
     pairs = tree_flatten_with_path(node, is_leaf=lambda other: other is not node)[0]
     return ["m", [_plain_key(p[0]) for p, _ in pairs], [_plain(x) for _, x in pairs]]
 
@@ -235,6 +241,7 @@ def _plain_key(key: Any) -> PlainTree:
 
 
 def _built(plain: PlainTree, depth: int) -> Any:
+    # What comes from another task may be nested deeper than Python lets calls be.
     if depth > _DEPTH:
         raise InvalidArgumentError(f"a tree of variables is over {_DEPTH} deep")
     match plain:

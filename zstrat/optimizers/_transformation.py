@@ -31,6 +31,7 @@ def checked(transformation: Any, name: str = "Optimizer") -> Any:
     Raises:
         TypeError: It is not a transformation.
     """
+    # Such as `optax.MultiSteps`, which is not itself a pair of functions.
     make = getattr(transformation, "gradient_transformation", None)
     made = make() if callable(make) else transformation
     if not all(callable(getattr(made, name, None)) for name in ("init", "update")):
@@ -181,6 +182,7 @@ class TreeTransformation:
         """Sets the precision for tracing and running: 64 bits if the transformation has
         some, and jax's own rules of dtypes, which optax is written for, whatever the
         user has set."""
+        # The user may have set stricter ones, which optax is not written for.
         with (
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
@@ -189,11 +191,12 @@ class TreeTransformation:
             yield
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """In which its programs are compiled and called: with 64 bits if it has some,
-        as jax would take a float64 variable and give back a float32 one, and with the
-        random numbers that it draws where it was made."""
+        """Makes the context in which its programs are compiled and called: with 64 bits
+        if it has some, as jax would take a float64 variable and give back a float32
+        one, and with the random numbers that it draws where it was made."""
         if not (self.wide or self.random.is_set):
-            return contextlib.nullcontext()  # with each update
+            # At each update, so not even a stack is made.
+            return contextlib.nullcontext()
         entered = contextlib.ExitStack()
         if self.wide:
             entered.enter_context(jax.enable_x64(True))

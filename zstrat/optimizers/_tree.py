@@ -19,12 +19,11 @@ from jax.tree_util import keystr
 
 from ._cut import TreeCut
 from ._jaxprs import TreeProgram, flat, mask_of, mask_of_all, who_wrote
+from ._owners import owners_in, places_in
 from ._state import (
     StateGrowsError,
     initial_of,
     new_state,
-    owners_in,
-    places_in,
     require_same,
     require_unread,
     unwrapped,
@@ -34,7 +33,8 @@ from ._transformation import TreeTransformation, shaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._state import StateLeaf, StateOfTree, StateOwner
+    from ._owners import StateOwner
+    from ._state import StateLeaf, StateOfTree
     from ._transformation import Sizes
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ _TRACES: Final = frozenset({"state", "init", "update"})
 
 @dataclass(frozen=True, eq=False)
 class TreeRule(TreeTransformation):
-    """See the module's docstring. What it is traced with are the fields of
-    `TreeTransformation`."""
+    """An optax transformation on one tree, traced. The fields of `TreeTransformation`
+    say what it is traced with."""
 
     _programs: dict[Any, Any] = field(default_factory=dict)
 
@@ -85,6 +85,7 @@ class TreeRule(TreeTransformation):
     def _read_state(self) -> frozenset[int]:
         program = self.update()
         union = mask_of_all(program.mask, program.outputs)
+        # The bits of inputs: gradients, values, then the state.
         first = 2 * len(self.kinds)
         return frozenset(
             n for n in range(len(self.state())) if union >> (first + n) & 1
@@ -101,13 +102,14 @@ class TreeRule(TreeTransformation):
         """Returns the leaf of the tree at whose place a leaf of the state is, if it is
         in a copy of the structure of the tree, and its path without that of the
         leaf."""
-        found: dict[int, StateOwner]
-        found = self.remembered(
+        owners: dict[int, StateOwner]
+        owners = self.remembered(
             ("places",), lambda: places_in(self.structure, self.state_of())
         )
-        owner, path = found.get(state), self.state()[state].path
+        owner, path = owners.get(state), self.state()[state].path
         if owner is None or owner.start is None:
             return None, keystr(path)
+        # The path of the leaf is in the middle of the path in the state.
         end = owner.start + len(self.structure.paths[owner.leaf])
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
@@ -137,6 +139,7 @@ class TreeRule(TreeTransformation):
         float32 gradients turn the moments of a bfloat16 variable into float32."""
         if not generation:
             return None
+        # Recursive, but each generation is traced once.
         before = self.steady(generation - 1)
         states = self.update(None, before).outputs[len(self.kinds) :]
         return tuple([var.aval.dtype for var in states])
@@ -154,6 +157,7 @@ class TreeRule(TreeTransformation):
                 now = tuple([leaf.kind.dtype for leaf in self.state()])
             else:
                 now = known
+            # One more update leaves them as they are.
             if self.steady(generation + 1) == now:
                 return known
         raise TypeError(
@@ -200,9 +204,9 @@ class TreeRule(TreeTransformation):
         """Returns new values and new state: plain optax on the tree."""
         before = self.unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
-        found = self.fitting(moved, values)
+        new_values = self.fitting(moved, values)
         require_same(self, before, after)
-        return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+        return new_values, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def traced(self) -> TreeRule:
         """Returns this rule, cut; for a state that grows, the rule after its first
@@ -214,6 +218,7 @@ class TreeRule(TreeTransformation):
         try:
             self.cut()
         except StateGrowsError:
+            # Without the traces, which are of the state that lacks these leaves.
             result = replace(self, grows=True, _programs={})
             # Leaves that the first update adds are there from the start then, as zeros:
             # only an update that does not look at them gives what optax gives.
@@ -229,17 +234,18 @@ class TreeRule(TreeTransformation):
         function, arguments, counts = self._function(None, None)
 
         def count(mask: int) -> int:
-            found = {n for n in range(2 * leaves) if mask >> n & 1}
+            touched = {n for n in range(2 * leaves) if mask >> n & 1}
             for number, owner in enumerate(owners):
                 if owner is not None and mask >> (2 * leaves + number) & 1:
-                    found.add(owner.leaf)
-            return len({n % leaves for n in found})
+                    touched.add(owner.leaf)
+            return len({n % leaves for n in touched})
 
         known = (1 << leaves) - 1
         extras = ((1 << counts[3]) - 1) << (2 * leaves + counts[2])
 
         def brings(eqn: Any, by_input: Mapping[Any, int]) -> bool:
             given = [mask_of(by_input, var) for var in eqn.invars]
+            # What depends on gradients and further arguments alone would be an operand.
             return any(
                 mask_of(by_input, var) & ~(known | extras)
                 and count(mask_of(by_input, var)) > max(map(count, given), default=0)

@@ -32,15 +32,9 @@ from ._frames import (
 )
 from ._options import called_with
 from .reduce._values import as_axis, reduce_values, reduction, require_gatherable
+from .replica._barriers import gathering, merging, own, reducing
 from .replica._columns import as_of_several, require_axes
-from .replica._fibers import (
-    NeedsSequential,
-    current_fiber,
-    gathering,
-    merging,
-    own,
-    reducing,
-)
+from .replica._fibers import NeedsSequential, current_fiber
 from .replica._mapped import merged
 
 if TYPE_CHECKING:
@@ -134,6 +128,7 @@ class ReplicaContext(AbstractReplicaContext):
         """
         self._require_current()
         devices = self._strategy.extended.worker_devices
+        # Numbers count the replicas of all processes, names the devices of this one.
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
         if (fiber := current_fiber.get()) is not None:
@@ -217,6 +212,7 @@ class ReplicaContext(AbstractReplicaContext):
         team = called_with(self._strategy._team(), options, "all_gather")
         require_gatherable(value)
         along = as_axis(axis, "all_gather")
+        # Before it waits for the others, which would wait for this one, too.
         for leaf in jax.tree.leaves(value):
             require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:

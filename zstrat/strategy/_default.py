@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from zstrat.collectives import ReduceOp
 
@@ -48,7 +48,8 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         self._extended = DefaultExtended(self)
-        self._context = ReplicaContext(self, 0)
+        self.replica_context: Final = ReplicaContext(self, 0)
+        """The context of code outside of every strategy."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -58,11 +59,6 @@ class DefaultStrategy(Strategy):
     def extended(self) -> DefaultExtended:
         """The other face of this strategy: one device, where everything is."""
         return self._extended
-
-    @property
-    def replica_context(self) -> ReplicaContext:
-        """The context of code outside of every strategy."""
-        return self._context
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -87,16 +83,11 @@ class DefaultStrategy(Strategy):
     def __repr__(self) -> str:
         return "<zstrat default strategy>"
 
-    def __reduce__(self) -> Any:
-        return default_strategy, ()
+    def __reduce__(self) -> str:
+        return "_DEFAULT"  # by name: where it is unpickled, the one of that process
 
 
 _DEFAULT: Final = DefaultStrategy()
-
-
-def default_strategy() -> Strategy:
-    """Returns the one default strategy of this process."""
-    return _DEFAULT
 
 
 def get_strategy() -> Strategy:

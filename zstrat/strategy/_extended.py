@@ -23,8 +23,9 @@ from ._frames import current, require_cross_replica, require_scope
 from ._options import called_with
 from ._v1 import MultiStepContext
 from .mirrored._copies import agreed, components_of, container_of, reducible, updated
-from .reduce._across import for_each, reduce_across
+from .reduce._across import reduce_across
 from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
+from .reduce._on_devices import for_each
 from .reduce._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class StrategyExtended:
 
             return frame.replica.merge_call(merge, args, named)
         require_cross_replica(self._strategy, "update()")
+        # In scope, as TF does: what is created in an update belongs to the strategy.
         with self._strategy.scope():
             own = [functools.partial(fn, each) for each in components_of(var)]
             return updated(self._strategy, own, args, named, group)
@@ -277,6 +279,7 @@ class StrategyExtended:
         require_cross_replica(self._strategy, "reduce_to()")
         op = reduction(reduce_op)
         pairs = checked_pairs(value_destination_pairs)
+        # All of them before any is reduced, and before another process is waited for.
         for _, destination in pairs:
             _require_one_place(destination)
         team = self._strategy._team()

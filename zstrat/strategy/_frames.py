@@ -156,6 +156,7 @@ class Frame:
         if self.replica is not None:
             number = self.replica.replica_id_in_sync_group
             side = number if isinstance(number, int) else "traced"
+        # Weakly: a step that was traced under a strategy does not keep it alive.
         return StrategyFingerprint(weakref.ref(self.strategy), (side, self.update))
 
 
@@ -175,6 +176,7 @@ def current() -> Frame | None:
 def push(frame: Frame) -> None:
     """Enters a context."""
     _frames.set((*_frames.get(), frame))
+    # Steps are on a lower floor: they know this context by its fingerprint alone.
     strategy_fingerprint.set(frame.fingerprint)
 
 
@@ -202,6 +204,7 @@ def leave_for(before: Context) -> None:
     for variable in copy_context():
         if variable.name.startswith("zstrat"):
             is_known = variable in before
+            # In an empty context each variable has its default.
             was = before[variable] if is_known else Context().run(variable.get)
             if variable.get() is not was:
                 variable.set(was)

@@ -136,6 +136,7 @@ def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
     if devices is None:
         there = local_devices()
         kind = there[0].platform
+        # On CPUs one replica, as in TF; several have to be named.
         return [x for x in there if x.platform == kind][: 1 if kind == "cpu" else None]
     return devices_named("compute_devices", devices)
 

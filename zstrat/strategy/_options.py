@@ -146,6 +146,7 @@ def called_with(team: Team, options: object, call: str) -> Team:
             f"{call}: options must be a zs.CommunicationOptions or None, got "
             f"{type(options).__name__} {options!r:.80}"
         )
+    # In one process nothing is exchanged.
     if team.channel is None or options == CommunicationOptions():
         return team
     if team.channel.mesh is None:
@@ -199,6 +200,7 @@ class ChosenGroup:
         self._options = options
         self._algorithm = _ALGORITHMS.get(options.implementation)
         self._timeout = options.timeout_seconds
+        # 0 leaves it to the group.
         self._packs = options.bytes_per_pack or None
 
     @property

@@ -81,6 +81,7 @@ class Strategy(FirstVersion):
     def _inputs(self) -> ProcessInputs:
         """Describes the inputs of the replicas of this process."""
         team = self._team()
+        # Each process has the same number of replicas.
         pipelines, this = team.size // team.local, team.first // team.local
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
@@ -90,7 +91,7 @@ class Strategy(FirstVersion):
         return self._inputs()
 
     def _used(self, method: str) -> None:
-        """Called when a method of a step runs; a strategy may warn."""
+        """Notes a call of a method that is meant for steps; a strategy may warn."""
         del method
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -377,6 +378,7 @@ class Strategy(FirstVersion):
                 return regroup(run_sequentially(call, devices))
             except UnevenParts:
                 return uneven(call, devices)
+        # One replica is a plain call: there are no others to bring together.
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         sole = as_sole_replica(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.replica_id()), sole:

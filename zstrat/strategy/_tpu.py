@@ -21,9 +21,10 @@ from zstrat.tpu import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
 
-from ._devices import LogicalDevices, logical_axes, task_names
+from ._devices import task_names
 from ._extended import StrategyExtended
 from ._local_strategy import LocalStrategy
+from ._logical_devices import LogicalDevices, logical_axes
 from .mirrored._mirrored_store import MirroredVariables
 from .replica._local_run import LocalMesh
 from .replica._per_replica import is_distributed
@@ -185,6 +186,8 @@ class TPUStrategy(LocalStrategy):
             devices, is_spmd=bool(experimental_spmd_xla_partitioning)
         )
         axes = logical_axes(self._logical.count)
+        # TF compiles whatever runs on a TPU, so a function that cannot be traced is
+        # refused.
         self._mesh = LocalMesh(self, self._logical.grid, axes, is_compiled=True)
         self._variables = MirroredVariables(
             devices.ravel().tolist(),

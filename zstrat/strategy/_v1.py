@@ -135,6 +135,7 @@ class FirstVersion(AbstractStrategy):
                 strategy does not know: each would train alone.
         """
         del session_config, task_id
+        # An evaluator and a ps train nothing, so they cannot train alone by mistake.
         if not self.is_default and task_type not in ("evaluator", "ps"):
             _require_known(self.cluster_resolver, normalize_cluster_spec(cluster_spec))
 

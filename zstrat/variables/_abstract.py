@@ -21,14 +21,8 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from . import _convert
-from ._operators import (
-    ArrayOperators,
-    VariableUse,
-    note_use,
-    recorder,
-    refuse_read,
-    refuse_update,
-)
+from ._operators import ArrayOperators
+from ._recorder import VariableUse, note_use, recorder, refuse_read, refuse_update
 from ._rows import read_rows, read_rows_async, row_updates
 from ._storage import update_all, update_all_async
 from ._table import Table
@@ -176,6 +170,8 @@ class AbstractVariable(ArrayOperators):
         if current is not None:
             if current.has_values:
                 value = self.value()
+                # An eager step has values, but a function that jax transforms inside of
+                # it has not.
                 if not isinstance(value, jax.core.Tracer):  # of jax.jit and the like
                     return np.asarray(value)
             raise ValueWanted(
@@ -391,7 +387,20 @@ class AbstractVariable(ArrayOperators):
         """Applies any scatter update, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.
+
+        Raises:
+            ValueError: ``op`` is not one of the scatter updates, the dtype of the
+                variable does not have it, or the rows do not fit.
+            IndexError: An index is out of bounds.
         """
+        # Other operations take other operands: ASSIGN would store the indices.
+        if not UpdateOp.SCATTER_ADD <= op <= UpdateOp.SCATTER_UPDATE:
+            raise ValueError(
+                f"scatter_async of {self._spec}: {op!r} does not update rows: expected "
+                "UpdateOp.SCATTER_ADD, or another SCATTER_... operation"
+            )
+        _convert.require_defined(self._spec, op)
+        # Planned first, so that an invalid update raises before anything is sent.
         await update_all_async(self._planned_rows(op, sparse_delta))
         return self
 

@@ -52,6 +52,7 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         ValueError: Its shape is not ``shape``, or an integer does not fit the dtype.
         TypeError: It is not an array of numbers or booleans.
     """
+    # Before the test for arrays, because a variable acts as one.
     if isinstance(value, ArrayOperators):
         value = value.value()
     if isinstance(value, jax.core.Tracer):
@@ -77,6 +78,8 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         wanted = as_dtype(own, name)
     _check_integers(given, wanted, what)
     converted = exactly(given, wanted, what)
+    # A copy of what the user gave, who may write to it later; what was converted is
+    # new.
     array = (
         np.array(converted, order="C")
         if converted is given
@@ -96,6 +99,7 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
     Raises:
         TypeError: It is unknown, or not a dtype of numbers or booleans.
     """
+    # jax knows the names of narrow floats (bfloat16), and its own scalar types.
     known: np.dtype = np.dtype(jnp.dtype(dtype))
     if known.name not in DTYPES:
         raise TypeError(
@@ -170,8 +174,10 @@ def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
     """
     if not isinstance(gradient, np.ndarray | np.generic | jax.Array):
         return
+    # A Python number that jax has wrapped: it has no dtype of its own.
     if is_weak(gradient):
         return
+    # As jax sees them: with 32 bits float64 is float32.
     given, own = map(jax.dtypes.canonicalize_dtype, (gradient.dtype, spec.numpy_dtype))
     if given != own:
         raise ValueError(_wrong_dtype(spec, gradient.dtype, what))
@@ -242,6 +248,7 @@ def require_whole_ids(table: Table, ids: Any) -> None:
         return
     dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
     if dtype == ids.dtype or not ids.size:
+        # Only ids that jax would change are refused, not the dtype.
         return
     wrong = ids[ids != ids.astype(dtype)]
     if wrong.size:
@@ -316,6 +323,8 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
         )
     require_unmasked(value, f"cannot {what} {spec}: the value")
     array = np.asarray(value)
+    # A step must not silently convert what it has computed; numpy arrays are the user's
+    # input, which TF converts, too.
     strict = isinstance(value, jax.Array) and not is_weak(value)
     wanted = spec.numpy_dtype
     if array.dtype != wanted:
@@ -342,6 +351,7 @@ def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
     try:
         return np.asarray(value, wanted)
     except TypeError:
+        # Complex into real, say: `exactly` refuses that later, and names the value.
         array = np.asarray(value)
         if array.dtype.kind != "c":
             raise
@@ -414,12 +424,9 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
 
 def is_weak(value: object) -> bool:
     """Returns whether this is a weakly typed array of jax, as Python numbers become
-    there.
-
-    Each call of a step asks it of its arguments. (`jax.typeof` knows it, too, but makes
-    a new sharding for an array over several devices.)
-    """
+    there. Cost: little, as each call of a step asks it of its arguments."""
     # Random keys have a dtype that is not numpy's, and no ``weak_type``.
     if not isinstance(value, jax.Array) or not isinstance(value.dtype, np.dtype):
         return False
+    # `jax.typeof` makes a new sharding for an array over several devices.
     return value.weak_type

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_check
 from zstrat.initializers import Initializer, Sliced
 
 from . import _convert
-from ._operators import ArrayOperators, recorder
+from ._operators import ArrayOperators
+from ._recorder import recorder
 from ._storage import VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._abstract import AbstractVariable
-    from .admission import Admission
-    from .eviction import Eviction
     from .gradients._slots import OptimizerHandle
 
 
@@ -106,65 +105,15 @@ def create_per_worker(request: VariableRequest) -> Any:
             variable is trainable; a step is being traced.
     """
     check(request)
-    current = creator.get()
-    asked = current.inner if isinstance(current, DelegatingCreator) else current
-    if not isinstance(asked, PerWorkerCreator):
+    current = of_strategy(creator.get())
+    if not isinstance(current, PerWorkerCreator):
         raise ValueError(
             f"variable {request.name!r}: per_worker_variable=True is for the scope of "
             "a zs.ParameterServerStrategy, whose coordinator has workers. Elsewhere "
             "synchronization=zs.VariableSynchronization.ON_READ gives each replica a "
             "value of its own, or leave it out"
         )
-    return asked.create_per_worker(request)
-
-
-@dataclass(frozen=True, slots=True)
-class TableRequest:
-    """The user's arguments for one new table of any id: ``row`` is the shape of a row,
-    ``seed`` from 0 to 2**63 - 1."""
-
-    row: tuple[int, ...]
-    dtype: np.dtype
-    initializer: Initializer
-    seed: int
-    name: str
-    trainable: bool
-    admission: Admission | None
-    eviction: Eviction | None
-    follows: bool
-
-
-@runtime_checkable
-class TableCreator(Protocol):
-    """A creator of tables of any id."""
-
-    def create_table(self, request: TableRequest) -> Any:
-        """Creates a `HashTable`."""
-        ...
-
-
-def create_table(request: TableRequest) -> Any:
-    """Creates a table of any id.
-
-    Raises:
-        ValueError: The current scope is not that of a strategy with parameter servers;
-            a step is being traced.
-    """
-    recording = recorder.get()
-    if recording is not None and not recording.may_create:
-        raise CreatedInStep(
-            f"table {request.name!r} is created inside a step function: create it "
-            "before, in strategy.scope(), and use it in the step"
-        )
-    current = creator.get()
-    asked = current.inner if isinstance(current, DelegatingCreator) else current
-    if not isinstance(asked, TableCreator):
-        raise ValueError(
-            f"table {request.name!r}: a zs.HashTable is stored on parameter servers: "
-            "create it in the scope of a zs.ParameterServerStrategy. Elsewhere use a "
-            "zs.Variable with a row for each id that may come"
-        )
-    return asked.create_table(request)
+    return current.create_per_worker(request)
 
 
 @runtime_checkable
@@ -175,14 +124,20 @@ class DelegatingCreator(Protocol):
     def inner(self) -> Creator | None: ...
 
 
+def of_strategy(current: Creator | None) -> Creator | None:
+    """Returns the creator of the strategy. In a sequential replica the current one only
+    delegates to it."""
+    return current.inner if isinstance(current, DelegatingCreator) else current
+
+
 def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
     """Refuses to copy a variable in the scope of another strategy than its own.
 
     Raises:
         RuntimeError: ``current`` is the creator of another strategy.
     """
-    asked = current.inner if isinstance(current, DelegatingCreator) else current
-    if asked is None or asked is owner:
+    current = of_strategy(current)
+    if current is None or current is owner:
         return
     raise RuntimeError(
         f"variable {name!r} is copied (copy.deepcopy) in the scope of another strategy "
@@ -211,6 +166,8 @@ class CurrentCreator:
 
     def set(self, own: Creator | None) -> Before:
         """Sets the creator of this thread or task; None stores variables here."""
+        # In a tuple: (None,) stores variables here, None alone leaves it to the
+        # installed one.
         return self._own.set((own,))
 
     def reset(self, before: Before) -> None:
@@ -312,9 +269,11 @@ def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
         TypeError: It is not an array of numbers or booleans.
     """
     value = request.initial_value
+    # Without the shape there are no parts to make.
     if not _is_callable(value) or request.shape is None:
         return initialize(request)
     takes_shape = _takes_shape(value, request.name)
+    # Only the value itself can tell its dtype.
     if not takes_shape and request.dtype is None:
         return initialize(request)
     dtype = _dtype(request)
@@ -383,6 +342,7 @@ def _takes_shape(initializer: Any, name: str) -> bool:
     signature = _signature(initializer)
     if signature is None:
         return False
+    # As the initializers of flax and of `jax.nn` do.
     if next(iter(signature.parameters), "") in ("key", "rng"):
         raise ValueError(
             f"the initializer of variable {name!r} takes a random key first: bind it, "
@@ -390,6 +350,8 @@ def _takes_shape(initializer: Any, name: str) -> bool:
         )
     parts = dict.fromkeys(_PARTITION) if _names_parts(initializer) else {}
     try:
+        # Binds without calling, because a call may have effects, and TypeErrors of its
+        # own.
         signature.bind((), None, **parts)
     except TypeError:  # the answer to the question, not an error
         return False

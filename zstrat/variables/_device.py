@@ -26,7 +26,8 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._local import StorageWithSlots, aggregated, apply, shares_of
+from ._arithmetic import aggregated, apply, shares_of
+from ._local import StorageWithSlots
 from ._storage import VariableAggregation
 from .gradients._slots import SlotValues
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._storage import DevicePool, JointPlace, Operands, VariableHandle
+    from ._device_pool import DevicePool, JointPlace
+    from ._storage import Operands, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.
@@ -112,6 +114,7 @@ class DeviceStorage(StorageWithSlots):
     def like(self) -> np.ndarray:
         """Returns zeros of the shape and dtype of `shown`, also if the value is
         lost."""
+        # An array that XLA has taken still knows its shape and dtype.
         shape = self._value.shape[1:] if self.is_apart else self._value.shape
         return np.zeros(shape, self._value.dtype)
 
@@ -161,6 +164,7 @@ class DeviceStorage(StorageWithSlots):
                 )
                 moves = [
                     np.asarray(apply(op, row, own), dtype)
+                    # Not strict: `repeat` has no end.
                     for row, own in zip(old, given, strict=False)
                 ]
                 updated = np.stack(moves)
@@ -188,6 +192,7 @@ class DeviceStorage(StorageWithSlots):
         with self.pool.turn:
             self._settle()
             if op is UpdateOp.ASSIGN and self._is_void:
+                # A copy: what `broadcast_to` returns cannot be written.
                 copies = np.array(self._equal(self.like()))
                 missing = frozenset(range(len(copies)))
                 self.pool.has_failed = True  # steps ask for what is missing
@@ -248,6 +253,8 @@ class DeviceStorage(StorageWithSlots):
         if beside is None:
             initial = rule.beside(rule.initial(self._first()))
             beside = self._slots[rule.id] = self._kept(initial)
+        # Restored, or of another tree. Else both are the same tuple, so one comparison
+        # does.
         elif beside.names is not rule.names:
             beside = self._slots[rule.id] = rule.fitted(name, beside)
         here = self.pool
@@ -350,6 +357,7 @@ class DeviceStorage(StorageWithSlots):
             if place is None:
                 return  # another thread has done it
             arrays = place.state.arrays
+            # Before anything is taken: see `JointState.taken`.
             place.state.is_whole = False
             value, slots = arrays[place.value], {**self._own_slots}
             for rule, first, end in place.slots:
@@ -391,8 +399,6 @@ class DeviceStorage(StorageWithSlots):
     ) -> np.ndarray:
         """Calls ``seen`` when the value has been computed, and returns its result.
 
-        Waits without a lock: the step that computes the value may read variables.
-
         Raises:
             DataLossError: The value, or that copy of it, is lost.
         """
@@ -401,6 +407,7 @@ class DeviceStorage(StorageWithSlots):
         with here.lock:
             self.require_kept(name, copy)
             value = self._value
+        # Without a lock: the step that computes the value may read variables.
         with suppress(Exception):
             # XLA owns the value now, or its computation failed: ``seen`` meets the same
             # below, and raises it.

@@ -30,12 +30,14 @@ class DowncastWarning(UserWarning):
 
 def is_machinery(filename: str) -> bool:
     """Returns whether the file belongs to zstrat or jax."""
+    # Imports run in frames of importlib, which is frozen into Python.
     return filename.startswith((*_MACHINERY, "<frozen"))
 
 
 def user_stacklevel() -> int:
     """Returns the ``stacklevel`` of `warnings.warn` that points to the user's line."""
     frame, level = inspect.currentframe(), 0
+    # Level 0 is this function, 1 the one that calls `warnings.warn`.
     while frame is not None and is_machinery(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
@@ -46,6 +48,7 @@ def user_line() -> tuple[str, int]:
     frame = inspect.currentframe()
     while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
+    # As `warnings` itself says where no frame is left.
     return ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -69,6 +72,7 @@ def downcast_loss(leaf: Any) -> str | None:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         cut = array.astype(kind)
         other = cut != array
+        # nan stays nan, but is unequal to itself.
         other &= ~np.isnan(array) if array.dtype.kind in "fc" else True
         if not array.ndim and array.dtype.kind in "fc":
             other &= ~np.isfinite(cut)

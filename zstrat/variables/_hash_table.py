@@ -18,22 +18,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 import numpy as np
 
-from zstrat.ids import BUCKETS, IdGenerator, hashes_of
-from zstrat.initializers import Initializer, uniform
-from zstrat.wire import TABLE_ROW_BYTES, EvictionRule, UpdateOp
+from zstrat.ids import BUCKETS
+from zstrat.wire import EvictionRule, UpdateOp
 
 from . import _convert
 from ._abstract import AbstractVariable
-from ._creator import TableRequest, create_table
-from ._operators import recorder, refuse_read, refuse_update
+from ._recorder import recorder, refuse_read, refuse_update
 from ._rows import integers
 from ._storage import KeepsTables, VariableSpec, update_all, update_all_async
 from ._table import ABSENT, IndexedSlices, Table, TableLayout
+from ._table_creation import checked_request, create_table
 from .admission import Admission
 from .eviction import Eviction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from zstrat.initializers import Initializer
 
     from ._storage import StorageUpdate
     from ._variable import Variable
@@ -48,6 +49,16 @@ _SLICE: Final = 4096
 
 _BATCH: Final = 4 * 2**20
 """Bytes of rows that `HashTable.items` reads at a time, about."""
+
+
+class _PartSize(NamedTuple):
+    """The size of one part of a table, as its server answers
+    (`KeepsTables.table_sizes`)."""
+
+    rows: int
+    nbytes: int
+    cut: int
+    waiting: int
 
 
 class TableChanges(NamedTuple):
@@ -116,29 +127,18 @@ class HashTable(AbstractVariable):
         trainable: bool = True,
         name: str | None = None,
     ) -> HashTable:
-        name = "HashTable" if name is None else name
-        if not isinstance(name, str):
-            raise TypeError(f"table name={name!r:.80}: expected a str")
-        row = _row_shape(dim, name)
-        rows = uniform(-0.05, 0.05) if initializer is None else initializer
-        if not isinstance(rows, Initializer):
-            raise TypeError(
-                f"table {name!r}: initializer={initializer!r:.80} cannot make the row "
-                "of one id: expected zs.initializers.uniform, normal or constant"
-            )
-        kind = _convert.as_dtype("float32" if dtype is None else dtype, name)
-        _require_rows(rows, row, kind, name)
-        _require_rules(admission, eviction, name)
-        for flag, value in ("follow_changes", follow_changes), ("trainable", trainable):
-            if not isinstance(value, bool | np.bool_):
-                raise TypeError(
-                    f"table {name!r}: {flag}={value!r:.80}: expected True or False"
-                )
-        seed = _mixed(seed, name)
-        rules = admission, eviction, bool(follow_changes)
-        made: HashTable = create_table(
-            TableRequest(row, kind, rows, seed, name, bool(trainable), *rules)
+        request = checked_request(
+            dim,
+            dtype,
+            initializer,
+            seed,
+            "HashTable" if name is None else name,
+            admission=admission,
+            eviction=eviction,
+            follow_changes=follow_changes,
+            trainable=trainable,
         )
+        made: HashTable = create_table(request)
         return made
 
     @property
@@ -206,16 +206,19 @@ class HashTable(AbstractVariable):
             )
         runs = self._table.runs(index.reshape(-1))
         unique = np.full((len(runs.unique), *row), rest, dtype)
+        # With each row its id travels, of 8 bytes.
         size = max(1, _BATCH // (self.dim * dtype.itemsize + 8))
+        # Each id once, and each server is asked for its own.
         for piece in self._table.pieces(runs.unique):
             part, values = self._components[piece.component], unique[piece.positions]
             for start in range(0, len(piece.local), size):
                 some = piece.local[start : start + size]
                 ids, rows = storage.table_rows(part, 0, 0, ids=[some])
+                # Those that have a row come in the order that was asked for.
                 values[start : start + size][np.isin(some, ids)] = rows
-        found: np.ndarray = unique[runs.inverse()].reshape(*index.shape, *row)
-        found.flags.writeable = False
-        return found
+        read: np.ndarray = unique[runs.inverse()].reshape(*index.shape, *row)
+        read.flags.writeable = False
+        return read
 
     def assign(self, ids: Any, values: Any) -> Self:  # type: ignore[override]
         """Writes rows ``values`` ``[n, ...]`` of ids ``[n]``, and creates those that
@@ -292,6 +295,7 @@ class HashTable(AbstractVariable):
         """
         self._require_outside("evict")
         rules = [] if self._eviction is None else [self._eviction]
+        # A rule of admission, but carried out as an eviction.
         if self._admission.waiting is not None:
             most = float(self._admission.waiting)
             rules.append(Eviction(EvictionRule.WAITING, most))
@@ -314,7 +318,7 @@ class HashTable(AbstractVariable):
     def _evicted(
         self,
         rules: Sequence[Eviction],
-        sizes: Sequence[tuple[int, int, int, int]],
+        sizes: Sequence[_PartSize],
         now: float | None,
     ) -> Iterator[list[StorageUpdate]]:
         """Makes the updates of one eviction: of all parts, slice by slice."""
@@ -322,13 +326,17 @@ class HashTable(AbstractVariable):
         for rule in rules:
             limit, is_waiting = rule.limit, rule.rule is EvictionRule.WAITING
             if rule.rule is EvictionRule.AGE:
+                # Servers look at no clock: the time comes in order with the pushes.
                 noted = np.array([time_now, limit])
                 yield [(x, UpdateOp.NOTE_TIME, (noted,), None) for x in self.components]
                 limit = time_now - limit
-            longest = max(size[3 if is_waiting else 0] for size in sizes)
+            longest = max(x.waiting if is_waiting else x.rows for x in sizes)
+            # By the largest part, so that no update takes a server more than about a
+            # millisecond.
             slices = max(1, -(-longest // _SLICE))
             for number in range(slices):
                 updates: list[StorageUpdate] = []
+                # All servers work on the same slice at a time.
                 for part in self._components:
                     assert part.spec.buckets is not None
                     first, end = part.spec.buckets
@@ -338,6 +346,7 @@ class HashTable(AbstractVariable):
                         continue
                     share = limit
                     if rule.is_share:
+                        # Rounded up, so that a small slice may keep a row, too.
                         share = math.ceil(limit * (stop - start) / BUCKETS)
                     operand = np.array([rule.rule, share, start, stop], np.float64)
                     updates.append((part, UpdateOp.EVICT_ROWS, (operand,), None))
@@ -350,7 +359,7 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
-        return sum(rows for rows, *_ in self._sizes())
+        return sum(size.rows for size in self._sizes())
 
     def __bool__(self) -> bool:
         return True  # also without rows, and in steps
@@ -359,7 +368,7 @@ class HashTable(AbstractVariable):
     def nbytes(self) -> int:
         """Bytes on the servers: rows, what optimizers keep beside them, ids, index.
         Raises as `__len__`."""
-        return sum(nbytes for _, nbytes, *_ in self._sizes())
+        return sum(size.nbytes for size in self._sizes())
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Reads all rows, in batches of some megabytes: ids ``[n]``, int64, and rows
@@ -370,6 +379,7 @@ class HashTable(AbstractVariable):
             RuntimeError: In a step.
             PSUnavailableError: A parameter server is gone.
         """
+        # -1: of no cut, so all rows.
         for ids, rows in self._batches([-1] * len(self._components)):
             if len(ids):
                 yield ids, rows
@@ -412,20 +422,24 @@ class HashTable(AbstractVariable):
                 )
         # Before anything is read: what changes meanwhile comes again.
         sizes = self._sizes()
-        found = [self._nothing()]
+        # It has the dtypes, should nothing else be there.
+        batches = [self._nothing()]
         for ids, rows, *removed in self._batches(since or [-1] * count):
-            found.append((ids, rows, removed[0] if removed else ids[:0]))
-        ids, rows, gone = [np.concatenate(each) for each in zip(*found, strict=True)]
+            batches.append((ids, rows, removed[0] if removed else ids[:0]))
+        ids, rows, gone = [np.concatenate(each) for each in zip(*batches, strict=True)]
         if since is not None:
+            # What was removed up to the earlier cut has arrived, so servers need not
+            # note it.
             op = UpdateOp.FORGET_REMOVED
             pairs = zip(self._components, since, strict=True)
             update_all([(x, op, (np.array([cut]),), None) for x, cut in pairs])
-        return TableChanges(ids, rows, gone, tuple([cut for _, _, cut, _ in sizes]))
+        return TableChanges(ids, rows, gone, tuple([x.cut for x in sizes]))
 
     def _batches(self, since: Sequence[int]) -> Iterator[Any]:
         """Reads buckets; yields what their server answers."""
         storage, rows = self._kept(), len(self)
         nbytes = max(1, rows) * (self.dim * self.dtype.itemsize + 8)
+        # Hashes spread the rows evenly over the buckets.
         step = max(1, BUCKETS * _BATCH // nbytes)
         for part, cut in zip(self._components, since, strict=True):
             assert part.spec.buckets is not None
@@ -438,11 +452,13 @@ class HashTable(AbstractVariable):
         ids = np.empty(0, np.int64)
         return ids, np.empty((0, *self.shape[1:]), self.dtype), ids
 
-    def _sizes(self) -> list[tuple[int, int, int, int]]:
-        return self._kept().table_sizes(self._components)
+    def _sizes(self) -> list[_PartSize]:
+        sizes = self._kept().table_sizes(self._components)
+        return [_PartSize(*size) for size in sizes]
 
     def _kept(self, what: str = "len, nbytes, items, changes or evict") -> KeepsTables:
         self._require_outside(what)
+        # All parts are in the session of one strategy.
         storage = self._components[0].storage
         if not isinstance(storage, KeepsTables):
             raise RuntimeError(
@@ -545,25 +561,6 @@ class HashTable(AbstractVariable):
         )
 
 
-def _row_shape(dim: Any, name: str) -> tuple[int, ...]:
-    """Returns the shape of a row.
-
-    Raises:
-        TypeError: ``dim`` is neither an integer nor integers.
-        ValueError: It is not positive.
-    """
-    try:
-        row = tuple(map(operator.index, dim if np.iterable(dim) else [dim]))
-    except TypeError:
-        raise TypeError(
-            f"table {name!r}: dim={dim!r:.80} is not the length of a row, nor its "
-            "shape: expected an integer, or some"
-        ) from None
-    if any(size <= 0 for size in row) or not row:
-        raise ValueError(f"table {name!r}: dim={dim!r} has to be positive")
-    return row
-
-
 def hashed(
     components: Sequence[Variable],
     name: str,
@@ -573,6 +570,7 @@ def hashed(
 ) -> HashTable:
     """Makes the handle of an existing table from its components, in the order of their
     buckets."""
+    # Not by the class, which would create a table on the servers.
     table = object.__new__(HashTable)
     parts, first = tuple(components), components[0].spec
     table._components, table._table = parts, Table(name, parts, TableLayout.HASH)
@@ -590,55 +588,3 @@ def hashed(
         buckets=(0, BUCKETS),
     )
     return table
-
-
-def _require_rules(
-    admission: Admission | None, eviction: Eviction | None, name: str
-) -> None:
-    """Raises TypeError if a rule is something else."""
-    if not isinstance(admission, Admission | None):
-        raise TypeError(
-            f"table {name!r}: admission={admission!r:.80}: expected "
-            "zs.admission.count(n), sketch(n, bytes=) or probability(p)"
-        )
-    if not isinstance(eviction, Eviction | None):
-        raise TypeError(
-            f"table {name!r}: eviction={eviction!r:.80}: expected "
-            "zs.eviction.steps(n), age(seconds), norm(x) or capacity(rows)"
-        )
-
-
-def _mixed(seed: int, name: str) -> int:
-    """Returns the seed of a table: tables of other names have other first values."""
-    text = name.encode()
-    try:
-        mixed = np.array([operator.index(seed) % 2**63], np.int64)
-    except TypeError:
-        raise TypeError(
-            f"table {name!r}: seed={seed!r:.80}: expected an integer"
-        ) from None
-    for word in np.frombuffer(text.ljust(-(-len(text) // 8) * 8), "<i8"):
-        mixed = hashes_of(mixed ^ word).view(np.int64)
-    return int(mixed[0]) & (2**63 - 1)
-
-
-def _require_rows(
-    initializer: Initializer, row: tuple[int, ...], dtype: np.dtype, name: str
-) -> None:
-    """Tries the initializer here, where an error is clearer than a server's.
-
-    Raises:
-        ValueError: It does not make rows of single ids, or not in this dtype; or rows
-            are too large.
-    """
-    nbytes = math.prod(row) * dtype.itemsize
-    if nbytes > TABLE_ROW_BYTES:
-        raise ValueError(
-            f"table {name!r}: a row has at most {TABLE_ROW_BYTES} bytes, got "
-            f"{dtype}{list(row)}, {nbytes} bytes"
-        )
-    out = np.empty((1, *row), dtype)
-    try:
-        initializer.rows(IdGenerator(0, np.zeros(1, np.int64)), out)
-    except ValueError as error:
-        raise ValueError(f"table {name!r}: {error}") from None

@@ -1,148 +1,29 @@
-"""Variables of this process: their storages, and updates of arrays.
+"""Storages of variables of this process.
 
 `LocalStorage` keeps one variable as an array of numpy, with the slots of the optimizers
 that have updated it. `CopyStorage` is one replica's copy of a variable on devices
 (`_device`). `UnboundStorage` belongs to handles whose value is on another task.
 
 Law: a value that was handed out is never written to; every update makes a new array.
-
-`apply` defines each `UpdateOp`, for variables of this process. Parameter servers have
-an engine of their own, which is faster and is tested against `apply`. Nothing writes to
-the array that is given.
-
-Means of integers are exact although their sums may not fit the dtype: each value is
-divided by the number of copies, and quotients and remainders are summed apart. Law of
-aggregation: pure functions of arrays of numpy or jax, traced or not; the result has the
-dtype of the copies.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstrat.rows import divided, runs
-from zstrat.wire import UpdateOp
-
-from ._storage import VariableAggregation
+from ._arithmetic import apply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.wire import UpdateOp
 
     from ._storage import Operands, StorageRows, StorageUpdate, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule, SlotValues
-
-
-_AT: Final[dict[UpdateOp, Callable[..., Any]]] = {
-    UpdateOp.SCATTER_ADD: np.add.at,
-    UpdateOp.SCATTER_SUB: np.subtract.at,
-    UpdateOp.SCATTER_MUL: np.multiply.at,
-    UpdateOp.SCATTER_DIV: np.divide.at,
-    UpdateOp.SCATTER_MIN: np.minimum.at,
-    UpdateOp.SCATTER_MAX: np.maximum.at,
-}
-
-
-def apply(
-    op: UpdateOp, value: np.ndarray, operands: tuple[np.ndarray, ...]
-) -> np.ndarray:
-    """Returns the array after a dense or a scatter update.
-
-    Duplicate indices accumulate; in SCATTER_UPDATE the last one wins. Floating-point
-    exceptions give inf or NaN, integers wrap around.
-
-    Raises:
-        IndexError: An index is outside the first axis.
-        TypeError: The update needs an optimizer.
-    """
-    with np.errstate(all="ignore"):
-        return _applied(op, value, operands)
-
-
-def _applied(
-    op: UpdateOp, value: np.ndarray, operands: tuple[np.ndarray, ...]
-) -> np.ndarray:
-    match op:
-        case UpdateOp.ASSIGN:
-            return np.array(operands[0], value.dtype, order="C")
-        case UpdateOp.ADD:
-            return np.asarray(value + operands[0], value.dtype)
-        case UpdateOp.SUB:
-            return np.asarray(value - operands[0], value.dtype)
-        case UpdateOp.SCATTER_UPDATE:
-            changed = value.copy()
-            changed[operands[0]] = operands[1]
-            return changed
-        case UpdateOp.SCATTER_DIV if value.dtype.kind in "iu":
-            changed, index_runs = value.copy(), runs(operands[0])
-            changed[index_runs.unique] = divided(
-                value[index_runs.unique], index_runs, operands[1]
-            )
-            return changed
-        case _ if op in _AT:
-            changed = value.copy()
-            _AT[op](changed, operands[0], operands[1])
-            return changed
-    raise TypeError(f"{op.name} needs an optimizer")
-
-
-def shares_of(value: Any, count: int) -> Any:
-    """Splits an array into equal shares ``[count, ...]`` that sum to it.
-
-    If integers leave a remainder, the first shares are larger by one, so that the sum
-    is exact.
-    """
-    dtype = value.dtype
-    numbers = np.arange(count).reshape(count, *[1] * value.ndim)
-    if dtype.kind in "iu":
-        # There may be more copies than 8 bits can count.
-        wide = value.astype(np.int32) if dtype.itemsize < 4 else value
-        return (wide // count + (numbers < wide % count)).astype(dtype)
-    return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
-
-
-def cut_for_mean(value: Any, count: int) -> list[Any]:
-    """Splits integers into quotient and remainder by ``count``, for `mean_of_cut`.
-
-    A sum of the values may not fit their dtype, and floats lose digits.
-    """
-    wide = value.astype(np.int32) if value.dtype.itemsize < 4 else value
-    return [wide // count, wide % count]
-
-
-def summed_for_mean(copies: Any, count: int) -> list[Any]:
-    """Sums the quotients and the remainders of copies ``[n, ...]``.
-
-    Both sums are ``[1, ...]``: numpy warns of scalars that wrap around, which may
-    happen here.
-    """
-    cut = cut_for_mean(copies, count)
-    return [x.sum(0, dtype=x.dtype, keepdims=True) for x in cut]
-
-
-def mean_of_cut(sums: Sequence[Any], count: int) -> Any:
-    """Returns the exact mean of integers, rounded towards zero."""
-    quotients, rests = sums
-    floor = quotients + rests // count
-    return floor + ((floor < 0) & (rests % count != 0))
-
-
-def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
-    """Aggregates copies ``[count, ...]``, in their dtype; NONE takes the first."""
-    match aggregation:
-        case VariableAggregation.SUM:
-            return copies.sum(0, dtype=copies.dtype)
-        case VariableAggregation.MEAN if copies.dtype.kind in "iu":
-            count = copies.shape[0]
-            sums = summed_for_mean(copies, count)
-            return mean_of_cut(sums, count)[0].astype(copies.dtype)
-        case VariableAggregation.MEAN:
-            return copies.mean(0).astype(copies.dtype)
-        case _:
-            return copies[0]
 
 
 class ProcessStorage:
@@ -276,6 +157,7 @@ class StorageWithSlots(ProcessStorage):
             self._settle()
             rule = optimizer.slot_rule(variable)
             leaves = self.slots_before(rule, variable.name)
+            # A copy: the caller may write to its array later.
             changed = rule.beside(leaves).replaced(name, np.array(value))
             self._slots[optimizer.id] = self._kept(changed)
 
@@ -309,12 +191,14 @@ class LocalStorage(StorageWithSlots):
     """Keeps one variable in this process, with the slots of its optimizers."""
 
     def __init__(self, value: np.ndarray) -> None:
+        # A copy: the caller may write to its array later.
         self._value = _frozen(np.array(value, order="C"))
         self._kept_slots: dict[int, SlotValues] = {}
         # Reads and updates come from any thread; an update is read, compute, replace.
         self._lock = threading.RLock()
 
     def read(self, variable: VariableHandle) -> np.ndarray:
+        # Without the lock: the array is replaced, never changed.
         del variable  # one storage, one variable
         return self._value
 
@@ -352,11 +236,13 @@ class LocalStorage(StorageWithSlots):
         beside = self._slots.get(rule.id)
         if beside is None:
             return rule.initial(self._value)
+        # They may have been restored before the rule was known.
         return rule.fitted(name, beside).leaves
 
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
+        # The optimizer's code holds the turn since `value_before`.
         self._value = _frozen(np.array(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = rule.beside(leaves)
 

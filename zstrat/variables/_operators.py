@@ -1,137 +1,28 @@
-"""Variables in expressions and in traces.
+"""Operators: variables in expressions of Python, numpy and jax.
 
 Law: an operator reads the variable once and leaves the rest to numpy (on the
 coordinator) or jax (inside a step). In-place operators raise: ``v += 1`` would rebind
 the name to an array. Conversions by functions of optax that make an optimizer or a
 schedule raise, too: they would keep the number, and a later ``assign`` would change
 nothing.
-
-The capture of a step function sets itself in the context variable `recorder`, and
-variables send reads and updates there: reads return traced arrays, updates are recorded
-instead of applied. Law: only captures set the context variable; it is cleared while an
-optimizer's transformation is traced; the code that sets it resets it.
-
-Outside of step functions jax may trace Python, too (``jax.jit``): the body runs once,
-and the program that comes out runs many times. A value that is read would be a constant
-of that program, and an update would happen once, at the first call. So both are
-refused. Law: ``jax.grad``, ``jax.vmap`` and ``jax.linearize`` compute at once, so reads
-in them are allowed.
 """
 
 from __future__ import annotations
 
 import abc
-import enum
 import inspect
 import operator
 import sys
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
+
+from ._recorder import VariableUse, note_use, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
-
-    from ._storage import VariableSpec
-    from .gradients._gradient_call import TraceRecorder
-
-
-class VariableUse(enum.Enum):
-    """The ways in which a traced body uses a variable."""
-
-    VALUE = enum.auto()
-    """Reads or updates it."""
-    NAME = enum.auto()
-    """Reads its name, its device or its strategy."""
-    HASH = enum.auto()
-    """Looks it up in a dict or a set."""
-
-
-use_watcher: Final[ContextVar[Callable[[Any, VariableUse], None] | None]] = ContextVar(
-    "zstrat_use_watcher", default=None
-)
-"""Called at each use of a variable. The code that sets it resets it."""
-
-
-def note_use(use: VariableUse, *variables: object) -> None:
-    """Reports a use of variables to the watcher, if one is set."""
-    watcher = use_watcher.get()
-    if watcher is not None:
-        for variable in variables:
-            watcher(variable, use)
-
-
-recorder: Final[ContextVar[TraceRecorder | None]] = ContextVar(
-    "zstrat_recorder", default=None
-)
-"""The capture that runs in this thread or task, if any."""
-
-
-_TRACED: Final = (
-    "inside a function that jax traces before it runs (jax.jit, jax.lax.scan, "
-    "jax.lax.cond, jax.checkpoint, jax.eval_shape, ...)"
-)
-
-_at_once: Any = None
-"""The last trace state in which jax computed at once. Comparing with it saves the
-operation that finds out. Not set at import: the operation would start jax's backend
-before the program has said which devices it wants."""
-
-
-def is_staging() -> bool:
-    """Returns whether jax traces what runs now, to run it later."""
-    global _at_once
-    state: Any = get_opaque_trace_state()  # type: ignore[no-untyped-call]
-    if state == _at_once:
-        return False
-    # An operation without operands belongs to the innermost trace that stages, if any:
-    # traces that compute at once pass it on.
-    if isinstance(jax.lax.iota(np.int32, 1), jax.core.Tracer):
-        return True
-    _at_once = state
-    return False
-
-
-class StagedAccess(RuntimeError):
-    """Python that jax runs only once, to trace it, reads or updates a variable."""
-
-    def __init__(self, variable: str, message: str) -> None:
-        super().__init__(message)
-        self.variable = variable
-
-
-def refuse_read(spec: VariableSpec) -> None:
-    """Refuses to read a value that jax would keep as a constant.
-
-    Raises:
-        StagedAccess: jax is staging.
-    """
-    if is_staging():
-        raise StagedAccess(
-            str(spec),
-            f"{spec} is read {_TRACED} outside of a zs.function: jax would keep the "
-            "value of now for all later calls. Read it before and pass the value in as "
-            "an argument, or make the outermost function a zs.function",
-        )
-
-
-def refuse_update(spec: VariableSpec, what: str) -> None:
-    """Refuses an update that would happen only at the first call.
-
-    Raises:
-        StagedAccess: jax is staging.
-    """
-    if is_staging():
-        raise StagedAccess(
-            str(spec),
-            f"{what} {spec} {_TRACED} outside of a zs.function: it would happen once, "
-            "while jax traces, and at no later call. Return the new value and update "
-            "the variable with it, or make the outermost function a zs.function",
-        )
 
 
 _Operator: TypeAlias = "Callable[[ArrayOperators, Any], Any]"
@@ -231,6 +122,7 @@ class ArrayOperators(abc.ABC):
             ValueError: A function that makes an optimizer or a schedule would keep it.
         """
         value = self.value()  # first: it refuses to be read while jax traces
+        # Frame 0 is this one, 1 the operator, 2 the code that uses it.
         if recorder.get() is None and (maker := _maker_of(sys._getframe(2))):
             raise ValueError(
                 f"optax.{maker} would keep the value that {self!r:.100} has now, "
@@ -261,6 +153,7 @@ class ArrayOperators(abc.ABC):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         value = np.asarray(self._implied())
+        # As numpy's protocol has it: another dtype is a copy by itself.
         if dtype is not None and value.dtype != dtype:
             return value.astype(dtype)
         return value.copy() if copy else value
@@ -268,6 +161,7 @@ class ArrayOperators(abc.ABC):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any
     ) -> Any:
+        # Reductions, ``out=`` and ``where=`` take arrays, not what has a value.
         if method != "__call__" or options:
             raise TypeError(
                 f"{self!r:.100} is passed to a function of numpy (np.sum, np.max, "
@@ -279,6 +173,7 @@ class ArrayOperators(abc.ABC):
             x._implied() if isinstance(x, ArrayOperators) else value_of(x)
             for x in inputs
         ]
+        # In a step the values are traced, and only jax computes with them.
         if any(isinstance(x, jax.Array) for x in values):
             return getattr(jax.numpy, ufunc.__name__)(*values)
         return ufunc(*values)
@@ -370,11 +265,10 @@ def value_of(other: Any) -> Any:
 
 
 def _refuses(asking: CodeType) -> bool:
-    """Returns whether a function asks for ``__jax_array__`` only to refuse the object.
-
-    It then has an error message about it among its constants. The name of the function
-    changes between versions of jax.
-    """
+    """Returns whether a function asks for ``__jax_array__`` only to refuse the
+    object."""
+    # It then has an error message about it among its constants. Its own name changes
+    # between versions of jax.
     name = "__jax_array__"
     constants = asking.co_consts[1:]  # without the docstring
     return any(isinstance(x, str) and name in x and x != name for x in constants)
@@ -393,6 +287,7 @@ def _maker_of(frame: FrameType | None) -> str:
     if frame is None or package != "optax":
         return ""
     name = frame.f_code.co_name
+    # `len` stands for a name that the module lacks: it has no `__code__`.
     function: Any = inspect.unwrap(frame.f_globals.get(name, len))
     if getattr(function, "__code__", None) is not frame.f_code:
         return ""  # a nested function, such as the update of an optimizer

@@ -77,6 +77,7 @@ class Gathering:
         table.require_inside(index)
         flat = index.reshape(-1)
         absent_mask = absent(flat)
+        # Padding is left out here, and filled with zeros in `assembled`.
         found = table.runs(flat if absent_mask is None else flat[~absent_mask])
         return cls(table, index.shape, found, table.pieces(found.unique), absent_mask)
 
@@ -110,6 +111,7 @@ class Gathering:
         rest = iter(answers)
         keys = [variable.spec.key for variable in self.whole]
         brought = dict(zip(keys, values, strict=True))
+        # Those that are aggregated on read came as a whole.
         for piece in self.pieces:
             value = brought.get(self.table.components[piece.component].spec.key)
             unique[piece.positions] = (
@@ -144,6 +146,8 @@ def row_updates(
     else:
         # uint64 minus int64 is a float in numpy.
         indices = indices.astype(np.int64, copy=False)[index_runs.order]
+        # Sorted as the components are; the sort is stable, so duplicates keep their
+        # order.
         rows = rows[index_runs.order]
     parts = {
         piece.component: (piece.local, rows[piece.positions])

@@ -20,9 +20,18 @@ import numpy as np
 
 from . import _convert
 from ._abstract import AbstractVariable
-from ._operators import recorder, refuse_read
-from ._storage import ComponentRows, VariableSpec, read_all, read_all_async, read_parts
-from ._table import Table, select
+from ._device import DeviceStorage
+from ._indexing import select
+from ._recorder import recorder, refuse_read
+from ._storage import (
+    ComponentRows,
+    VariableSpec,
+    VariableSynchronization,
+    read_all,
+    read_all_async,
+    read_parts,
+)
+from ._table import Table
 from ._variable import Variable, create, like
 
 if TYPE_CHECKING:
@@ -77,26 +86,55 @@ class ShardedVariable(AbstractVariable):
     def table(self) -> Table:
         return self._table
 
+    @property
+    def _is_aggregated_on_read(self) -> bool:
+        return any(component.is_aggregated_on_read for component in self.components)
+
     def _read_now(self) -> np.ndarray:
+        if self._is_aggregated_on_read:
+            # A storage knows only the replicas of this process.
+            return _joined([component._read_now() for component in self.components])
         return _joined(read_all(self.components))
 
     async def _read_now_async(self) -> np.ndarray:
+        if self._is_aggregated_on_read:
+            return _joined([await part._read_now_async() for part in self.components])
         return _joined(await read_all_async(self.components))
 
     def _traced_value(self, recording: TraceRecorder) -> Any:
-        parts = [recording.read(component) for component in self.components]
+        parts = [component._traced_value(recording) for component in self.components]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[StorageUpdate]:
-        bounds = itertools.pairwise(self._table.offsets.tolist())
+        # Asked of each component, as one that is ON_READ gives its replicas shares.
         return [
-            (component, op, (value[start:stop],), optimizer)
-            for component, (start, stop) in zip(self.components, bounds, strict=True)
+            update
+            for component, part in self._split(value)
+            for update in component._updates(op, part, optimizer)
         ]
 
+    def _record(
+        self,
+        recording: TraceRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None = None,
+    ) -> None:
+        for component, part in self._split(value):
+            component._record(recording, op, part, optimizer)
+
+    def _split(self, value: Any) -> Iterator[tuple[Variable, Any]]:
+        bounds = itertools.pairwise(self._table.offsets.tolist())
+        for component, (start, stop) in zip(self.components, bounds, strict=True):
+            yield component, value[start:stop]
+
     def _target_of_rows(self, op: UpdateOp) -> Table:
+        for component in self.components:
+            # A strategy's own refuses updates of rows.
+            if component.synchronization is VariableSynchronization.ON_READ:
+                component._target_of_rows(op)
         return self._table
 
     def __iter__(self) -> Iterator[Variable]:
@@ -127,9 +165,12 @@ class ShardedVariable(AbstractVariable):
         recording = recorder.get()
         if recording is None:
             refuse_read(self._spec)
+            if self._is_aggregated_on_read:
+                # All processes take part, and others may want other rows.
+                return self._read_now()[index]
             return self._fetched(pieces)[selection.index]
         _convert.require_untruncated(self._spec)
-        parts = [recording.read(component)[rows] for component, rows in pieces]
+        parts = [component._traced_value(recording)[rows] for component, rows in pieces]
         parts = parts or [jnp.zeros((0, *self.shape[1:]), self.dtype)]
         return jnp.concatenate(parts)[selection.index]
 
@@ -139,6 +180,7 @@ class ShardedVariable(AbstractVariable):
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
             parts = [np.empty((0, *self.shape[1:]), self.dtype)]
+        # For most rows whole components: no indices are sent, and none are gathered.
         elif sum(wanted) * 2 > touched:
             values = read_all(component for component, _ in pieces)
             parts = [
@@ -177,6 +219,7 @@ class ShardedVariable(AbstractVariable):
 
     def _vector(self, indices: Any) -> Any:
         indices = _convert.array_given(indices)
+        # As TF's class, which takes no other.
         if np.ndim(indices) != 1:
             raise ValueError(
                 f"sparse_read of {self._spec}: indices must be rank 1, got rank "
@@ -194,19 +237,19 @@ class ShardedVariable(AbstractVariable):
             RuntimeError: In the scope of another strategy than that of the components.
         """
         refuse_read(self._spec)
-        requests = [
-            like(part, value, is_whole=True)
-            for part, value in zip(
-                self.components, read_all(self.components), strict=True
-            )
-        ]
-        owners = [part.owner for part in self.components]
+        parts = self.components
+        owners = {id(part.owner) for part in parts}
         copies: list[Any]
-        if all(owner is owners[0] for owner in owners):
-            copies = [*create(requests, owners[0])]
-        else:  # the program has joined components of several strategies
-            pairs = zip(requests, owners, strict=True)
-            copies = [create([request], owner)[0] for request, owner in pairs]
+        if len(owners) == 1 and not any(
+            isinstance(part.storage, DeviceStorage) for part in parts
+        ):
+            pairs = zip(parts, read_all(parts), strict=True)
+            requests = [like(part, value, is_whole=True) for part, value in pairs]
+            copies = [*create(requests, parts[0].owner)]
+        else:
+            # The program has joined components of several strategies, or replicas have
+            # values of their own, which only the component itself can copy.
+            copies = [part.__deepcopy__(memo) for part in parts]
         return ShardedVariable(copies, self.name)
 
     def __reduce__(self) -> Any:
@@ -231,6 +274,7 @@ def joined(components: Sequence[Variable], name: str) -> ShardedVariable:
 def _fill(
     sharded: ShardedVariable, components: tuple[Variable, ...], table: Table
 ) -> None:
+    # It has no key of its own, because servers know only the components.
     first = components[0].spec
     sharded._spec = VariableSpec(
         first.key,
@@ -244,6 +288,7 @@ def _fill(
     )
     sharded._components, sharded._table = components, table
     for component in components:
+        # Weakly, as the sharded variable holds its components.
         component._container = weakref.ref(sharded)
 
 

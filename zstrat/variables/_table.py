@@ -1,26 +1,19 @@
-"""Rows of arrays: `IndexedSlices` (a value), `Table` (where rows are), `select`.
+"""Rows of arrays: `IndexedSlices` (a value), and `Table` (where rows are stored).
 
 A `Table` is one or several variables. Two of its layouts are TF's: *div* gives each
 component a range of neighbouring rows, the first ones one more than the rest (as
 partitioners do); *mod* distributes the rows round-robin (only for lists in an
 `embedding_lookup` of the v1 API). In the third, *hash*, of a `HashTable`, rows have any
 ids of 64 bits in place of indices; each component has a range of their hashes, and ids
-are sorted by these.
-
-Indexing is that of numpy, except arrays of integers (`sparse_read` does that): `select`
-replaces the part of the index for the first axis by one for the rows that are fetched,
-and keeps the rest, so that numpy itself makes the result. Decides without I/O: ids and
-indices in, pieces out.
+are sorted by these. Decides without I/O: ids in, pieces out.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-import math
 import warnings
 from dataclasses import dataclass, field
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -96,6 +89,7 @@ class IndexedSlices:
             indices = np.where(is_outside, 0, indices).astype(np.int32)
             indices[is_outside] = height  # which few bits may not hold
         indices = reaching(jnp.asarray(indices))
+        # A negative index would count from the end; jax drops one after the last row.
         return zeros.at[jnp.where(indices < 0, height, indices)].add(values)
 
 
@@ -118,6 +112,7 @@ so padding cannot be removed. An id computed by mistake is unlikely to be this o
 
 def absent(ids: np.ndarray) -> np.ndarray | None:
     """Returns the mask of ids that are `ABSENT`; None if none is. Cost: one pass."""
+    # Fewer than 32 bits cannot be padding.
     if not ids.size or ids.dtype.itemsize < 4 or int(ids.min()) >= 0:
         return None
     mask: np.ndarray = ids == ABSENT
@@ -200,6 +195,7 @@ class Table:
         if not ids.size or self.is_hashed:
             return
         rows = self.shape[0]
+        # Two numbers first: masks are made only if an id is outside.
         if int(ids.min()) < 0 or int(ids.max()) >= rows:
             wrong = ids[((ids < 0) & (ids != ABSENT)) | (ids >= rows)]
             if not wrong.size:
@@ -213,6 +209,7 @@ class Table:
     def runs(self, ids: np.ndarray) -> Runs:
         """Groups ids ``[n]`` that are inside of the table, in its order."""
         if self.is_hashed:
+            # An id of uint64 is the one of int64 that has the same bits.
             ids = ids.astype(np.int64, copy=False)
             return hashed_runs(ids, hashes_of(ids))
         return runs(ids)
@@ -231,6 +228,8 @@ class Table:
         """
         if len(self.components) == 1:
             return [TablePiece(0, slice(0, len(ids)), ids)] if len(ids) else []
+        # Ids are in the order of the components, so a piece is a slice; only
+        # round-robin needs positions.
         if self.is_hashed:
             return [
                 TablePiece(n, slice(start, stop), ids[start:stop])
@@ -260,126 +259,3 @@ class Table:
             for n, (start, stop) in enumerate(itertools.pairwise(cuts))
             if start < stop
         ]
-
-
-Rows = slice | np.ndarray
-"""Rows of one component: ``start:stop:step`` with a positive step, or indices."""
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """An index in two steps: fetch ``rows`` of the first axis (ascending, a range or
-    indices), then index the fetched rows by ``index``."""
-
-    rows: range | np.ndarray
-    index: tuple[Any, ...]
-
-    def pieces(self, table: Table) -> list[tuple[int, Rows]]:
-        """Splits the rows over the components that have some."""
-        if isinstance(self.rows, range):
-            slices = enumerate(_within(self.rows, table.offsets.tolist()))
-            return [(n, rows) for n, rows in slices if rows is not None]
-        return [(piece.component, piece.local) for piece in table.pieces(self.rows)]
-
-
-def select(index: Any, shape: tuple[int, ...]) -> Selection:
-    """Splits ``array[index]`` into rows to fetch and an index into these rows.
-
-    Raises:
-        TypeError: The index, or a bound of a slice, is an array or not an index.
-        IndexError: It is out of bounds, or has more axes than the array.
-        ValueError: The step of a slice is zero.
-    """
-    parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [_checked(part) for part in parts]
-    place = _first(parts, shape)
-    if not any(isinstance(part, np.ndarray) for part in parts):
-        # Raises numpy's own errors, on an array without memory.
-        _ = np.broadcast_to(np.empty((), np.bool_), shape)[tuple(parts)]
-    if place is None:
-        return Selection(range(shape[0]), tuple(parts))
-    part = parts[place]
-    rows: range | np.ndarray
-    match part:
-        case slice():
-            rows = range(*part.indices(shape[0]))
-            parts[place] = slice(None, None, 1 if rows.step > 0 else -1)
-            # Rows are fetched in ascending order; a negative step reverses them after.
-            rows = rows if rows.step > 0 else rows[::-1]
-        case np.ndarray():
-            rows, parts[place] = _masked(part, shape)
-        case _ if -shape[0] <= part < shape[0]:
-            rows = range(part % shape[0], part % shape[0] + 1)
-            parts[place] = 0
-        case _:
-            raise IndexError(
-                f"index {part} is out of bounds for axis 0 with size {shape[0]}"
-            )
-    return Selection(rows, tuple(parts))
-
-
-def _first(parts: list[Any], shape: tuple[int, ...]) -> int | None:
-    """Returns the position of the part for the first axis; None if there is none."""
-    used = sum(
-        part.ndim if isinstance(part, np.ndarray) else 1
-        for part in parts
-        if part is not None and part is not ...
-    )
-    if sum(part is ... for part in parts) > 1:
-        raise IndexError("an index can only have a single ellipsis ('...')")
-    if used > len(shape):
-        raise IndexError(
-            f"too many indices for array: array is {len(shape)}-dimensional, but "
-            f"{used} were indexed"
-        )
-    for place, part in enumerate(parts):
-        if part is None or (part is ... and used == len(shape)):
-            continue
-        return None if part is ... else place
-    return None
-
-
-def _masked(mask: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    if mask.shape != shape[: mask.ndim]:
-        raise IndexError(
-            f"boolean index did not match indexed array: the mask has shape "
-            f"{mask.shape}, the array {shape}"
-        )
-    rows = np.flatnonzero(mask.reshape(len(mask), math.prod(mask.shape[1:])).any(1))
-    return rows, mask[rows]
-
-
-def _checked(part: Any) -> Any:
-    """Checks a part of an index: an int, a slice of ints, None, Ellipsis, or a mask."""
-    if part is None or isinstance(part, EllipsisType):
-        return part
-    if isinstance(part, slice):
-        bounds = (part.start, part.stop, part.step)
-        return slice(*(None if bound is None else _integer(bound) for bound in bounds))
-    if isinstance(part, np.ndarray | list):
-        array = np.asarray(part)
-        if array.dtype == np.bool_ and array.ndim:
-            return array
-    return _integer(part)
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return int(value)
-    raise TypeError(
-        f"{type(value).__name__} is not allowed as an index of a sharded variable, nor "
-        "as a bound of a slice: expected integers, slices of integers, ..., None or a "
-        "mask of booleans; for rows by an array of ids use sparse_read or "
-        "zs.embedding_lookup"
-    )
-
-
-def _within(rows: range, offsets: list[int]) -> list[slice | None]:
-    """Splits rows at the offsets; each slice counts from its offset."""
-    slices: list[slice | None] = []
-    for start, stop in itertools.pairwise(offsets):
-        skipped = max(0, -(-(start - rows.start) // rows.step))
-        first, end = rows.start + skipped * rows.step, min(stop, rows.stop)
-        inside = first < end
-        slices.append(slice(first - start, end - start, rows.step) if inside else None)
-    return slices

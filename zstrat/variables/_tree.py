@@ -56,6 +56,7 @@ def create_variables(
             leaf,
             None,
             dtype,
+            # An array that is the whole tree has no path.
             leaf_name or "Variable",
             is_trainable(trainable, synchronization, leaf_name),
             aggregation,
@@ -101,6 +102,7 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        # Over a copy, because a callback may end its own watch.
         for callback in tuple(vars(self).get(_LISTENERS, ())):
             callback(self, name, value)
 
@@ -140,6 +142,7 @@ def unwatch(module: Module, callback: OnAttribute) -> None:
 
 
 def _walk(node: Any, seen: set[int]) -> Iterator[Variable | HashTable | Module]:
+    # Modules may refer to each other, and a variable counts once wherever it occurs.
     if id(node) in seen:
         return
     if isinstance(node, Variable | HashTable):

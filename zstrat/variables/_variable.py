@@ -32,7 +32,8 @@ from ._creator import (
 from ._device import DeviceStorage
 from ._downcast import DowncastWarning, downcast_dtype, user_stacklevel
 from ._local import CopyStorage, LocalStorage, UnboundStorage
-from ._operators import ArrayOperators, VariableUse, note_use
+from ._operators import ArrayOperators
+from ._recorder import VariableUse, note_use
 from ._storage import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
 
@@ -109,6 +110,7 @@ class Variable(AbstractVariable):
             aggregation,
             synchronization,
         )
+        # In `__new__`, because a partitioner makes this a variable of another class.
         variable: Any
         if per_worker_variable:
             variable = create_per_worker(request)
@@ -215,6 +217,8 @@ class Variable(AbstractVariable):
         return copied  # type: ignore[no-any-return]  # or a ShardedVariable
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
+        # Sharded variables are copied component by component, so that this is not cut
+        # again.
         is_whole = self.owner is not None or self._spec.part is not None
         return create([like(self, value, is_whole=is_whole)], self.owner)[0]
 
@@ -239,6 +243,7 @@ def handle(spec: VariableSpec, storage: Storage) -> Variable:
 def stand_in(variable: Variable) -> Variable:
     """Makes another handle of the same variable, which equals no other object."""
     copied = object.__new__(type(variable))
+    # Variables have slots and no `__dict__`.
     slots = [name for kind in type(variable).__mro__ for name in _slots(kind)]
     for name in slots:
         setattr(copied, name, getattr(variable, name))
@@ -273,6 +278,7 @@ def create(
     current = creator.get()
     if owner is not None:
         require_owner(current, owner, requests[0].name)
+        # Outside of every scope the copy stays with the strategy of its original.
         current = owner if current is None else current
     if current is None:
         variables: Sequence[AbstractVariable] = [
@@ -344,6 +350,8 @@ def _warn_of_wide(
         if request.dtype is None
         and variable.dtype.kind in "fc"
         and downcast_dtype(variable.dtype).itemsize < variable.dtype.itemsize
+        # From another variable: its dtype was chosen, or warned of, when that was
+        # created.
         and not isinstance(request.initial_value, ArrayOperators)
     ]
     if not wide:

@@ -44,7 +44,7 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def _parts(self, shape: list[int], rows: int, dtype: Any) -> int:
-        """Parts of an array whose axis to be cut has ``rows`` entries."""
+        """Returns the number of parts of an axis that has ``rows`` entries."""
 
 
 @final

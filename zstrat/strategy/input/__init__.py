@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from ._replica_batches import PassLength as PassLength
-from ._replica_batches import SynchronizedPass as SynchronizedPass
+from ._synchronized_pass import PassLength as PassLength
+from ._synchronized_pass import SynchronizedPass as SynchronizedPass

@@ -64,6 +64,7 @@ class DistributedDataset(StepDataset):
         waiting, self._waiting = self._waiting, None
         iterator = waiting or DistributedIterator(self._feed.begin(), self._name)
         iterator._ends_loops = recorder.get() is not None
+        # Weakly: a pass that its reader drops ends.
         self._begun = weakref.ref(iterator)
         return iterator
 
@@ -156,6 +157,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
         position = FeedPosition.from_plain(state)
+        # Its thread would keep reading the source.
         self._pass.close()
         self._pass = self._pass.feed.begin(position)
         self.go_on(self._pass, position.steps)

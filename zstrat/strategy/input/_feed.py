@@ -21,7 +21,8 @@ from zstrat.program.trace import downcast_message
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import DowncastWarning, downcast_loss, is_downcast
 
-from ._replica_batches import PassLength, Share, SynchronizedPass, leaf_by_leaf
+from ._replica_batches import Share, leaf_by_leaf
+from ._synchronized_pass import PassLength, SynchronizedPass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.data import Allotment, Recipe
     from zstrat.strategy._options import InputOptions
 
-    from ._replica_batches import AllMax
+    from ._synchronized_pass import AllMax
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]
@@ -163,6 +164,7 @@ class DatasetPass:
     def __init__(self, feed: DatasetFeed, position: FeedPosition | None = None) -> None:
         self.feed: Final = feed
         begun = feed.sources.begin(position)
+        # The start of the whole pass, of which this is the rest.
         whole = None if position is None else replace(position, steps=0)
         self._recipes: Final = begun.recipes
         length = feed.length
@@ -276,6 +278,7 @@ class _Maker:
         Raises:
             ValueError: It never had an element, so its shapes are unknown.
         """
+        # The rest of a pass may be empty where the whole pass was not.
         if self.first is None:
             self.has_looked_back()
         if self.first is None:
@@ -295,9 +298,9 @@ def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
     Warns:
         DowncastWarning: One for each leaf.
     """
-    made = jax.tree.leaves(placed, is_leaf=_is_parts)
+    leaves = jax.tree.leaves(placed, is_leaf=_is_parts)
     given = tree_flatten_with_path(share.parts[0])[0]
-    for (path, leaf), other in zip(given, made, strict=True):
+    for (path, leaf), other in zip(given, leaves, strict=True):
         was_cut = is_downcast(leaf) and leaf.dtype != _dtype_of(other)
         if was_cut and (lost := downcast_loss(leaf)) is not None:
             said = downcast_message(f"element{keystr(path)} of {_NAME}", leaf, lost)
@@ -318,6 +321,7 @@ def _is_parts(node: object) -> bool:
 def _dtype_of(leaf: Any) -> Any:
     one = leaf
     if isinstance(leaf, PerReplica):
+        # An array over the devices, without making the views of the replicas.
         one = leaf.values[0] if leaf.whole is None else leaf.whole
     return one.dtype if isinstance(one, jax.Array) else np.asarray(one).dtype
 

@@ -35,12 +35,8 @@ from zstrat.variables import user_line
 
 from ._distributed_dataset import DistributedDataset, refuse_attribute
 from ._feed import BegunPass, DatasetFeed, FeedSources
-from ._replica_batches import (
-    PassLength,
-    per_replica,
-    shares_of_batches,
-    shares_of_elements,
-)
+from ._replica_batches import per_replica, shares_of_batches, shares_of_elements
+from ._synchronized_pass import PassLength
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +45,8 @@ if TYPE_CHECKING:
     from zstrat.strategy._frames import AbstractStrategy
 
     from ._feed import FeedPosition, Place
-    from ._replica_batches import AllMax, Share
+    from ._replica_batches import Share
+    from ._synchronized_pass import AllMax
 
 _DATASET: Final = "a distributed dataset"
 _FUNCTION: Final = "a dataset of distribute_datasets_from_function"
@@ -94,7 +91,7 @@ class ProcessInputs:
     def of_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """See `Strategy.experimental_distribute_dataset`."""
+        """Distributes a dataset; see `Strategy.experimental_distribute_dataset`."""
         chosen = input_options(options)
         if chosen.is_per_replica:
             raise not_per_replica()
@@ -108,26 +105,30 @@ class ProcessInputs:
 
         def shares(position: FeedPosition | None) -> BegunPass:
             (begun,), steps = _begun((allotment,), position)
+            # Batches before the position are skipped and never cut; of the batch that
+            # it is in, the first steps are.
             whole, behind = (steps, 0) if alone else allotment.before(steps)
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
-                found = shares_of_elements(
+                cut = shares_of_elements(
                     [batches], lambda: ShapePromise.NONE, is_fresh=is_fresh
                 )
             else:
                 batches = dense(batches, _CUT)
                 cutter = allotment.cutter()
-                found = shares_of_batches(
+                cut = shares_of_batches(
                     batches, cutter, is_partial=is_partial, is_fresh=is_fresh
                 )
-                found = itertools.islice(found, behind, None)
-            rest = _ending_with(batches, found)
+                cut = itertools.islice(cut, behind, None)
+            rest = _ending_with(batches, cut)
             return BegunPass(rest, (begun,), allotment.order(begun))
 
         length = PassLength(
             is_infinite=allotment.is_infinite,
             is_common=allotment.ends_with_others and is_partial,
         )
+        # Each worker has its own files or its own part, so their number decides what a
+        # step is.
         by_worker = allotment.policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         split = (self.context.num_input_pipelines,) if by_worker else ()
         sources = FeedSources(shares, (allotment,), split, are_alike=True)
@@ -138,33 +139,35 @@ class ProcessInputs:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """See `Strategy.distribute_datasets_from_function`."""
+        """Distributes what a function makes; see
+        `Strategy.distribute_datasets_from_function`."""
         chosen = input_options(options)
         require_function(dataset_fn)
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
-        made = allotted(_made(dataset_fn, self.context), Worker())
-        promise = partial(self._promise, [made])
+        # The function has sharded it, if at all.
+        allotment = allotted(_made(dataset_fn, self.context), Worker())
+        promise = partial(self._promise, [allotment])
 
         def shares(position: FeedPosition | None) -> BegunPass:
-            (begun,), steps = _begun((made,), position)
-            elements = self._read(begun, made, chosen, steps * self.local)
-            found = shares_of_elements(
+            (begun,), steps = _begun((allotment,), position)
+            elements = self._read(begun, allotment, chosen, steps * self.local)
+            cut = shares_of_elements(
                 [elements] * self.local,
                 promise,
-                is_fresh=made.is_fresh,
+                is_fresh=allotment.is_fresh,
                 before=lambda: _first(begun, steps * self.local),
             )
-            return BegunPass(_ending_with(elements, found), (begun,))
+            return BegunPass(_ending_with(elements, cut), (begun,))
 
-        size = made.recipe.size()
+        size = allotment.recipe.size()
         steps = None
         if size >= 0:  # the other workers keep or drop such a step as this one does
             is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
-        length = PassLength(steps, is_infinite=made.is_infinite)
+        length = PassLength(steps, is_infinite=allotment.is_infinite)
         split = (self.context.num_input_pipelines, self.local)
-        sources = FeedSources(shares, (made,), split)
+        sources = FeedSources(shares, (allotment,), split)
         return self._fed(_FUNCTION, sources, chosen, self.all_max, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
@@ -184,24 +187,27 @@ class ProcessInputs:
             raise not_per_replica()
         # Each function sees a separate worker, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
-        made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
-        promise = partial(self._promise, made)
+        allotments = tuple(
+            allotted(_made(dataset_fn, each), Worker()) for each in contexts
+        )
+        promise = partial(self._promise, allotments)
 
         def shares(position: FeedPosition | None) -> BegunPass:
-            begun, steps = _begun(made, position)
+            begun, steps = _begun(allotments, position)
             pipelines = [
                 self._read(one, each, options, steps)
-                for one, each in zip(begun, made, strict=True)
+                for one, each in zip(begun, allotments, strict=True)
             ]
 
             def before() -> Iterator[Any]:
                 for one in begun:
                     yield from _first(one, steps)
 
-            found = shares_of_elements(pipelines, promise, before=before)
-            return BegunPass(found, begun)
+            cut = shares_of_elements(pipelines, promise, before=before)
+            return BegunPass(cut, begun)
 
-        sources = FeedSources(shares, made, (1, self.local))
+        sources = FeedSources(shares, allotments, (1, self.local))
+        # Only strategies of one process have these, so nobody is waited for.
         return self._fed(_FUNCTION, sources, options, None, PassLength())
 
     def _fed(
@@ -266,13 +272,13 @@ def not_per_replica() -> NotImplementedError:
 
 
 def _begun(
-    made: Sequence[Allotment], position: FeedPosition | None
+    allotments: Sequence[Allotment], position: FeedPosition | None
 ) -> tuple[tuple[Recipe, ...], int]:
     """Begins the passes; returns them, and how many of their steps to leave out."""
     if position is None:
-        return tuple(each.begin() for each in made), 0
-    pairs = zip(made, position.passes, strict=True)
-    return tuple(each.begin(one) for each, one in pairs), position.steps
+        return tuple(allotment.begin() for allotment in allotments), 0
+    pairs = zip(allotments, position.passes, strict=True)
+    return tuple(allotment.begin(one) for allotment, one in pairs), position.steps
 
 
 def _first(begun: Recipe, count: int) -> Iterator[Any]:
@@ -371,6 +377,7 @@ class UnbuiltDataset:
         *,
         is_function: bool,
     ) -> None:
+        # Here, where the user called: workers would refuse it later.
         if input_options(options).is_per_replica:
             raise not_per_replica()
         if is_function:

@@ -81,12 +81,15 @@ def as_values(node: Any) -> Any:
     if not isinstance(storage, DeviceStorage):
         return node
     if storage.is_apart:
+        # In a step the copies are values of its program.
         recording = recorder.get()
         if recording is None:
             return PerReplica(tuple(storage.copies(node)))
         return PerReplica(tuple(recording.copies(node)))
     if node.is_aggregated_on_read:
         return PerReplica((copies_of(node)[0].value(),))
+    # In one job of XLA a value is over the devices of all processes; this one sees its
+    # own.
     copies, mesh = storage.pool.copies, storage.pool.mesh
     count = copies if mesh is None else len(mesh.local_devices)
     return node if count == 1 else Mirrored((node.value(),) * count)

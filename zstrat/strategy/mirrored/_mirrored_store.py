@@ -85,6 +85,8 @@ class MirroredVariables(StrategyCreator):
         self.pool: DevicePool = _Devices(
             names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
+        # Central storage: steps run on other devices than the one that keeps the
+        # values.
         if store is not None and [store] != list(devices):
             self.pool = _KeeperDevice(store, devices[0], self.pool)
 
@@ -99,11 +101,13 @@ class MirroredVariables(StrategyCreator):
         if self._channel is None:
             return
         with self.pool.turn:
-            found = [(n, each()) for n, each in enumerate(self._created)]
+            # By number also where one was dropped here: other processes count it.
+            created = {n: each() for n, each in enumerate(self._created)}
             self.pool.steps = taken_over(
                 self._channel.collective,
+                # Less than any number of steps: a late process is never the source.
                 -1 if self._is_late else self.pool.steps,
-                {n: variable for n, variable in found if variable is not None},
+                created,
                 self._optimizers,
             )
             self._is_late = False
@@ -143,14 +147,14 @@ class MirroredVariables(StrategyCreator):
         # over their values before first use.
         if self._channel is not None and not self._is_late:
             values = self._channel.carry_out(CrossKind.FIRST, values)
-        made = [
+        variables = [
             self._made(request, np.asarray(value))
             for request, value in zip(requests, values, strict=True)
         ]
         # In the order of creation, which is that of all processes; not held, so that a
         # variable that is dropped is freed.
-        self._created += [weakref.ref(variable) for variable in made]
-        return list(made)
+        self._created += [weakref.ref(variable) for variable in variables]
+        return list(variables)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         """Returns a number for an optimizer, which runs in the step that uses it."""
@@ -210,6 +214,7 @@ class _Devices(DevicePool):
         self._settle = settle
         self._where: Any = device
         self._apart: Any = None
+        # In one job of XLA arrays are over the devices of all processes.
         mesh = whole or over
         if mesh is not None:
             made: Any = PartitionSpec  # untyped
@@ -288,7 +293,7 @@ class _KeeperDevice(DevicePool):
         return None
 
     def settle(self) -> None:
-        """Everything is here."""
+        """Does nothing: values of one process come from nowhere else."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
         # No copies where they are stored: a step does not overwrite arrays that travel.

@@ -2,59 +2,42 @@
 
 Every process has a copy of all variables, and runs the same program on its own data. A
 step is compiled around its collectives: a program that ends in gradients, their sum
-over all replicas, a program that applies it (`zstrat.program.stages._stages`).
-
-In one job of XLA, rank 0 is the coordinator of `jax.distributed`: it takes a free port
-of its address in the cluster and announces it through the group. That port does not
-authenticate anyone, so the address must not be reachable from the internet.
-
-Where the program has initialized jax.distributed itself, the processes learn of each
-other through jax, and need no other cluster.
-
-Law: jax.distributed is initialized once in a process, before its first use of any
-device; the job cannot be formed again while the process lives.
+over all replicas, a program that applies it (`zstrat.program.stages._stages`). In one
+job of XLA (`_xla_job`) it is one program over the devices of all processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import socket
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from zstrat.cluster import (
-    Launch,
     TFConfigClusterResolver,
     detect,
-    free_ports,
-    host_and_port,
     id_in_cluster,
     launched_together,
     query_cluster_spec,
-    resolver_of,
     validate_cluster_spec,
     worker_count,
 )
 from zstrat.collectives import Group
 from zstrat.config import environment
 from zstrat.program import hide_frames
-from zstrat.program.stages import PROCESS, Channel
+from zstrat.program.stages import Channel
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy._strategy import Closing, Strategy
-from zstrat.strategy.replica._collective import AXIS, Team
+from zstrat.strategy.replica._collective import Team
 from zstrat.strategy.replica._local_run import MeshLayout
 from zstrat.strategy.replica._mapped import mesh_over
 
 from ._mirrored_store import MirroredVariables
+from ._xla_job import is_in_job, join_job, resolver_of_jax
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,159 +46,6 @@ if TYPE_CHECKING:
     from zstrat.program.stages import Collective
     from zstrat.strategy.input._inputs import ProcessInputs
     from zstrat.variables import Creator
-
-
-_MAX_ANNOUNCED_BYTES: Final = 1024
-"""Bytes of an announcement: more than an address, or an error, has."""
-_NOWHERE: Final = (
-    (socket.AF_INET, "192.0.2.1"),
-    (socket.AF_INET6, "2001:db8::1"),
-)
-"""Reserved addresses (RFC 5737, RFC 3849): the route there starts as the route to the
-others does."""
-_REFUSAL: Final = "!"
-"""The prefix of an error, which no address begins with."""
-
-
-def is_in_job() -> bool:
-    """Returns whether jax has connected this process with others."""
-    return jax.distributed.is_initialized() and jax.process_count() > 1
-
-
-def resolver_of_jax() -> ClusterResolver:
-    """Returns the cluster of the processes that jax has connected: all are workers, in
-    the order of jax. Each takes a free port and announces it; all have to call this."""
-    host = _own_address()
-    (port,) = free_ports(1, "::" if ":" in host else "0.0.0.0")
-    gathered = multihost_utils.process_allgather(
-        _sent(f"{socket.gethostname()} {host} {port}")
-    )
-    announced = [_received(row).split() for row in np.asarray(gathered)]
-    # All on one host: its loopback suffices, which is not reachable from outside.
-    if len({(name, host) for name, host, _ in announced}) == 1:
-        announced = [[name, "127.0.0.1", port] for name, _, port in announced]
-    addresses = tuple(host_and_port(host, port) for _, host, port in announced)
-    count, index = jax.process_count(), jax.process_index()
-    return resolver_of(Launch("jax.process_count()", "", count, index, addresses))
-
-
-def _own_address() -> str:
-    """Returns the address of this host that it sends from, where others reach it. Sends
-    nothing."""
-    for family, nowhere in _NOWHERE:
-        # No route by IPv4, or no IPv6 at all: try the other family, or use the
-        # loopback.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(family, socket.SOCK_DGRAM) as probe,
-        ):
-            probe.connect((nowhere, 9))
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
-
-
-def _sent(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    sent = np.zeros(_MAX_ANNOUNCED_BYTES, np.uint8)
-    raw = text.encode()[:_MAX_ANNOUNCED_BYTES]
-    sent[: len(raw)] = np.frombuffer(raw, np.uint8)
-    return sent
-
-
-def _received(row: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    return row.tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
-    """Forms the job, or takes the existing one; returns the devices of all processes,
-    one row for each rank.
-
-    Args:
-        host: Where rank 0 listens.
-        timeout: Seconds to wait for the other processes.
-
-    Raises:
-        ValueError: The address is not a loopback or private one. Raised in every
-            process.
-        OSError: Rank 0 cannot listen there. Raised in rank 0.
-        RuntimeError: jax was used before, or another job has been formed, or the
-            processes have different numbers of devices.
-    """
-    if not jax.distributed.is_initialized():
-        address = _broadcast_address(collective, host)
-        jax.distributed.initialize(
-            address,
-            collective.size,
-            collective.rank,
-            coordinator_bind_address=address if collective.rank == 0 else None,
-            initialization_timeout=max(1, int(timeout)),
-        )
-    return _mesh(collective)
-
-
-def require_private(host: str) -> None:
-    """Refuses an address that is reachable from the public internet.
-
-    Raises:
-        ValueError: It is public, or cannot be resolved.
-    """
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise ValueError(
-            f"implementation=XLA: the address {host!r} of the first task cannot be "
-            f"resolved here ({error}): give it as a number in the cluster"
-        ) from error
-    public = [x for x in found if not ipaddress.ip_address(x).is_private]
-    if public:
-        raise ValueError(
-            f"implementation=XLA: the first task has the public address {public[0]}, "
-            "and jax.distributed does not authenticate those who connect: give the "
-            "address of a private network in the cluster, or use implementation=RING"
-        )
-
-
-def _broadcast_address(collective: Collective, host: str) -> str:
-    """Sends the address of the coordinator from rank 0, or why there is no address:
-    no process should wait for one that has given up."""
-    refused: Exception | None = None
-    text = ""
-    if collective.rank == 0:
-        try:
-            text = _address(host)
-        except (ValueError, OSError) as error:
-            refused, text = error, f"{_REFUSAL}{error}"
-    received = np.asarray(collective.broadcast([_sent(text)], 0)[0])
-    if refused is not None:
-        raise refused
-    result = _received(received)
-    if result.startswith(_REFUSAL):
-        raise ValueError(f"rank 0 formed no job of XLA: {result[len(_REFUSAL) :]}")
-    return result
-
-
-def _address(host: str) -> str:
-    require_private(host)
-    (port,) = free_ports(1, host)
-    return host_and_port(host, port)
-
-
-def _mesh(collective: Collective) -> Mesh:
-    if (jax.process_index(), jax.process_count()) != (collective.rank, collective.size):
-        raise RuntimeError(
-            f"this process is {jax.process_index()} of {jax.process_count()} of a job "
-            f"of jax.distributed, and rank {collective.rank} of {collective.size} of "
-            "the strategy: leave jax.distributed.initialize to the strategy"
-        )
-    rows: list[list[Any]] = [[] for _ in range(collective.size)]
-    for device in sorted(jax.devices(), key=lambda device: device.id):
-        rows[device.process_index].append(device)
-    counts = [len(row) for row in rows]
-    if len(set(counts)) > 1:
-        raise RuntimeError(
-            f"the processes have {counts} devices: implementation=XLA needs as many in "
-            "each"
-        )
-    return Mesh(np.array(rows), (PROCESS, AXIS))
 
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
@@ -288,6 +118,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                     collective, host, options.timeout_seconds or _START_TIMEOUT
                 )
             self._channel = Channel(collective, mesh)
+        # After the job was formed, because asking jax for devices starts its backends.
         self._local = tuple(jax.local_devices())
         # A later generation: the others have made steps, and this process joins them.
         late = self._channel is not None and self._channel.collective.generation > 0
@@ -351,6 +182,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 "a strategy with implementation=XLA cannot be formed again, because "
                 "jax cannot: start all processes again, and restore a checkpoint"
             )
+        # First the connection, on which the values then travel.
         self._channel.collective.reform(timeout=timeout)
         self._variables.take_over()
 
@@ -399,6 +231,7 @@ def _first(spec: ClusterSpec) -> tuple[str, int]:
     return job, spec.task_indices(job)[0]
 
 
+# Without the scheme, the port, and the brackets of IPv6.
 def _host(address: str) -> str:
     host = address.rpartition("://")[2].rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")
@@ -436,7 +269,8 @@ def _require_alone(env: Mapping[str, str]) -> None:
 
 
 def _require_all(resolver: ClusterResolver) -> None:
-    """
+    """Refuses a TF_CONFIG that does not name all processes.
+
     Raises:
         ValueError: The source leaves out processes that would train with this one.
     """

@@ -105,6 +105,7 @@ class ReplicatedVariable(Variable):
         Raises:
             TypeError: The value differs from replica to replica.
         """
+        # They are equal, so any of them will do.
         if isinstance(value, Mirrored):
             return value.values[0]
         if isinstance(value, DistributedValues):
@@ -142,6 +143,7 @@ class MirroredVariable(ReplicatedVariable):
         if not in_real_replica_context():
             return
         if (fiber := current_fiber.get()) is None:
+            # For its error: one number for all replicas cannot be meant as a sum.
             reduce_values(ReduceOp.SUM, value, None, team.size)
             return
 
@@ -152,6 +154,7 @@ class MirroredVariable(ReplicatedVariable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
+        # The others have to say whether theirs is the same number.
         fiber.wait_at(ReplicaBarrier((self._spec.key, "number"), words, value, join))
 
 
@@ -174,6 +177,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             RuntimeError: A step is being traced; or in the scope of another strategy.
         """
         if recorder.get() is not None:
+            # It reads the value, which raises while a step is traced.
             return super().__deepcopy__(memo)
         refuse_read(self._spec)
         made: Any = self._duplicated(self.local_value)
@@ -213,6 +217,7 @@ class SyncOnReadVariable(ReplicatedVariable):
             raise
 
     def _read_now(self) -> np.ndarray:
+        # Within a replica, and where there is only one, no other process is asked.
         if self._is_of_this_replica:
             return self._storage.read(self)
         self._require_readable()
@@ -236,6 +241,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         self._require_readable()
 
         def copies() -> Any:
+            # With an axis of copies, which is what the sums of a mean take.
             if self._team.local == 1:
                 return recording.read(self)[None]
             return recording.copies(self)
@@ -290,6 +296,8 @@ class SyncOnReadVariable(ReplicatedVariable):
         optimizer: OptimizerHandle | None = None,
     ) -> None:
         if not in_real_replica_context():
+            # Outside of replicas the value is for the aggregate, so each copy gets its
+            # share.
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
                 recording.put_copies(self, value)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def taken_over(
     collective: Collective,
     steps: int,
-    variables: Mapping[int, VariableHandle],
+    variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
 ) -> int:
     """Gives every process the values and slots of one; returns the number of steps that
@@ -46,7 +46,8 @@ def taken_over(
 
     Args:
         steps: Number of steps that this process has made; negative if it was restarted.
-        variables: By the order of their creation.
+        variables: By the order of their creation; None for one that this process has
+            dropped.
         optimizers: In the order of their creation.
 
     Returns:
@@ -63,11 +64,13 @@ def taken_over(
     # many steps the lowest rank.
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
+    # A process that has lost a value cannot give it to the others.
     steps = steps if lost is None else -1
     order = np.array([steps * size + size - 1 - rank])
     best = int(np.asarray(collective.all_reduce([order], "max")[0])[0])
     root, most = size - 1 - best % size, best // size
     if most < 0:
+        # Nobody has the value that this process has lost.
         if lost is not None:
             storage, name = lost
             storage.require_kept(name)
@@ -81,10 +84,14 @@ def taken_over(
     return most
 
 
-def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] | None:
+def _lost(
+    variables: Mapping[int, VariableHandle | None],
+) -> tuple[DeviceStorage, str] | None:
     """Returns a variable whose value another process would have to give, if there is
     one."""
     for variable in variables.values():
+        if variable is None:
+            continue
         storage = variable.storage
         if (
             isinstance(storage, DeviceStorage)
@@ -96,15 +103,18 @@ def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceStorage, str] 
 
 
 def _list(
-    variables: Mapping[int, VariableHandle], optimizers: Sequence[OptimizerHandle]
+    variables: Mapping[int, VariableHandle | None],
+    optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
     result = []
     for number, variable in variables.items():
+        if variable is None:
+            continue
         storage = variable.storage
         if not isinstance(storage, DeviceStorage | LocalStorage) or _is_own(variable):
             continue
         spec = variable.spec
-        kept = storage.shown_slots() if isinstance(storage, DeviceStorage) else {}
+        _, kept = _state_of(storage)
         rules = [
             [n, _described(kept[rule.id])]
             for n, rule in enumerate(optimizers)
@@ -135,21 +145,22 @@ def _listed_by(collective: Collective, root: int, own: Sequence[Any]) -> list[An
 
 def _arrays(
     listed: Sequence[Any],
-    variables: Mapping[int, VariableHandle],
+    variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
     """Returns the values and leaves of slots of the list; zeros of the right shape
     where this process has none."""
     arrays: list[Any] = []
-    for each in listed:
-        storage = _storage(each, variables)
-        if isinstance(storage, LocalStorage):
-            arrays.append(storage.taken()[0])
-            continue
-        is_lost = storage.is_lost
-        arrays.append(storage.like() if is_lost else storage.shown())
-        slots = {} if is_lost else storage.shown_slots()
-        for rule, kinds in _rules(each, optimizers):
+    for entry in listed:
+        storage = _storage(entry, variables)
+        slots: dict[int, SlotValues] = {}
+        if storage is None:
+            _, _, shape, dtype, _ = entry
+            arrays.append(np.zeros(shape, jnp.dtype(dtype)))
+        else:
+            value, slots = _state_of(storage)
+            arrays.append(value)
+        for rule, kinds in _rules(entry, optimizers):
             own = slots.get(rule.id)
             if own is None or _described(own) != kinds:
                 # This process receives them; the arrays that it passes must have the
@@ -162,36 +173,62 @@ def _arrays(
 
 def _put(
     listed: Sequence[Any],
-    variables: Mapping[int, VariableHandle],
+    variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
     arrays: Sequence[np.ndarray],
 ) -> None:
     left = iter(arrays)
-    for each in listed:
-        storage = _storage(each, variables)
-        if isinstance(storage, LocalStorage):
-            storage.put(next(left), {})
-            continue
-        storage.take_over_shown(next(left))
-        for rule, kinds in _rules(each, optimizers):
+    for entry in listed:
+        storage = _storage(entry, variables)
+        value = next(left)
+        slots: dict[OptimizerHandle, SlotValues] = {}
+        for rule, kinds in _rules(entry, optimizers):
             leaves = [next(left) for _ in kinds]
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
-            storage.take_over_shown_slots(rule.id, SlotValues(names, leaves, rows))
+            slots[rule] = SlotValues(names, leaves, rows)
+        match storage:
+            case LocalStorage():
+                storage.put(value, slots)
+            case DeviceStorage():
+                storage.take_over_shown(value)
+                for rule, beside in slots.items():
+                    storage.take_over_shown_slots(rule.id, beside)
+
+
+def _state_of(
+    storage: DeviceStorage | LocalStorage,
+) -> tuple[np.ndarray, dict[int, SlotValues]]:
+    """Returns the value, and the slots by id of the optimizer; zeros and no slots in
+    place of what is lost."""
+    if isinstance(storage, LocalStorage):
+        return storage.taken()
+    if storage.is_lost:
+        # Only shape and dtype matter: a process that has lost a value gives none.
+        return storage.like(), {}
+    return storage.shown(), storage.shown_slots()
 
 
 def _storage(
-    each: Sequence[Any], variables: Mapping[int, VariableHandle]
-) -> DeviceStorage | LocalStorage:
-    number, name, shape, dtype, _ = each
-    variable = variables.get(number)
+    entry: Sequence[Any], variables: Mapping[int, VariableHandle | None]
+) -> DeviceStorage | LocalStorage | None:
+    """Returns where this process keeps a variable of the list; None if it has dropped
+    it.
+
+    Raises:
+        InvalidArgumentError: It has created none, or another one, at this number.
+    """
+    number, name, shape, dtype, _ = entry
     words = f"variable {name!r} ({dtype}{shape})"
-    if variable is None:
+    if number not in variables:
         raise InvalidArgumentError(
             "this process takes over the values of the others, and has not created "
             f"their {words}, number {number} in the order of creation: create all "
             "variables before the first step"
         )
+    # When an unused variable is freed depends on the garbage collector of each process.
+    if (variable := variables[number]) is None:
+        return None
     storage = variable.storage
     fits = list(variable.shape) == shape and variable.spec.dtype == dtype
     if not fits or not isinstance(storage, DeviceStorage | LocalStorage):
@@ -213,13 +250,13 @@ def _described(slots: SlotValues) -> list[Any]:
 
 
 def _rules(
-    each: Sequence[Any], optimizers: Sequence[OptimizerHandle]
+    entry: Sequence[Any], optimizers: Sequence[OptimizerHandle]
 ) -> list[tuple[OptimizerHandle, list[Any]]]:
-    missing = [number for number, _ in each[4] if number >= len(optimizers)]
+    missing = [number for number, _ in entry[4] if number >= len(optimizers)]
     if missing:
         raise InvalidArgumentError(
             f"this process takes over the values of the others, and has created "
             f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
             "create them in the strategy's scope, before the first step"
         )
-    return [(optimizers[number], kinds) for number, kinds in each[4]]
+    return [(optimizers[number], kinds) for number, kinds in entry[4]]

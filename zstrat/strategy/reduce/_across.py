@@ -1,63 +1,24 @@
-"""Reduces and gathers values on devices, and across processes.
+"""Reduces and gathers values across processes.
 
 A value that is not distributed is that of this process, as in TF: two processes with
 1.0 have a sum of 2.0. First the values of this process are combined, then, in one
 collective, those of all processes. In a step this is part of the program; elsewhere it
 happens at once, on arrays of numpy, which keep their dtype.
-
-A destination is a value per replica or a variable (where it is stored), an array, or
-the TF name of a device. A value that is not in the memory of a device of this process
-(in numpy, a variable on a parameter server, a name of another task) has no device:
-values for it stay where they are.
-
-Values of which each device has the part of its replica are reduced there
-(`all_reduced`): one program for all values and all their devices adds them by one
-all-reduce, which XLA carries out as the devices are connected. Then each device has the
-result, and nothing is copied but to devices that had no value.
-
-Laws of `all_reduced`: no value is brought to another device to be reduced there; a
-value whose parts share a device is not reduced here.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.stages import CrossKind, gather_from, settled, sum_over
-from zstrat.program.trace import fits
-from zstrat.strategy._devices import device_named
-from zstrat.strategy.replica._collective import Team
+from zstrat.program.stages import CrossKind, gather_from, sum_over
 from zstrat.strategy.replica._columns import by_kind, columns_of, is_sparse
-from zstrat.strategy.replica._mapped import (
-    Spread,
-    mapped_over,
-    mesh_of,
-    mesh_over,
-    one_array,
-    rows_over,
-)
-from zstrat.strategy.replica._per_replica import (
-    DistributedValues,
-    Mirrored,
-    is_concrete,
-    local_results,
-    loose,
-)
-from zstrat.variables import (
-    AbstractVariable,
-    DeviceStorage,
-    IndexedSlices,
-    is_staging,
-    recorder,
-)
+from zstrat.strategy.replica._per_replica import local_results
+from zstrat.variables import IndexedSlices, is_staging, recorder
 
 from ._values import (
     as_axes,
@@ -70,228 +31,11 @@ from ._values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.program.stages import Channel
+    from zstrat.strategy.replica._collective import Team
     from zstrat.strategy.replica._columns import Column
-
-
-_TASK: Final = re.compile(r"/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:\d+)?/?")
-
-
-def places(destination: Any) -> tuple[jax.Device, ...]:
-    """Returns the devices of a destination, each once, in the order of the replicas.
-
-    Raises:
-        ValueError: It is not a destination, or names a device that does not exist.
-    """
-    match destination:
-        case DistributedValues(whole=jax.Array() as whole):
-            return places(whole)
-        case DistributedValues(values=values):
-            return _once(device for value in values for device in _of_array(value))
-        case AbstractVariable():
-            return _once(
-                device
-                for part in destination.components
-                if isinstance(part.storage, DeviceStorage)
-                for device in _of_sharding(part.storage.kept)
-            )
-        case jax.Array() | np.ndarray() | IndexedSlices():
-            return _once(_of_array(destination))
-        case str():
-            return _named(destination)
-    raise ValueError(
-        "destinations must be one of a distributed value, a variable, an array or a "
-        f"device string, got {type(destination).__name__}"
-    )
-
-
-def for_each(placed: Any, destination: Any) -> Any:
-    """Converts a result of `put` to the form of its destination: for a value per
-    replica one value for each replica, however many of them share a device."""
-    if not isinstance(destination, DistributedValues) or destination.replicas < 2:
-        return placed
-    count = destination.replicas
-    if not isinstance(placed, DistributedValues):
-        return Mirrored((placed,) * count)
-    if placed.replicas == count:
-        return placed
-    there = dict(zip(places(destination), placed.values, strict=True))
-    first = placed.values[0]
-    devices = [next(iter(_of_array(x)), None) for x in destination.values]
-    return Mirrored([first if d is None else there[d] for d in devices])
-
-
-def put(value: Any, devices: Sequence[jax.Device]) -> Any:
-    """Copies the value to these devices: `Mirrored` on several; without devices it
-    stays as it is.
-
-    Integers of numpy that jax would cut stay on the host as they are.
-    """
-    if not devices or _is_traced(value):
-        return value
-    if len(devices) > 1:
-        return _mirrored(value, devices)
-    (device,) = devices
-    is_there = not isinstance(value, jax.Array) and device.platform == "cpu"
-    # Arrays of numpy are there already, and keep a dtype that jax may not have.
-    return value if is_there else jax.tree.map(lambda x: _on(x, device), value)
-
-
-def _mirrored(value: Any, devices: Sequence[jax.Device]) -> Mirrored:
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not is_array or not fits(value):
-        return Mirrored((value,) * len(devices))
-    array = jax.numpy.asarray(value)
-    rows = [jax.device_put(array[None], device) for device in devices]
-    whole = one_array(rows, rows_over(mesh_over(devices)))
-    return Mirrored.of_whole(whole, len(devices), stacked=True)
-
-
-def _on(leaf: Any, device: jax.Device) -> Any:
-    if not isinstance(leaf, jax.Array | np.ndarray) or not fits(leaf):
-        return leaf
-    return jax.device_put(leaf, device)
-
-
-def _of_array(value: Any) -> Iterable[jax.Device]:
-    return _of_sharding(value.sharding) if is_concrete(value) else ()
-
-
-def _of_sharding(sharding: jax.sharding.Sharding) -> Iterable[jax.Device]:
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return list(sharding.mesh.devices.flat)
-    return sorted(sharding.device_set, key=lambda device: device.id)
-
-
-def _named(name: str) -> tuple[jax.Device, ...]:
-    task = _TASK.match(name)
-    if task is None:
-        return (device_named(name),)
-    device = name[task.end() :]
-    if task["job"].lower() == "ps" or not device:
-        return ()
-    return (device_named(device),)
-
-
-def _once(devices: Iterable[jax.Device]) -> tuple[jax.Device, ...]:
-    return tuple(dict.fromkeys(devices))
-
-
-def _is_traced(value: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
-
-
-def all_reduced(
-    op: ReduceOp, values: Sequence[DistributedValues]
-) -> dict[int, Mirrored]:
-    """Sums or averages the values of which each part is on a different device, there;
-    returns the results by number. Values on the same devices are one program."""
-    groups: dict[Mesh, dict[int, Spread]] = {}
-    for number, value in enumerate(values):
-        if (apart := spread_out(value)) is not None:
-            mesh, spread = apart
-            groups.setdefault(mesh, {})[number] = spread
-    result: dict[int, Mirrored] = {}
-    for mesh, spreads in groups.items():
-        stacked = tuple([x.stacked for x in spreads.values()])
-        arrays = [x.array for x in spreads.values()]
-        totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN)
-        for number, total in zip(spreads, settled(totals, totals), strict=True):
-            is_scalar = total.shape == (mesh.size,) and spreads[number].stacked
-            result[number] = Mirrored.of_whole(total, mesh.size, stacked=is_scalar)
-    return result
-
-
-def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
-    """Copies a result of `all_reduced` to these devices: `Mirrored` on several, one
-    array on one; without devices it is where the first replica is."""
-    there = places(total)
-    if tuple(devices) == there:
-        return total
-    copies = {shard.device: shard.data for shard in total.whole.addressable_shards}
-    first = copies[there[0]]
-    if len(devices) < 2:
-        nearest = copies.get(devices[0], first) if devices else first
-        return put(loose(nearest, total.is_stacked), devices)
-    wanted = [copies[x] if x in copies else jax.device_put(first, x) for x in devices]
-    whole = one_array(wanted, rows_over(mesh_over(devices), _memory(wanted[0])))
-    return Mirrored.of_whole(whole, len(devices), stacked=total.is_stacked)
-
-
-def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
-    """Returns the value as one array over its devices, and these; None if not each
-    replica has an array of the same kind on a different device, or if this becomes
-    part of a program, which knows by itself where things are. Cost: no copy but of
-    scalars."""
-    if value.replicas < 2 or is_staging():
-        return None
-    whole = value.whole
-    if is_concrete(whole) and _is_addable(whole):
-        mesh = mesh_of(places(whole), value.replicas)
-        if mesh is not None and _is_laid_out(whole, mesh):
-            return mesh, Spread(whole, value.is_stacked)
-    return _joined(value.values)
-
-
-def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
-    if not all(is_concrete(part) and _is_addable(part) for part in parts):
-        return None
-    devices = [device for part in parts for device in part.devices()]
-    kinds = {(part.shape, part.dtype, part.sharding.memory_kind) for part in parts}
-    platforms = {device.platform for device in devices}
-    if len(kinds) > 1 or len(platforms) > 1:
-        return None
-    if len(devices) > len(parts) or len(set(devices)) < len(devices):
-        return None
-    mesh = mesh_over(devices)
-    is_scalar = not parts[0].shape
-    if is_scalar:
-        # `part[None]` of a scalar that is bound to no device is on the default one.
-        parts = [
-            jax.device_put(part[None], device)
-            for part, device in zip(parts, devices, strict=True)
-        ]
-    array = one_array(parts, rows_over(mesh, _memory(parts[0])))
-    return (mesh, Spread(array, is_scalar)) if _is_laid_out(array, mesh) else None
-
-
-def _memory(array: jax.Array) -> str | None:
-    return array.sharding.memory_kind
-
-
-def _is_laid_out(whole: jax.Array, mesh: Mesh) -> bool:
-    """Returns whether each device has the rows of its replica, in the memory that it
-    computes with."""
-    return bool(whole.sharding.is_equivalent_to(rows_over(mesh), whole.ndim))
-
-
-def _is_addable(array: jax.Array) -> bool:
-    """Returns whether it has numbers of a kind that collectives know: not random keys,
-    nor float8 or int4."""
-    dtype = array.dtype
-    if not array.size or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    return dtype.kind in "biufc" or dtype == jnp.bfloat16
-
-
-def _reduced(
-    arrays: Sequence[jax.Array], mesh: Mesh, stacked: tuple[bool, ...], mean: bool
-) -> list[jax.Array]:
-    """Adds up arrays of which each device has its replica's part; each device gets the
-    sum or the mean."""
-    team = Team(mesh.size)
-
-    def on_each(_: Any, __: Any, parts: Sequence[jax.Array]) -> tuple[Any, Any]:
-        return team.all_reduce(parts, mean=mean), ()
-
-    spreads = [Spread(array, flag) for array, flag in zip(arrays, stacked, strict=True)]
-    found, _ = mapped_over(on_each, team.local, mesh, spreads)((), ())
-    return [each.array for each in found]
-
-
-reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_reduced)
 
 
 def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
@@ -313,6 +57,7 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     treedef: Any  # its stubs lack what we call
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
     split = [columns_of(local_results(leaf)) for leaf in leaves]
+    # All leaves as one list, so that they travel together.
     columns = [column for each, _ in split for column in each]
     if any(map(is_sparse, columns)):
         require_no_axes(axes)  # before it waits for others
@@ -353,6 +98,7 @@ def _slices_across(
 ) -> list[IndexedSlices]:
     """Concatenates the rows of each column of IndexedSlices with those of the other
     processes."""
+    # Added without a mean: it is divided once, by the replicas of all processes.
     local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
     fronts = [array for each in local for array in (each.values, each.indices)]
     joined = iter(_concatenated(channel, fronts))
@@ -387,6 +133,7 @@ def gather_across(team: Team, value: Any, axis: Any) -> Any:
 
 def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
     local = concatenate(parts, axis)
+    # Outside of programs in numpy, which keeps dtypes of 64 bits.
     of = jnp if _is_in_program() else np
     (whole,) = _concatenated(channel, [of.moveaxis(of.asarray(local), axis, 0)])
     return of.moveaxis(whole, 0, axis)

@@ -24,7 +24,7 @@ from zstrat.strategy._options import CommunicationOptions
 from zstrat.strategy.replica._columns import is_sparse, require_alike, summable
 from zstrat.strategy.replica._per_replica import DistributedValues, PerReplica
 
-from ._across import all_reduced, at, for_each, places, put
+from ._on_devices import all_reduced, at, for_each, places, put
 from ._values import (
     as_array,
     computable,
@@ -101,13 +101,14 @@ class CrossDeviceOps(abc.ABC):
             ValueError: As `reduce`, or the reduction of such a leaf over several
                 replicas is SUM.
         """
-        found: list[Any] = []
+        trees: list[Any] = []
+        # Where each value of the batch goes: number of the pair, number of the leaf.
         wanted: list[tuple[int, int]] = []
         batch: list[tuple[Any, Any]] = []
         for number, (value, destination) in enumerate(pairs):
             places(destination)  # refuses an unknown destination
             leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-            found.append((leaves, treedef))
+            trees.append((leaves, treedef))
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, DistributedValues):
                     wanted.append((number, index))
@@ -120,8 +121,8 @@ class CrossDeviceOps(abc.ABC):
         else:
             reduced = self.batch_reduce(op, batch, options) if batch else []
         for (number, index), value in zip(wanted, reduced, strict=True):
-            found[number][0][index] = value
-        return [treedef.unflatten(leaves) for leaves, treedef in found]
+            trees[number][0][index] = value
+        return [treedef.unflatten(leaves) for leaves, treedef in trees]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copies the value to its destination: for a value per replica one for each.
@@ -235,6 +236,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _on_one_device(self, parts: Column) -> list[Any]:
         device = self.reduce_to_device
+        # jax would cut the integers, on any device.
         if device is None or any(map(is_integer_downcast, parts)):
             return computable(parts)
         return [jax.device_put(part, device) for part in parts]
@@ -266,11 +268,11 @@ class _AllReduce(CrossDeviceOps):
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
     ) -> list[Any]:
         pairs = value_destination_pairs
-        found = all_reduced(reduce_op, [value for value, _ in pairs])
+        totals = all_reduced(reduce_op, [value for value, _ in pairs])
         other = ReductionToOneDevice()
         return [
-            for_each(at(found[number], places(destination)), destination)
-            if number in found
+            for_each(at(totals[number], places(destination)), destination)
+            if number in totals
             else other.reduce_implementation(reduce_op, value, destination, options)
             for number, (value, destination) in enumerate(pairs)
         ]

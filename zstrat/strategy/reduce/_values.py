@@ -69,9 +69,12 @@ def reduce_whole(
         axes = tuple(axis % len(shape) for axis in require_axes(axes, shape))
         count *= math.prod(shape[axis] for axis in axes)
     divisor = count if op is ReduceOp.MEAN else None
+    # A program by itself, unless this is a part of one that is traced.
     reduce = _summed if _is_traced(value.whole) else _summed_at_once
-    found: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
-    return settled(found, (found,))
+    total: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
+    # With several such programs under way, XLA's threads on a CPU can wait for each
+    # other in their collectives without an end.
+    return settled(total, (total,))
 
 
 def _summed(
@@ -81,6 +84,8 @@ def _summed(
     divisor: int | None,
 ) -> jax.Array:
     parts: jax.Array = summable(whole, mean=divisor is not None).reshape(shape)
+    # Over the replicas alone the dtype stays, as where arrays are added; over axes it
+    # widens, as in a sum of numpy.
     if axes is None:
         total = parts.sum(0, dtype=parts.dtype)
     else:
@@ -105,8 +110,9 @@ def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
     if axis == 0 and not value.is_stacked:
         return whole
     gather = _gathered if _is_traced(whole) else _gathered_at_once
-    found: jax.Array = gather(whole, (value.replicas, *shape), axis)
-    return settled(found, (found,))
+    gathered: jax.Array = gather(whole, (value.replicas, *shape), axis)
+    # As in `reduce_whole`.
+    return settled(gathered, (gathered,))
 
 
 def _gathered(whole: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -160,6 +166,7 @@ def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
     axes = as_axes(axis)
 
     def leaf(node: Any) -> Any:
+        # Equal values: their mean is any of them.
         if isinstance(node, Mirrored) and op is ReduceOp.MEAN:
             return _reduce(op, [node.values[0]], axes)
         if is_one_array(node):
@@ -239,6 +246,7 @@ def computable(arrays: Sequence[Any]) -> list[Any]:
     """Returns arrays that can be computed with together: on one device, or all of them
     numpy's if one has integers that jax would cut."""
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    # A trace has no values for numpy.
     if any(map(is_integer_downcast, arrays)) and not is_traced:
         return [np.asarray(x) for x in arrays]
     return on_one_device(arrays)
@@ -278,6 +286,7 @@ def _reduce(op: ReduceOp, parts: Column, axes: tuple[int, ...] | None) -> Any:
     if is_sparse(parts):
         require_no_axes(axes)
         return reduce_slices(op, parts)
+    # Nothing is added, so the array itself is the result.
     if axes is None and len(parts) == 1 and not _widens(op, parts[0]):
         return parts[0]
     total, count = total_of(parts, axes, mean=op is ReduceOp.MEAN)
@@ -308,6 +317,7 @@ def total_of(
         TypeError: A part is text, which numpy would join, or a random key.
     """
     arrays = [summable(as_array(part), mean=mean) for part in parts]
+    # numpy would join them.
     for array in arrays:
         if array.dtype.kind in "SU":
             raise TypeError(f"reduce: numbers are added up, got {array.tolist()!r:.80}")
@@ -333,6 +343,7 @@ def _widens(op: ReduceOp, value: Any) -> bool:
 
 def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
     """Reduces a value that is the same on several replicas, by the rules of TF."""
+    # Zeros have the same sum on any number of replicas. Nothing has no mean.
     if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):
         return _reduce(op if np.size(value) else ReduceOp.SUM, [value], axes)
     if op is ReduceOp.MEAN:

@@ -46,6 +46,7 @@ parts."""
 _MAX_REACHED: Final = 100_000
 """Largest number of objects that are searched for functions that one may call."""
 
+# Code that runs again makes these again, so their identity would differ at each call.
 _OF_PARTS: Final = frozenset(
     (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
 )
@@ -72,14 +73,16 @@ def identified(
     compared: list[types.FunctionType],
     depth: int = 0,
 ) -> tuple[int, Hashable]:
-    """Returns where the function stands in the source, and marks of what it has
+    """Returns the place of a function in the source, and a fingerprint of what it has
     captured.
 
     Args:
-        captured: Gets the objects that are known by their identity.
-        compared: Gets the functions that are known by what they have captured.
+        captured: Objects that are compared by identity are appended.
+        compared: Functions that are compared by what they captured are appended.
     """
     if type(fn) is types.FunctionType:
+        # What it captured decides, not the function object: a lambda in a loop is a new
+        # object each time.
         compared.append(fn)
         # `FunctionCache` holds the code, so that no other object gets its id meanwhile.
         values = [
@@ -89,6 +92,7 @@ def identified(
     match fn:
         case Function():
             place, fingerprint = identified(fn.body, captured, compared, depth)
+            # Eager or not belongs to it: two steps may share one body.
             return place, (Function, fn.eager, fingerprint)
         case types.MethodType():
             place, fingerprint = identified(fn.__func__, captured, compared, depth)
@@ -98,6 +102,7 @@ def identified(
             place, fingerprint = identified(fn.func, captured, compared, depth)
             given = *fn.args, *fn.keywords.values()
             return place, (
+                # The names, because the values below stand in the order of the names.
                 tuple(fn.keywords),
                 fingerprint,
                 *[_fingerprint(value, captured, compared, depth) for value in given],
@@ -106,6 +111,9 @@ def identified(
     called = innermost(fn)
     if called is None:  # it is written in C, for example
         return id(fn), ()
+    # The place is the code that it runs, so that objects of one class that are made
+    # again and again count as one place in the source, and the warning about retraces
+    # finds them.
     captured.append(called.__code__)
     return id(called.__code__), (id(fn),)
 
@@ -113,15 +121,19 @@ def identified(
 def _fingerprint(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
+    # The exact type: a subclass of int may compare as it likes.
     kind = type(value)
     if kind is float or kind is complex:
         return kind, repr(value)  # -0.0 is another one than 0.0
     if kind in PLAIN:
         return kind, value
     if kind in _OF_PARTS:
+        # Without this bound a recursive inner function, which has itself in a cell,
+        # would have no end.
         if depth < _DEPTH:
             return _fingerprint_of_parts(value, captured, compared, depth + 1)
     elif isinstance(value, np.generic):
+        # By its bytes: nan is itself, and -0.0 is not 0.0.
         return kind, value.dtype, value.tobytes()
     captured.append(value)
     return id(value)
@@ -130,7 +142,8 @@ def _fingerprint(
 def _fingerprint_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """Marks a value that may be made again of the same parts at each call."""
+    """Fingerprints a value that may be created again, of the same parts, at each
+    call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
@@ -178,12 +191,13 @@ def _contents(cell: types.CellType) -> Any:
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Returns names that may be globals, in the function and those defined in it."""
-    found = _named.get(id(code))
-    if found is None or found[0] is not code:
+    known = _named.get(id(code))
+    # An entry holds its code, so this id cannot have passed to another one.
+    if known is None:
         if len(_named) >= _MAX_NAMED:
             _named.clear()
-        found = _named[id(code)] = code, _global_names(code)
-    return found[1]
+        known = _named[id(code)] = code, _global_names(code)
+    return known[1]
 
 
 # By identity: the hash of a code is that of all its instructions, at each call.
@@ -303,6 +317,8 @@ def dependencies(fn: Any) -> list[types.FunctionType]:
 
 
 def _is_closure(fn: types.FunctionType) -> bool:
+    # What a wrapper wraps is reached by itself; the wrapper of a library does not
+    # change.
     is_wrapper = "__wrapped__" in vars(fn)
     module = fn.__globals__.get("__name__")
     return not (is_wrapper or is_global(fn) or is_known(module))
@@ -310,8 +326,8 @@ def _is_closure(fn: types.FunctionType) -> bool:
 
 class FunctionDependencies:
     """The dependencies of a function in fixed places: the globals of some functions,
-    and the cells, defaults and codes of those that are not compared at each call by
-    their marks.
+    and the cells, defaults and codes of those that are not compared by their
+    fingerprints at each call.
 
     A name that is not bound counts, too: it may hide a builtin later.
     """
@@ -325,9 +341,10 @@ class FunctionDependencies:
     ) -> None:
         places: dict[Hashable, Callable[[], Any]] = {}
         for fn in (*compared, *functions):
-            read = functools.partial(functools.partial, fn.__globals__.get)
             for name in global_names(fn.__code__):
-                places[id(fn.__globals__), name] = read(name, NOT_BOUND)
+                read = functools.partial(fn.__globals__.get, name, NOT_BOUND)
+                places[id(fn.__globals__), name] = read
+        # The cells and defaults of compared functions are in their fingerprints.
         others = [fn for fn in functions if fn not in compared]
         self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in others]
         for fn in others:
@@ -341,21 +358,25 @@ class FunctionDependencies:
         self._held = CapturedObjects(held)
 
     def are_same(self) -> bool:
-        """Returns whether each place has the value that it had, or an equal number,
-        say."""
+        """Returns whether each place still has its value, or one with an equal
+        fingerprint."""
+        # Assigning to these attributes changes what the function does, and no cell or
+        # global shows it.
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
         for read, known, fingerprint in self._places:
             value = read()
+            # Identity first: mostly nothing was bound again, and then no fingerprint is
+            # made.
             if id(value) != known and _fingerprint(value, [], [], 0) != fingerprint:
                 return False
         # Last: the id of an object that was freed meanwhile may have matched above.
         return self._held.are_there()
 
     def may_return(self) -> bool:
-        """Returns whether all objects that were there still exist, so that they can be
-        there again."""
+        """Returns whether all objects that were found still exist: only then can the
+        places have the same values again."""
         return self._held.are_there()
 
 

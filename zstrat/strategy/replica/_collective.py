@@ -100,14 +100,14 @@ class Team:
         their values are divided by the number of replicas.
         """
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
-        found = MappedReduction(self).all_reduced([(x,) for x in leaves], mean)
-        return jax.tree.unflatten(treedef, found)
+        reduced = MappedReduction(self).all_reduced([(x,) for x in leaves], mean)
+        return jax.tree.unflatten(treedef, reduced)
 
     def all_gather(self, tree: Any, axis: int) -> Any:
         """Concatenates the arrays of the replicas along ``axis``, in replica order."""
         leaves, treedef = jax.tree.flatten(tree)
-        found = MappedReduction(self).gathered([(x,) for x in leaves], axis)
-        return jax.tree.unflatten(treedef, found)
+        gathered = MappedReduction(self).gathered([(x,) for x in leaves], axis)
+        return jax.tree.unflatten(treedef, gathered)
 
     def aggregate(
         self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
@@ -161,6 +161,8 @@ class TeamReduction(abc.ABC):
             [[summable(jnp.asarray(x), mean=mean) for x in each] for each in columns]
         )
         if self._team.channel is not None:
+            # One collective for all columns: messages are matched by their order, and a
+            # large one is cheaper than many small ones.
             totals = sum_over(self._team.channel, totals, self._axis)
         return [x / self._team.size for x in totals] if mean else totals
 
@@ -189,6 +191,7 @@ class TeamReduction(abc.ABC):
         """Concatenates the rows of all replicas; for a mean, divides them by the number
         of replicas."""
         parts = [x.values for x in column], [x.indices for x in column]
+        # Rows and their indices travel in one collective.
         values, indices = self.gathered(parts)
         values = values / self._team.size if mean else values
         return IndexedSlices(values, indices, column[0].dense_shape)
@@ -218,6 +221,7 @@ class TeamReduction(abc.ABC):
             NotImplementedError: An update of rows that are not added cannot be
                 aggregated, and the mean of integer factors is not an integer.
         """
+        # Also with VariableAggregation.NONE: one replica cannot disagree with itself.
         if self._team.size == 1:
             return operands[0]
         columns = list(zip(*operands, strict=True))
@@ -231,6 +235,8 @@ class TeamReduction(abc.ABC):
             return self._rows(indices, values, mean)
         (column,) = columns
         dtype = column[0].dtype
+        # A sum of int32 may overflow and float32 has 24 bits, so quotients and
+        # remainders are summed separately, as integers.
         if mean and dtype.kind in "iu":
             size = self._team.size
             cut = zip(*[cut_for_mean(x, size) for x in column], strict=True)
@@ -247,6 +253,8 @@ class TeamReduction(abc.ABC):
         if self._team.size == 1:
             return call
         if call.is_reduced:
+            # Not each replica's own: equal gradients may still differ in the last bit
+            # between devices, and copies of variables would drift apart.
             columns = list(zip(*[each.arrays for each in calls], strict=True))
             return call.with_arrays(self.firsts(columns))
         arrays: list[Any] = []
@@ -260,6 +268,7 @@ class TeamReduction(abc.ABC):
             op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
             arrays += self.aggregated(target.components[0], op, operands)
         further = list(zip(*[each.further for each in calls], strict=True))
+        # Counters and flags have no mean.
         arrays += by_kind(
             further,
             lambda column: jnp.asarray(column[0]).dtype.kind != "f",
@@ -311,6 +320,7 @@ class MappedReduction(TeamReduction):
         is_first = jax.lax.axis_index(AXIS) == 0
         local = [jnp.where(is_first, x, jnp.zeros_like(x)) for x in arrays]
         summed: list[jax.Array] = _psum(local, AXIS)
+        # Back: a sum of booleans is an integer.
         return [s.astype(x.dtype) for s, x in zip(summed, arrays, strict=True)]
 
 
@@ -319,13 +329,14 @@ def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
 
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
-    """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable. Rows of one index are summed first, because a mean is truncated once; the
-    entries left over add zeros to one of them, as a trace has fixed shapes."""
+    """Returns indices and rows of the mean of integers that ``count`` replicas add to
+    rows of a variable."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]
     if not size:
         return indices, values
+    # Rows of one index are summed first, because a mean is truncated once. As a trace
+    # has fixed shapes, the entries left over add zeros to one of them.
     unique, inverse = jnp.unique(indices, return_inverse=True, size=size)
     sums = [
         jax.ops.segment_sum(x, inverse.reshape(-1), num_segments=size)

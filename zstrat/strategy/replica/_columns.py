@@ -62,13 +62,11 @@ def by_kind(
     other: Callable[[list[_Item]], Sequence[_Made]],
 ) -> list[_Made]:
     """Calls ``usual`` with its items and ``other`` with those that ``is_other`` picks;
-    returns the results in the order of the items.
-
-    Each is called once, with all of its items, so that it may reduce them in one
-    collective; ``usual`` first, in every process, so that collectives match.
-    """
+    returns the results in the order of the items. Each is called once, with all of its
+    items, so that it may reduce them in one collective."""
     flags = [is_other(item) for item in items]
     pairs = list(zip(items, flags, strict=True))
+    # In this order in every process, so that their collectives match.
     first = iter(usual([item for item, flag in pairs if not flag]))
     second = iter(other([item for item, flag in pairs if flag]))
     return [next(second if flag else first) for flag in flags]
@@ -113,6 +111,7 @@ def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
         if not shape:
             raise no_rank()
         require_axes((axis,), shape)
+        # Counted from the end, one axis is another dimension in shapes of another rank.
         at = axis % len(shape)
         rests.add((*shape[:at], *shape[at + 1 :]))
     if len(rests) > 1:

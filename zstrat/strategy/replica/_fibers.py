@@ -1,10 +1,11 @@
-"""Sequential replicas, and the barriers at which they wait for each other.
+"""Sequential replicas, and how they wait for each other.
 
 Each replica is a greenlet with a separate context (with its current replica and
-recorder). The replicas run in their order, each until it ends or waits at a *barrier*.
-When all wait, the caller computes the result of the barrier once, and each replica
-continues with its part. So never more than one replica runs, and the order is always
-the same: names of variables and random numbers are equal in every run.
+recorder). The replicas run in their order, each until it ends or waits at a *barrier*
+(`_barriers` makes them). When all wait, the caller computes the result of the barrier
+once, and each replica continues with its part. So never more than one replica runs, and
+the order is always the same: names of variables and random numbers are equal in every
+run.
 
 They are not threads because a trace of jax belongs to a thread, and replicas may switch
 in the middle of one.
@@ -16,12 +17,6 @@ of a replica that waits would apply to the others, and if contexts were not left
 reverse order of entering them, it would remain. Names for profiles (`jax.named_scope`)
 are restored for the others and for itself; jax offers no clean way to do so for any
 other setting, so a change is refused.
-
-A barrier computes a result from all replicas' values. Results are the same as in one
-program: the algorithms are those of `_collective`, on columns whose parts are all in
-this process.
-
-Law of barriers: every replica gets the same result, or its part of the same.
 """
 
 from __future__ import annotations
@@ -31,39 +26,17 @@ import operator
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 from jax.extend import source_info_util
 
-from zstrat.collectives import ReduceOp
 from zstrat.program.trace import current_trace
-from zstrat.variables import is_staging, recorder
-
-from ._collective import TeamReduction
-from ._columns import columns_of, require_alike, require_joinable, strong
-from ._per_replica import (
-    PerReplica,
-    is_concrete,
-    loose,
-    on_one_device,
-    regroup,
-    select_replica,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from contextlib import AbstractContextManager
-
-    from zstrat.strategy._frames import AbstractStrategy
-    from zstrat.variables import GradientCall, OptimizerHandle, VariableHandle
-    from zstrat.wire import UpdateOp
-
-    from ._collective import Team
-    from ._columns import Column
 
 
 _CONTEXTS: Final = {
@@ -85,6 +58,7 @@ _CONTEXTS: Final = {
 }
 """Settings, and the context managers that make them."""
 
+# One call in C for all settings, because it is made at every barrier.
 _read: Final = operator.attrgetter(*_CONTEXTS)
 
 
@@ -104,6 +78,7 @@ class JaxSettings:
         Raises:
             RuntimeError: One has been changed.
         """
+        # The mesh is not among the values of `jax.config`.
         values = _read(jax.config)
         if values == self._values and jax.sharding.get_abstract_mesh() == self._mesh:
             return
@@ -202,17 +177,23 @@ class ReplicaFiber:
         Raises:
             BaseException: Whatever the replica function raises.
         """
-        came = self._greenlet.switch(given)
-        self.barrier = came if isinstance(came, ReplicaBarrier) else None
+        switched = self._greenlet.switch(given)
+        # A greenlet that returns gives its result, which is None.
+        self.barrier = switched if isinstance(switched, ReplicaBarrier) else None
 
     def end_replica(self) -> None:
         """Ends a replica that waits, or has not started."""
+        # Before it is resumed: its `finally` blocks may call merge_call again.
         self._is_over = True
         self.barrier = None
         if not self._greenlet.dead:
+            # Unlike other exceptions, this one does not go on to the parent. A greenlet
+            # that has not started ends without running.
             self._greenlet.throw(GreenletExit)
 
     def _run(self, _: Any) -> None:
+        # Here, not in `__init__`: what the caller has entered around strategy.run is
+        # not a change that the replica made.
         self._trace, self._settings = current_trace(), JaxSettings()
         current_fiber.set(self)
         self.result = self._body(self)
@@ -242,14 +223,16 @@ def run_fibers(
     given: Sequence[Any] = [None] * len(fibers)
     try:
         while True:
-            for each, value in zip(fibers, given, strict=True):
-                with during(each.number):
-                    each.resume(value)
-            barriers = [each.barrier for each in fibers]
+            for fiber, value in zip(fibers, given, strict=True):
+                with during(fiber.number):
+                    fiber.resume(value)
+            barriers = [fiber.barrier for fiber in fibers]
             if not any(barriers):
-                return [each.result for each in fibers]
-            came = _all_of(barriers)
-            given = came[0].join([barrier.value for barrier in came])
+                return [fiber.result for fiber in fibers]
+            reached = _all_of(barriers)
+            # The keys are equal, so any join would do. It runs outside of `during`:
+            # merge_fn is called in no replica.
+            given = reached[0].join([barrier.value for barrier in reached])
     except BaseException as error:  # to the caller, when all have ended
         _end_all(fibers, during, error)
         raise
@@ -268,13 +251,15 @@ def _end_all(
             have ended.
     """
     interrupt: BaseException | None = None
-    for each in fibers:
+    # Every one, even if cleaning up raises: else its `finally` blocks would run when
+    # the greenlet is garbage-collected.
+    for fiber in fibers:
         try:
-            with during(each.number):
-                each.end_replica()
+            with during(fiber.number):
+                fiber.end_replica()
         except Exception as other:  # goes into the note
             error.add_note(
-                f"replica {each.number}, which was ended because of this, raised "
+                f"replica {fiber.number}, which was ended because of this, raised "
                 f"{type(other).__name__} while it cleaned up: {other}"
             )
         except BaseException as other:  # to the caller, when all have ended
@@ -322,152 +307,3 @@ def _difference(
                 f"{barrier.words}: all replicas do the same things in the same order"
             )
     return None
-
-
-def merging(
-    strategy: AbstractStrategy,
-    merge_fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> ReplicaBarrier:
-    """Makes the barrier of ``merge_call``: ``merge_fn`` is called once, with the values
-    of all replicas. Each replica computes with its part of the result, which is moved
-    to its device."""
-
-    def join(values: Sequence[Any]) -> Sequence[Any]:
-        merged, named = regroup(values, PerReplica)
-        result = merge_fn(strategy, *merged, **named)
-        given = [select_replica(number, result) for number in range(len(values))]
-        current = recorder.get()
-        if is_staging() or not (current is None or current.live):
-            return given  # a program places values by itself
-        there = strategy._devices()
-        return [*map(to_device, given, there), *given[len(there) :]]
-
-    return ReplicaBarrier("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
-
-
-def to_device(tree: Any, device: jax.Device) -> Any:
-    """Moves arrays of a pytree that are bound to a device to this one. On a CPU the
-    result is bound to no device, so it can be combined with arrays of others."""
-    return jax.tree.map(
-        lambda x: _array_to_device(x, device) if is_concrete(x) and x.committed else x,
-        tree,
-    )
-
-
-def _array_to_device(array: jax.Array, device: jax.Device) -> jax.Array:
-    if array.devices() != {device}:
-        array = jax.device_put(array, device)
-    return loose(array)
-
-
-def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
-    """Makes the barrier of ``all_reduce``: every replica gets the sum or mean of a
-    pytree; see `Team.all_reduce`.
-
-    ``join`` raises ValueError if their structures or shapes differ.
-    """
-
-    def join(values: Sequence[Any]) -> Sequence[Any]:
-        columns, treedef = columns_of(values)
-        for column in columns:
-            require_alike("all_reduce", column, "pad them, or use all_gather")
-        found = SequentialReduction(team).all_reduced(columns, op is ReduceOp.MEAN)
-        return [treedef.unflatten(found)] * len(values)
-
-    words = f"all_reduce {op.name}{_options_of(team)}"
-    return ReplicaBarrier(("all_reduce", op, team.channel), words, tree, join)
-
-
-def gathering(team: Team, tree: Any, axis: int) -> ReplicaBarrier:
-    """Makes the barrier of ``all_gather``: every replica gets the arrays of all,
-    concatenated along an axis."""
-
-    def join(values: Sequence[Any]) -> Sequence[Any]:
-        columns, treedef = columns_of(values)
-        found = SequentialReduction(team).gathered(columns, axis)
-        return [treedef.unflatten(found)] * len(values)
-
-    words = f"all_gather along {axis}{_options_of(team)}"
-    return ReplicaBarrier(("all_gather", axis, team.channel), words, tree, join)
-
-
-def updating(
-    team: Team,
-    variable: VariableHandle,
-    op: UpdateOp,
-    operands: tuple[jax.Array, ...],
-    optimizer: OptimizerHandle | None,
-    apply: Callable[[tuple[jax.Array, ...]], None],
-) -> ReplicaBarrier:
-    """Makes the barrier of an update: the operands of all replicas are combined, and
-    applied to the variable once."""
-
-    def join(values: Sequence[Any]) -> Sequence[Any]:
-        apply(SequentialReduction(team).aggregated(variable, op, values))
-        return [None] * len(values)
-
-    rule = None if optimizer is None else optimizer.id
-    words = f"an update ({op.name.lower()}) of {variable.spec}"
-    return ReplicaBarrier((variable.spec.key, op, rule), words, operands, join)
-
-
-def optimizing(
-    team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
-) -> ReplicaBarrier:
-    """Makes the barrier of gradients: those of all replicas are combined and applied
-    once; see `Team.aggregate_call`."""
-
-    def join(values: Sequence[Any]) -> Sequence[Any]:
-        calls = [call.with_arrays(arrays) for arrays in values]
-        apply(SequentialReduction(team).aggregated_call(calls))
-        return [None] * len(values)
-
-    keys = tuple([variable.spec.key for variable in call.variables])
-    words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
-    stacked = tuple([call.has_examples(leaf) for leaf in call.given])
-    what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
-    return ReplicaBarrier(what, words, call.arrays, join)
-
-
-def own(tree: Any) -> Any:
-    """Copies arrays that all replicas are given to the device of this replica. They are
-    distinct objects from those of the others, and have the dtype that they have
-    together."""
-    return jax.tree.map(_own, tree)
-
-
-def _own(array: Any) -> Any:
-    if isinstance(array, jax.core.Tracer):
-        return jnp.copy(strong(array))
-    if isinstance(array, jax.Array) and not isinstance(array.dtype, np.dtype):
-        return array.copy()  # keys, which numpy does not take
-    # Through numpy: a new object on the device of the replica, of a strong dtype.
-    return jnp.asarray(np.array(array))
-
-
-def _options_of(team: Team) -> str:
-    options = None if team.channel is None else team.channel.options
-    return "" if options is None else f" with {options}"
-
-
-@final
-class SequentialReduction(TeamReduction):
-    """Reduces the values of sequential replicas: a column has the parts of all replicas
-    in this process, and these are moved to the device of the first one."""
-
-    def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
-        totals: list[jax.Array] = []
-        for column in columns:
-            first, *others = on_one_device(column)
-            totals.append(sum(others, start=first))
-        return totals
-
-    def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
-        for column in columns:
-            require_joinable("all_gather", [x.shape for x in column], axis)
-        return [jnp.concatenate(on_one_device(column), axis) for column in columns]
-
-    def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
-        return [column[0] for column in columns]

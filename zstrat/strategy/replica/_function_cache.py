@@ -63,7 +63,10 @@ MAX_VARIANTS: Final = 8
 _ANOTHER: Final = "a captured object, or the one that it is a method of, is another one"
 
 
-_given: Final[ContextVar[Callable[..., Any]]] = ContextVar("zstrat_given_function")
+# With a default: `leave_for` sets it to that where Ctrl-C has kept it from a reset.
+_given: Final[ContextVar[Callable[..., Any] | None]] = ContextVar(
+    "zstrat_given_function", default=None
+)
 
 
 def run_as(
@@ -73,6 +76,8 @@ def run_as(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Runs a step, and in it ``fn``. Raises: Whatever either raises."""
+    # Through the context, not a closure: a step may not refer to the functions that it
+    # runs.
     token = _given.set(fn)
     try:
         return step(*args, **kwargs)
@@ -83,6 +88,7 @@ def run_as(
 def given() -> Callable[..., Any]:
     """Returns the function of this call; of a step function its body."""
     fn = _given.get()
+    assert fn is not None, "only `run_as` runs a step"
     return fn.body if isinstance(fn, Function) else fn
 
 
@@ -108,6 +114,7 @@ class CachedStep:
 
     def is_of(self, fingerprint: Hashable) -> bool:
         """Returns whether it does what a function with this fingerprint does now."""
+        # The cheap tests first: dependencies are many places.
         is_alike = self.fingerprint == fingerprint and self.held.are_there()
         return is_alike and self.dependencies.are_same()
 
@@ -136,6 +143,9 @@ class StepPlace:
         """Adds a step; returns whether it was compiled in place of another one. It
         was not beside steps of other functions that live, nor for functions that run
         sequentially."""
+        # Compiled *instead of* another step means that something captured changed,
+        # which the user can mend; steps of several live functions side by side are as
+        # it should be.
         origin = made.origin and made.origin()
         live = [step for step in self.steps if step.is_live]
         own = [step for step in live if (step.origin and step.origin()) is origin]
@@ -145,6 +155,8 @@ class StepPlace:
         # The last one whose function is gone stays: a lambda that is made again for
         # each call comes back as another object.
         gone = [x for x in self.steps if x not in live and x.may_return()][-1:]
+        # A function whose globals are bound again and again (a counter) would fill the
+        # cache with steps that never return.
         old = own[: max(0, len(own) + 1 - MAX_VARIANTS)]
         kept = [x for x in live if x not in old and x.may_return()]
         self.steps = [*gone, *kept, made]
@@ -177,6 +189,8 @@ class FunctionCache:
             result = place.find_step(fingerprint)
             if result is not None:
                 return result
+        # Outside of the lock, because this searches up to 100,000 objects. Another
+        # thread may do the same meanwhile: `_add` looks again.
         functions = dependencies(fn)
         made = CachedStep(
             Function(_called_like(self._make(), fn)),
@@ -201,6 +215,8 @@ class FunctionCache:
                 return result  # another thread made it meanwhile
             is_instead = place.add_step(made)
             before, place.words = place.words, words
+            # By when they were made, not used: a look-up takes no lock, so it cannot
+            # move anything.
             self._places.move_to_end(name)
             self._forget()
             place.replaced += is_instead
@@ -212,12 +228,14 @@ class FunctionCache:
     def _forget(self) -> None:
         while sum(len(place.steps) for place in self._places.values()) > MAX_STEPS:
             name, oldest = next(iter(self._places.items()))
-            oldest.steps = oldest.steps[1:]  # a lookup may be at it
+            # A new list in place of a changed one, because a look-up may be reading it.
+            oldest.steps = oldest.steps[1:]
             if not oldest.steps:
                 del self._places[name]
 
 
 def _warn_of_retrace(name: str, times: int, before: Words, now: Words) -> None:
+    # Seldom after the first few: a loop over all calls would print each time.
     if times not in WARN_AT and times % WARN_AT[-1]:
         return
     absent = None, "not there"

@@ -138,6 +138,8 @@ class MeshLayout:
     def place_share(self, share: Share) -> Any:
         """Puts what the replicas draw in one step on their devices; as a whole if it
         splits evenly."""
+        # A shape that no batch has any longer (a changed batch size) would keep its
+        # memory.
         POOL.age(time.monotonic())
         whole = share.whole
         if whole is None:
@@ -145,13 +147,13 @@ class MeshLayout:
         return self.place_batch(whole, is_fresh=share.is_fresh)
 
     def _put(self, array: Any, is_fresh: bool = False) -> Any:
-        """Puts the array on the devices. Text and dates, which they do not know, stay
-        on the host. So do integers of 64 bits that jax would cut: a program that
-        computes ids of rows from them refuses them."""
+        """Puts the array on the devices. What they do not know (text, dates) stays on
+        the host, and so do integers of 64 bits that jax would cut."""
         if not is_known(array):
             return array
         if isinstance(array, np.ndarray):
             array = native(array)
+        # Whole: a program that computes ids of rows from them refuses them.
         if not fits(array):
             return np.array(array)
         own = self._own(array, is_fresh)
@@ -166,14 +168,14 @@ class MeshLayout:
 
     def _own(self, array: Any, is_fresh: bool) -> Any:
         """Copies an array of numpy where jax would use its memory as it is: its owner
-        may fill it again. The copy is aligned for jax, in memory that is reused when
-        its arrays are gone: touching fresh pages for each batch takes longer than
-        copying it. A fresh, aligned array is not copied."""
+        may fill it again. A fresh, aligned array is not copied."""
         if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
             return array
         source = np.asarray(array)
         if is_fresh and source.ctypes.data % ALIGNMENT == 0:
             return source
+        # Aligned for jax, in memory that is reused when its arrays are gone: touching
+        # fresh pages for each batch takes longer than copying it.
         copy = POOL.empty(source.shape, source.dtype)
         np.copyto(copy, source)
         return copy
@@ -185,10 +187,12 @@ class MeshLayout:
             for part in parts
         ]
         kinds = {(array.shape, array.dtype) for array in arrays}
+        # Not one array, so that the call runs replica by replica.
         if len(kinds) > 1 or not is_known(arrays[0]):
             return PerReplica(parts)
         is_scalar = arrays[0].ndim == 0
         is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
+        # Joined by jax: numpy knows neither weak types nor random keys.
         if all(map(is_weak, arrays)) or (is_scalar and is_key):
             join = jnp.stack if is_scalar else jnp.concatenate
             whole = self._put(join(on_one_device(arrays)))
@@ -196,9 +200,12 @@ class MeshLayout:
         if is_scalar:
             whole = self._put(np.stack([np.asarray(array) for array in arrays]))
             return PerReplica.of_whole(whole, self.replicas, stacked=True)
+        # A part belongs to several devices, which cut it or each have it whole: the
+        # sharding says which.
         if self._has_several:
             joined = self._put(np.concatenate(arrays))
             return PerReplica.of_whole(joined, self.replicas)
+        # Kept on the host, as in `_put`: jax would cut the integers.
         if not all(map(fits, arrays)):
             return PerReplica.of_whole(np.concatenate(arrays), self.replicas)
         own = [self._own(array, is_fresh) for array in arrays]
@@ -238,6 +245,7 @@ def returned(leaf: Any) -> Any:
     Raises:
         NeedsSequential: A program cannot return it.
     """
+    # Before the test for arrays: a variable acts as one.
     if isinstance(leaf, AbstractVariable):
         return _ReturnedVariable(leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -284,6 +292,8 @@ class LocalMesh:
         self._strategy = strategy
         self._is_compiled = is_compiled
         self._cache = FunctionCache(self._as_step)
+        # A single device that jax would not choose. With several, the mesh of the
+        # program decides.
         is_usual = self.devices[0] == jax.local_devices()[0]
         self._is_elsewhere = grid.size == 1 and not is_usual
 
@@ -306,11 +316,15 @@ class LocalMesh:
             Exception: Whatever ``fn`` raises.
         """
         current = recorder.get()
+        # An eager step: values are real, and Python may look at them.
         if current is not None and current.live:
             return self._run_sequentially(self._call(fn, args, kwargs))
+        # Already inside of a program that is traced: the replicas become a part of it.
         if current is not None or is_staging():
             return self._staged(self._call(fn, args, kwargs))
         kept = self._cache.step_of(fn)
+        # Known from an earlier call: a function that cannot be one program is not
+        # traced again.
         if kept.why_not is None:
             try:
                 values, named = self._given((tuple(args), dict(kwargs)))
@@ -357,6 +371,8 @@ class LocalMesh:
             None if isinstance(part, jax.core.Tracer) else part.devices()
             for part in parts
         ]
+        # Scalars and weak types are not rows over devices; another device would mean a
+        # copy.
         if (
             len(kinds) > 1
             or parts[0].ndim == 0
@@ -414,6 +430,8 @@ class LocalMesh:
             return Plain(leaf)
         require_one_each(leaf, self.replicas)
         is_traced = isinstance(leaf, jax.core.Tracer)  # the step refuses it later
+        # A program refuses an array on other devices than its own, instead of moving
+        # it.
         if isinstance(leaf, jax.Array) and not is_traced and leaf.committed:
             return jax.device_put(leaf, self._everywhere(leaf))
         if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
@@ -433,6 +451,8 @@ class LocalMesh:
     def _given_parts(self, parts: Sequence[Any]) -> Any:
         numbers = [Plain(part) for part in parts if type(part) in NUMBERS]
         if len(numbers) == len(parts):
+            # Equal numbers stay a number of Python, a constant of weak type as on one
+            # device; else they would retrace or change the dtype of results.
             if len(set(numbers)) == 1:
                 return numbers[0]
             if all(fits(np.asarray(part)) for part in parts):

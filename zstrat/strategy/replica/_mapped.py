@@ -115,11 +115,14 @@ def mapped_over(
 ) -> Callable[..., Any]:
     """Maps ``one`` over all replicas, with these arrays, a part for each. Outputs are
     spread; operands of updates come as they are, as they are equal on every replica."""
+    # XLA reaches the other processes in the program itself, whose mesh is around this
+    # one.
     is_nested = within_mesh.get()
     scalars: list[bool] = []
 
     def noted(outputs: Any) -> Any:
         arrays, operands = outputs
+        # Which outputs are scalars is known only while the function is traced.
         scalars[:] = [x.ndim == 0 for x in arrays]
         return arrays, operands
 
@@ -136,6 +139,7 @@ def mapped_over(
                 axis_name=AXIS,
                 axis_size=count,
             )(values, shared, [by_replica(x, count) for x in own_arrays])
+            # vmap stacks; rows of replicas are concatenated, as a mesh does.
             joined = [
                 x if flag else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
                 for x, flag in zip(arrays, scalars, strict=True)
@@ -147,6 +151,7 @@ def mapped_over(
     def body(values: Any, shared: Any, own: Any) -> Any:
         parts = [x[0] if y.stacked else x for x, y in zip(own, own_arrays, strict=True)]
         arrays, operands = noted(one(values, shared, parts))
+        # Parts are concatenated along an axis, which a scalar has to get first.
         return [x[None] if x.ndim == 0 else x for x in arrays], operands
 
     each, whole = _spec(AXIS), _spec()
@@ -211,6 +216,8 @@ def in_stages(
 
     while True:
         given = [*rows, *own.values()], list(whole.values())
+        # The function is traced again for each stage: tracers of one map mean nothing
+        # in the next.
         parts, alike = mapped(part, *given)
         if stage.is_last:
             return parts, stage.operands(alike)
@@ -235,6 +242,8 @@ class _StagePart:
     ) -> None:
         self.stage = stages[number]
         self.is_last = number == len(stages) - 1
+        # Only what a later stage takes leaves the map: each value that leaves it is an
+        # array on every device.
         later = [n for other in stages[number + 1 :] for n in other.takes]
         later += [
             n
@@ -294,6 +303,7 @@ class ReplicaRecorder(TraceRecorder, abc.ABC):
         return self.outer.read(variable)
 
     def update(self, update: VariableUpdate) -> None:
+        # Gradients are always shared: the optimizer has one state for all copies.
         if update.optimizer is None and self._is_own(update):
             self._update_own(update)
         else:

@@ -71,6 +71,7 @@ def require_all_one_each(tree: Any, replicas: int) -> None:
 def is_known(array: Any) -> bool:
     """Returns whether devices know the dtype of an array; random keys have a dtype of
     jax."""
+    # The kinds of numpy: objects, bytes, text, timedelta and datetime.
     return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"
 
 
@@ -159,6 +160,7 @@ class RunArguments:
         if not isinstance(node, DistributedValues):
             return node
         require_one_each(node, self._replicas)
+        # Before `values`, which would cut the array into views.
         if node.whole is not None:
             return Spread(node.whole, node.is_stacked)
         first, *others = node.values
@@ -196,6 +198,7 @@ def _as_one(parts: Sequence[Any]) -> Any:
     """Makes one array of those of the replicas, or returns the value that is the same
     for all of them."""
     first, *others = values = [_value(part) for part in parts]
+    # Python values are constants of the program, so one must serve all replicas.
     if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(
         other is first or _are_same(other, first) for other in others
     ):
@@ -268,11 +271,11 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
         Exception: Whatever the function raises while it is traced.
     """
     count = call.team.local
-    sorted_out = RunArguments(call.tree, count)
+    arguments = RunArguments(call.tree, count)
     result = replicate(
-        _replica(call, sorted_out),
-        sorted_out.shared,
-        sorted_out.split,
+        _replica(call, arguments),
+        arguments.shared,
+        arguments.split,
         team=call.team,
         mesh=mesh,
     )
@@ -293,24 +296,26 @@ def needs_sequential(call: ReplicaCall) -> bool:
             return node
         return PerReplica((node.values[0],) * count)
 
+    # Parts of other shapes cannot be one program by themselves; whether the function
+    # looks at values does not depend on their shapes.
     tree = jax.tree.map(first, call.tree, is_leaf=is_distributed)
-    sorted_out = RunArguments(tree, count)
-    split = [Spread(uncut(x.array), x.stacked) for x in sorted_out.split]
-    shared = [uncut(x) for x in sorted_out.shared]
+    arguments = RunArguments(tree, count)
+    split = [Spread(uncut(x.array), x.stacked) for x in arguments.split]
+    shared = [uncut(x) for x in arguments.shared]
     try:
-        discovered(_replica(call, sorted_out), shared, split, call.team)
+        discovered(_replica(call, arguments), shared, split, call.team)
     except NeedsSequential:
         return True
     return False
 
 
 def _replica(
-    call: ReplicaCall, sorted_out: RunArguments
+    call: ReplicaCall, arguments: RunArguments
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
-        own_args, own_kwargs = sorted_out.of_replica(shared, own)
+        own_args, own_kwargs = arguments.of_replica(shared, own)
         with ReplicaContext(call.strategy, call.team.replica_id()):
-            return _looked_out(call.fn, own_args, own_kwargs)
+            return _call_traced(call.fn, own_args, own_kwargs)
 
     return replica
 
@@ -322,16 +327,18 @@ def alone(call: ReplicaCall) -> Any:
         NeedsSequential: As `as_one_program`.
     """
     with ReplicaContext(call.strategy, 0):
-        return _looked_out(call.fn, call.args, call.kwargs)
+        return _call_traced(call.fn, call.args, call.kwargs)
 
 
-def _looked_out(
+def _call_traced(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     try:
         return fn(*args, **kwargs)
+    # Errors of jax that say: this value is traced, and Python looked at it.
     except _LOOKS as error:
         raise _needs_sequential(error) from error
+    # jax has no own class for a shape or slice that depends on a value.
     except (TypeError, IndexError) as error:
         if not is_of_shapes(error):
             raise

@@ -71,10 +71,10 @@ class DistributedValues:
             stacked: ``whole`` is ``[replicas, ...]``, and replica i's value is
                 ``whole[i]``: the way of scalars.
         """
-        made = object.__new__(cls)
-        made._values, made._count = None, replicas
-        made._whole, made._stacked = whole, stacked
-        return made
+        values = object.__new__(cls)
+        values._values, values._count = None, replicas
+        values._whole, values._stacked = whole, stacked
+        return values
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -83,6 +83,7 @@ class DistributedValues:
         if self._values is not None:
             return self._values
         result = _views(self._whole, self._count, self._stacked)
+        # Kept: the next reading gets the same objects.
         if not any(isinstance(value, jax.core.Tracer) for value in result):
             # Traced views belong to the trace that reads them.
             self._values = result
@@ -179,6 +180,7 @@ def local_results(value: Any) -> tuple[Any, ...]:
     """Returns one entry per replica; ``(value,)`` if nothing in it is distributed."""
     if isinstance(value, DistributedValues):
         return value.values
+    # As values per replica inside of a container.
     for node in jax.tree.leaves(value, is_leaf=is_distributed):
         if isinstance(node, DistributedValues):
             return tuple(select_replica(i, value) for i in range(node.replicas))
@@ -206,6 +208,8 @@ def _shards(
     rows = shape[0] // count
     indices = sharding.addressable_devices_indices_map(shape)
     devices, places = list(indices), list(indices.values())
+    # With one replica the array is its value. `None`: an index that this process does
+    # not know.
     if count == 1 or len(places) % count or None in places:
         return None
     if sharding.shard_shape(shape) != (rows, *shape[1:]):
@@ -295,8 +299,9 @@ def _part_programs(
     stacked: bool,
     weak: bool,
 ) -> list[Any]:
-    """Compiles `_part` of such arrays for each of the devices. To call one takes a
-    fifth of the time of the jitted function with that device as the default one."""
+    """Compiles `_part` of such arrays for each of the devices."""
+    # To call one takes a fifth of the time of the jitted function with that device as
+    # the default one.
     return [_part_program(x, shape, dtype, stacked, weak) for x in devices]
 
 
@@ -328,9 +333,12 @@ def on_one_device(arrays: Sequence[Any]) -> list[Any]:
     """Returns arrays that can be computed with together: those that are bound to other
     devices than the first one are moved to it."""
     bound = [x for x in arrays if is_concrete(x) and x.committed]
+    # Nothing is moved where all are together: moving also binds what was bound to no
+    # device.
     if len({frozenset(x.devices()) for x in bound}) < 2:
         return list(arrays)
     where = bound[0].sharding
+    # By identity: arrays have no hash.
     moved = {id(x) for x in bound if x.devices() != bound[0].devices()}
     return [jax.device_put(x, where) if id(x) in moved else x for x in arrays]
 
@@ -349,6 +357,8 @@ def regroup(
     """
     first = values[0]
     members = _members(first)
+    # Members first: a container that is the same object everywhere is still rebuilt, so
+    # that results never share a list with an argument.
     if members is not None:
         columns = zip(*[_members_like(first, value) for value in values], strict=True)
         merged = [regroup(column, wrap, always_wrap=always_wrap) for column in columns]
@@ -423,6 +433,7 @@ def _is_node(value: Any) -> bool:
 def _flat(node: Any) -> tuple[list[Any], Any]:
     """Returns the members of a container that jax knows, and its structure."""
     result: tuple[list[Any], Any]
+    # One level: the flattening stops at all nodes but the first.
     result = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
     return result
 

@@ -69,6 +69,7 @@ class MappedReplica(ReplicaRecorder):
     this region notes what it records."""
 
     def __init__(self, feed: TraceFeed, team: Team) -> None:
+        # Separate from the capture of the step, whose values belong to another trace.
         self.capture = Capture(feed, is_region=True)
         super().__init__(self.capture, team)
 
@@ -117,15 +118,19 @@ def replicate(
     # A program over a mesh takes what it reads as arguments, so that has to be known
     # first.
     region = discovered(fn, shared, split, team, mesh)
-    found = region.capture
+    capture = region.capture
+    # No step records: if jax is tracing, its program would keep the values that are
+    # read as constants, and updates would be lost.
     recording = recorder.get()
     if recording is None:
-        _refuse_unnoticed(found)
+        _refuse_unnoticed(capture)
     outside = Immediate() if recording is None else recording
-    for variable, _ in found.own.values():
+    # Before the program is built: a program has one input per variable, which is either
+    # shared or a copy per replica.
+    for variable, _ in capture.own.values():
         apart_from_now(variable)
-    own = [v for v in found.variables if has_copies(v, count)]
-    variables = [v for v in found.variables if not has_copies(v, count)]
+    own = [v for v in capture.variables if has_copies(v, count)]
+    variables = [v for v in capture.variables if not has_copies(v, count)]
     if recording is None:
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
@@ -140,6 +145,7 @@ def replicate(
         return mapped_over(one, count, mesh, own_arrays)(values, [*shared, *whole])
 
     def made(values: Any, shared: Any, own_arrays: Any, rows: Any) -> RegionMade:
+        # Mostly the trace of the discovery serves, so that the function is traced once.
         if region.program is not None:
             inputs = [*shared, *given.arguments(own_arrays)]
             known = given.named(values, own_arrays, rows)
@@ -151,12 +157,13 @@ def replicate(
         region.read(result, replica.capture)
         return region.made
 
-    rows = _looked_up(made, found, given, mapped, outside)
+    rows = _looked_up(made, capture, given, mapped, outside)
 
     def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         arrays, copies, operands, _ = made(
             values, shared, own_arrays, own_arrays[given.before_rows :]
         )
+        # With an axis of replicas, along which the map concatenates.
         return [*arrays, *[copy[None] for copy in copies]], operands
 
     # No other processes, or XLA reaches them itself: one program without stages.
@@ -192,7 +199,7 @@ class DiscoveredRegion:
         self.read(result, capture)
 
     def read(self, result: Any, capture: Capture) -> None:
-        """Another trace takes the place of the one before."""
+        """Replaces the trace by a later one."""
         leaves, treedef = jax.tree.flatten(result)
         changed = [variable for variable, _ in capture.own.values()]
         self.capture = capture
@@ -234,6 +241,8 @@ class TracedRegion:
             arrays: What the program made: of the result, then copies of ``changed``.
             operands: Those of each update.
         """
+        # A replica has asked for the context of its worker, which only the capture of
+        # the region has noticed: the plan of the step must serve no other context.
         if self.capture.asked_context and (notify := asked.get()) is not None:
             notify()
         made = iter(arrays)
@@ -309,7 +318,7 @@ def discovered(
     The step itself is not read inside this trace: its values would belong to a trace
     that ends before the step does.
     """
-    found: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
+    regions: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
 
     def traced(seed: jax.Array, shared: Any, own: Any) -> Any:
         feed = Discovery(seed)
@@ -317,13 +326,14 @@ def discovered(
         with probe.recording():
             result = fn(shared, own)
         region = DiscoveredRegion(probe.capture, result)
-        found[:] = [(region, feed.placeholders)]
+        regions[:] = [(region, feed.placeholders)]
         return region.made, [each.value for each in feed.placeholders]
 
     def one(values: Any, shared: Any, own_arrays: Any) -> tuple[list[Any], list[Any]]:
         args = values[0], shared, own_arrays
         closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
-        region, placeholders = found[0]
+        # The last one: jax may have traced more than once.
+        region, placeholders = regions[0]
         region.program = body_program(closed, placeholders, jax.tree.structure(made))
         return [], []
 
@@ -334,24 +344,26 @@ def discovered(
         ]
         mapped_over(one, team.local, mesh, own_arrays)([seed], shared)
 
+    # Abstract: nothing is computed. The seed is traced, so that what is made of it is
+    # no constant.
     jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
-    return found[0][0]
+    return regions[0][0]
 
 
-def _refuse_unnoticed(found: Capture) -> None:
+def _refuse_unnoticed(capture: Capture) -> None:
     """Refuses effects of the replicas on variables where jax traces outside of a
     step."""
-    for variable, _ in found.own.values():
+    for variable, _ in capture.own.values():
         refuse_update(variable.spec, "update")
-    for update in found.updates:
+    for update in capture.updates:
         refuse_update(update.variables[0].spec, "update")
-    for variable in found.variables:
+    for variable in capture.variables:
         refuse_read(variable.spec)
 
 
 def _looked_up(
     made: Callable[..., RegionMade],
-    found: Capture,
+    capture: Capture,
     given: _Given,
     mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
     outside: TraceRecorder,
@@ -361,7 +373,7 @@ def _looked_up(
     The replicas compute the ids that need no rows, and nothing else; with these rows
     the ids that need no others; and so on.
     """
-    kinds = [_rows_kind(lookup) for lookup in found.lookups]
+    kinds = [_rows_kind(lookup) for lookup in capture.lookups]
     rows: dict[int, Spread] = {}
     before = given.before_rows
     ready: list[int] = []
@@ -370,6 +382,8 @@ def _looked_up(
         def ids(values: Any, shared: Any, own_arrays: Any, rows: Any) -> list[Any]:
             return made(values, shared, own_arrays, rows).ids
 
+        # Rows that are not known yet are abstract: ids that depend on them come out as
+        # not ready.
         known = dict(zip(sorted(rows), own_arrays[before:], strict=True))
         own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
         args = (values, shared, own_arrays[:before], own_rows)
@@ -380,12 +394,14 @@ def _looked_up(
         left = [n for n in range(len(kinds)) if n not in rows]
         ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
         part, needed = flow.part(ready)
+        # Only the ids that are ready: the rest of the function is dead code here.
         return part(*[leaves[n] for n in needed]), []
 
     while len(rows) < len(kinds):
+        # A level at a time; ids of a further level need the rows of this one.
         computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
         for number, ids in zip(tuple(ready), computed, strict=True):
-            lookup = found.lookups[number]
+            lookup = capture.lookups[number]
             with claimed(lookup.where):
                 found_rows = outside.lookup(lookup.table, ids.array)
             rows[number] = Spread(found_rows, ids.stacked)

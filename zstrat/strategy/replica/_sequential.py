@@ -56,7 +56,8 @@ from zstrat.variables import (
     row_updates,
 )
 
-from ._fibers import optimizing, run_fibers, to_device, updating
+from ._barriers import optimizing, to_device, updating
+from ._fibers import run_fibers
 from ._mapped import ReplicaRecorder, in_stages
 from ._one_program import (
     UnevenParts,
@@ -114,11 +115,13 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
         number = fiber.number
         # Nothing is reset: the context belongs to this replica, and ends with it.
         recorder.set(SequentialReplica(fiber, team, outer, unnoticed=is_unnoticed))
+        # Traced steps create nothing, see `CreatedInStep`.
         if is_real:
             first = creators[0] if creators else None
             creators.append(_SameCreations(inner, number, first))
             creator.set(creators[-1])
         selected = select_replica(number, tree)
+        # In a program jax places values by itself.
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
         own_args, own_kwargs = selected
@@ -127,6 +130,8 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
     @contextmanager
     def during(number: int) -> Iterator[None]:
+        # Entered around each stretch of the replica, not around the whole: the replicas
+        # alternate on one thread.
         is_placed = is_real and number < len(devices)
         where = jax.default_device(devices[number]) if is_placed else nullcontext()
         with as_replica(team.first + number, team.size), where:
@@ -183,11 +188,13 @@ class SequentialReplica(ReplicaRecorder):
     def update(self, update: VariableUpdate) -> None:
         if self._is_unnoticed:
             is_of_rows = isinstance(update.target, Table)
+            # A table is named by its rows, as the caller did.
             what = "update rows of" if is_of_rows else "update"
             refuse_update(update.variable.spec, what)
         super().update(update)
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        # Rows that all replicas share.
         if not any(has_copies(c, self._team.local) for c in table.components):
             return self.outer.lookup(table, ids)
         if self.live:
@@ -219,6 +226,7 @@ class SequentialReplica(ReplicaRecorder):
         variable, op, operands = update.variable, update.op, update.operands
         number = self._fiber.number
         if not self.live:
+            # In a step: the copies of all replicas are one array of the program.
             apart_from_now(variable)
             copies = self.outer.copies(variable)
             value = moved(op, operands, copies[number])
@@ -246,10 +254,12 @@ def _own_updates(
     if len(operands) == 1:
         return [operands]
     index, rows = operands
+    # As a table of one component, so that the rows are checked and summed as those of
+    # any table.
     table = Table(variable.name, (variable,))
     table.require_inside(index)
-    found = row_updates(table, op, (index, rows), None)
-    return [tuple(moves) for _, _, moves, _ in found]
+    updates = row_updates(table, op, (index, rows), None)
+    return [tuple(moves) for _, _, moves, _ in updates]
 
 
 class _SameCreations:
@@ -286,6 +296,7 @@ class _SameCreations:
         if self._first is self:
             assert self.inner is not None
             self._optimizers.append(self.inner.register_optimizer(optimizer))
+        # By count, not by name: optimizers have no unique names.
         number, registered = self._registered, self._first._optimizers
         self._registered += 1
         if number >= len(registered):
@@ -296,6 +307,8 @@ class _SameCreations:
         return registered[number]
 
     def forget_optimizer(self, optimizer: int) -> None:
+        # The registration failed in the constructor, so the next one has this number
+        # again.
         self._registered -= 1
         if self._first is self:
             assert self.inner is not None
@@ -339,11 +352,12 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     team = call.team
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
+    # No other process, or values that are real: nothing has to be cut into stages.
     if team.channel is None or outside is None or outside.live:
-        found = regroup(run_sequentially(call, devices))
+        result = regroup(run_sequentially(call, devices))
         # With the members of a dict in the order of a program: they are reduced one
         # after the other, with other processes.
-        return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
+        return jax.tree.map(lambda leaf: leaf, result, is_leaf=is_whole)
     if team.channel.mesh is not None:
         raise UnevenParts(
             "strategy.run in a step was given parts of different shapes, expected one "
@@ -351,6 +365,8 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
             "program. Use batch(..., drop_remainder=True)"
         )
     distributed = call.given(distribute_rows(unwrapped(call.tree), team.local))
+    # A trace whose arguments are those of replica 0: other processes find the same, as
+    # they run the same function.
     if needs_sequential(distributed):  # in the other processes, too
         return regroup(run_sequentially(call, devices))
     return _in_one_region(_Region(distributed), outside)
@@ -358,6 +374,8 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
 
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
+    # Read once, outside of the traces of the stages: tracers of those must not leave
+    # them.
     held = [
         outside.copies(v) if has_copies(v, region.team.local) else outside.read(v)
         for v in variables
@@ -390,6 +408,7 @@ class _Region:
         self._leaves: list[Any]
         self._treedef: Any  # its stubs lack what we call
         self._leaves, self._treedef = joined.flatten(call.tree)
+        # Inputs are what the step traces. All else is a constant of it.
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self.last: TracedRegion
         """The outcome of the last trace; unset before the first."""
@@ -404,15 +423,17 @@ class _Region:
         def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
             self.traced(Discovery(seed), inputs)
 
+        # Which variables they use has to be known first, because the stages get their
+        # values as inputs.
         jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
-        found = self.last.capture
-        for lookup in found.lookups:
+        capture = self.last.capture
+        if capture.lookups:
             raise UnevenParts(
-                f"strategy.run was given parts of different shapes, and looks up rows "
-                f"of {lookup.table}, which is not in the scope of the strategy: create "
-                "it there, or use batch(..., drop_remainder=True)"
+                "strategy.run was given parts of different shapes, and looks up rows "
+                f"of {capture.lookups[0].table}, which is not in the scope of the "
+                "strategy: create it there, or use batch(..., drop_remainder=True)"
             )
-        return found.variables
+        return capture.variables
 
     def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
         """Traces the replicas; returns the arrays of their results, then changed
@@ -424,6 +445,7 @@ class _Region:
         call = self._call.given(self._treedef.unflatten(leaves))
         capture = Capture(feed, is_region=True)
         with capture.recording():
+            # No devices: within a program jax places values.
             results = run_sequentially(call, ())
         moves = capture.moves.values.values()
         leaves, treedef = joined.flatten(regroup(results))

@@ -111,6 +111,7 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
         self._pipeline = InputContext(
             worker_count(spec, job), number, self._mesh.replicas
         )
+        # After all checks of arguments, because it blocks until the servers answer.
         self._session = connect(spec, settings, is_first, index)
         ps_count = task_count(spec, "ps")
         self._variables = variables = ServerVariables(self._session, ps_count)

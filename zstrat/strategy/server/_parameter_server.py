@@ -227,6 +227,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if replicas not in (0, 1):
             raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
         _check_stores(stores_per_ps)
+        # Only what differs from the default is passed: see `Connect`.
         if stores_per_ps > 1:
             connect = partial(connect, stores_per_ps=int(stores_per_ps))
         if replicas:
@@ -359,6 +360,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             NotFoundError: One was deleted before; nothing is deleted on its ps.
             PSUnavailableError: A ps is gone.
         """
+        # By key, as several handles may be of one variable.
         parts = {
             part.spec.key: part
             for leaf in jax.tree.leaves(tree)
@@ -375,6 +377,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     def __exit__(self, *error: object) -> None:
         if any(error):
+            # Before `close`, which would end a session that another program may resume.
             self._session.leave()
         self.close()
 
@@ -408,6 +411,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
 
 def _check_stores(stores_per_ps: object) -> None:
+    # True is an int of Python.
     is_number = (
         isinstance(stores_per_ps, int | np.integer) and stores_per_ps is not True
     )
@@ -463,6 +467,7 @@ def _ps_loss_timeout(on_ps_loss: str, timeout: float | None) -> float | None:
 
 def _detected() -> ClusterResolver:
     resolver = detect()
+    # TF_CONFIG may be empty, and then no error has been raised.
     if not query_cluster_spec(resolver):
         raise ValueError(
             "nothing says where the cluster is: set TF_CONFIG, or give a resolver, a "
@@ -472,8 +477,8 @@ def _detected() -> ClusterResolver:
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """Returns the cluster of the resolver, checked in the order in which TF
-    complains."""
+    """Returns the cluster of the resolver, checked."""
+    # In the order in which TF complains.
     spec = query_cluster_spec(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")

@@ -161,9 +161,12 @@ class ServerVariables(StrategyCreator):
             PSUnavailableError: A ps is gone.
         """
         beside = _colocated.get()
+        # What is placed beside another variable stays whole, on its server.
         partitioner = self._partitioner if beside is None else None
+        # Before the lock is taken: this calls the user's initializers.
         drafts = [draft(request, partitioner) for request in requests]
         with self._lock:
+            # What failed before has to be gone, because its keys are taken again now.
             self._withdraw()
             with self._numbers.taking():
                 specs = [self._numbers.components(each, beside) for each in drafts]
@@ -258,6 +261,7 @@ class ServerVariables(StrategyCreator):
             return
         work = self._servers.delete_variables(_specs(variables))
         self._session.run(work, "deleting variables")
+        # Only what the servers have deleted makes room for the next one.
         with self._lock:
             self._numbers.freed(variables)
 

@@ -235,7 +235,9 @@ class Numbers:
 
     def __init__(self, origin: int, placement: VariablePlacement) -> None:
         self._placement = placement
-        self._first = first_number(origin)
+        # A handle that outlives its session must not name a variable of the next one by
+        # chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
+        self._first = origin % _BLOCKS << _BLOCK_BITS
         self._created = self._optimizers = self._first
         self._variables_at_risk: list[VariableSpec] = []
         self._optimizers_at_risk: list[int] = []
@@ -255,7 +257,7 @@ class Numbers:
         return list(self._variables_at_risk), list(self._optimizers_at_risk)
 
     def settled(self) -> None:
-        """Called when a failed creation has been removed, or has succeeded after
+        """Forgets doubts: the failed creation has been removed, or has succeeded after
         all."""
         self._variables_at_risk.clear()
         self._optimizers_at_risk.clear()
@@ -316,22 +318,13 @@ class Numbers:
     def give_back(self, optimizer: int) -> None:
         """Frees the number of an optimizer that has no handle; it stays taken if others
         followed it."""
+        # Only the last one: numbers are counted, and those after it would shift.
         if optimizer == self._optimizers:
             self._optimizers -= 1
             self._optimizers_at_risk.append(optimizer)
 
     def freed(self, variables: Sequence[VariableHandle]) -> None:
-        """Called when variables were deleted. Their keys are never used again: a handle
-        may still exist."""
+        """Accounts for deleted variables. Their keys are never used again: a handle may
+        still exist."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)
-
-
-def first_number(session: int) -> int:
-    """Returns the number from which the keys and optimizer ids of a session are
-    counted.
-
-    A handle that outlives its session must not name a variable of the next one by
-    chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
-    """
-    return session % _BLOCKS << _BLOCK_BITS

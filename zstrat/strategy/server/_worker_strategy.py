@@ -90,9 +90,9 @@ class WorkerStrategy(Strategy):
         )
 
 
+# One object: scopes compare strategies by identity, and a step function and its
+# arguments are unpickled apart.
 @functools.cache
 def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
-    """Returns the stand-in of this process. It is one object, as scopes compare
-    strategies by identity, and a step function and its arguments are unpickled
-    apart."""
+    """Returns what stands for the strategy in this process."""
     return WorkerStrategy(ps_count, replicas)

@@ -243,6 +243,7 @@ class GradientCall:
     def _counted(self) -> GradientCall:
         counts = list(self.examples)
         for leaf, _, _, arrays in self.leaves():
+            # None: a call that is kept without its arrays.
             if counts[leaf] and arrays[0] is not None:
                 counts[leaf] = arrays[0].shape[0]
         return replace(self, examples=tuple(counts))
@@ -275,6 +276,8 @@ class GradientCall:
 
     def binding(self) -> Binding:
         """Makes the description of the tree for parameter servers."""
+        # Here, because it imports optax, which a program that only coordinates need not
+        # load.
         from zstrat.optimizers import Binding
 
         keys = [tuple([c.spec.key for c in v.components]) for v in self.targets]
@@ -322,6 +325,7 @@ def encoded(call: GradientCall) -> bytes:
 def seen(dtype: Any, *, is_here: bool) -> np.dtype:
     """Returns the dtype of a leaf as the optimizer sees it."""
     kept: np.dtype = np.dtype(dtype)
+    # jax cuts to 32 bits in this process; servers keep what the program declared.
     if is_here:
         kept = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     return kept
@@ -333,6 +337,7 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
     Raises:
         ValueError: A gradient is missing, or is of rows.
     """
+    # A coupling is what makes it an optimizer of a whole tree.
     assert cut.coupling is not None
     if len(call.given) < len(call.targets):
         left = next(n for n in range(len(call.targets)) if n not in call.given)
@@ -366,6 +371,7 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
             there are rows, and it accumulates several updates.
     """
     cut = tree.cut()
+    # A norm over only the given gradients would be another number than the user means.
     missing = sorted(cut.gradients_for(call.given) - {*call.given})
     if missing:
         raise ValueError(
@@ -380,8 +386,11 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
         # Not sharded, and dense: the optimizer sees what optax would see.
         if not sparse and len(target.components) == 1:
             continue
+        # Sharded, or rows: the optimizer sees one part at a time, and must not notice.
         rule = call.optimizer.leaf_rule(tree, leaf)
         reason = rule.row_dependence
+        # A part has padding in steps, so that shapes stay few; an operand like a norm
+        # must not see it.
         if not reason and sparse and cut.operands:
             reason = dependence_on_padding(tree, leaf)
         if reason:
@@ -398,6 +407,7 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
     """
     cut = tree.cut()
     acts = cut.program.acts
+    # A callback runs in the process that has the function.
     if acts:
         raise ValueError(
             f"{line_of(call)}optimizer {call.optimizer.name!r} calls back into Python "
@@ -424,6 +434,7 @@ def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
     Raises:
         ValueError: The initial state of a leaf depends on others.
     """
+    # A server knows nothing but its own variables when it makes the initial state.
     for leaf in call.given:
         slot = call.optimizer.leaf_rule(tree, leaf).coupled_start
         if slot:
@@ -509,11 +520,14 @@ def require_mergeable(call: GradientCall, rounds: Rounds, *, in_step: bool) -> N
             f"{who}which collect the gradients of steps: call apply_gradients in "
             "a zs.function without eager=True that the coordinator schedules"
         )
+    # A contribution is one array per variable; further arguments are not part of it.
     if call.extras.kinds or call.extras.static:
         raise ValueError(
             f"{who}and its update takes further arguments, which are not merged: "
             "leave them out, or leave out rounds="
         )
+    # RDA scales each contribution by its norm, and a server has only its part of a
+    # sharded gradient.
     if rounds.rule is MergeRule.RDA:
         for leaf, target, sparse, _ in call.leaves():
             if len(target.components) > 1 and not sparse:

@@ -23,13 +23,8 @@ import numpy as np
 
 from zstrat.variables import _convert
 from zstrat.variables._abstract import WORDS, AbstractVariable
-from zstrat.variables._operators import (
-    HYPERPARAMETERS,
-    ArrayWanted,
-    StagedAccess,
-    recorder,
-    refuse_update,
-)
+from zstrat.variables._operators import HYPERPARAMETERS, ArrayWanted
+from zstrat.variables._recorder import StagedAccess, recorder, refuse_update
 from zstrat.variables._storage import LOCAL
 from zstrat.variables._table import IndexedSlices
 from zstrat.wire import UpdateOp
@@ -55,6 +50,7 @@ def traced(call: GradientCall, rule: TreeRule, *, is_traced: bool) -> TreeRule:
     Raises:
         ValueError: It cannot be traced; quotes the transformation's error.
     """
+    # Here and below, as it loads optax, which programs without optimizers do not need.
     from zstrat.optimizers import cut_for_rows
 
     with _tracing(call):
@@ -124,6 +120,7 @@ class GivenGradients:
         pairs = [(self.gradients[leaf], self.targets[leaf]) for leaf in leaves]
         extras, further = extras_of(extra)
         sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
+        # One gradient per example; IndexedSlices are never stacked.
         stacked = [
             not is_sparse and _is_of_examples(*pair)
             for is_sparse, pair in zip(sparse, pairs, strict=True)
@@ -132,6 +129,7 @@ class GivenGradients:
             (_of_examples(*pair),) if is_stacked else _arrays(*pair)
             for is_stacked, pair in zip(stacked, pairs, strict=True)
         ]
+        # By leaf of the whole tree, of which only some may have gradients.
         counts = [0] * len(self.targets)
         for leaf, is_stacked, own in zip(leaves, stacked, arrays, strict=True):
             counts[leaf] = own[0].shape[0] if is_stacked else 0
@@ -157,6 +155,7 @@ def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
             twice or is not in the tree.
     """
     present = _present(_listed(pairs))
+    # With `params=` leaves have a fixed place, so pairs may come in any order.
     if tree is not None:
         return _in_tree(present, tree)
     from zstrat.optimizers import TreeStructure
@@ -224,6 +223,7 @@ def _present(
     if not present:
         names = [v.name for _, v in pairs]
         raise ValueError(f"No gradients provided for any variable: {names}")
+    # Only those with gradients: a variable that is skipped may be there twice.
     _require_distinct([v for _, v in present])
     return present
 
@@ -277,6 +277,7 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
     )
     if given != wanted:
         hint = "" if _order(variables) else _order(grads)
+        # By name, because importing optax here would load it for every program.
         if type(variables).__name__ == "LookaheadParams":
             hint = (
                 ". optax.lookahead keeps slow copies of the parameters of its own "
@@ -347,6 +348,7 @@ def extras_of(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
 
     static = {name: value for name, value in extra.items() if not _is_data(value)}
     data = {name: value for name, value in extra.items() if name not in static}
+    # A variable as an argument stands for its value now.
     data = jax.tree.map(_value, data, is_leaf=_is_variable)
     leaves, treedef = jax.tree.flatten(data)
     arrays = tuple([jnp.asarray(leaf) for leaf in leaves])

@@ -16,7 +16,7 @@ import jax
 
 from zstrat.codecs import wire_format
 from zstrat.variables._creator import creator
-from zstrat.variables._operators import recorder
+from zstrat.variables._recorder import recorder
 from zstrat.variables._storage import LOCAL, VariableAggregation
 from zstrat.variables._variable import Variable
 
@@ -100,6 +100,7 @@ class Optimizer:
         self._random = RandomNumbers.of_this_thread()
         """The program's settings of random numbers, for parameter servers."""
         self._params = params
+        # Before `id`: a bad tree should fail before anything is registered.
         tree = self._tree
         self._forget_traces()
         current = creator.get()
@@ -126,6 +127,8 @@ class Optimizer:
                 self._require_possible(*tree)
             if count_iterations:
                 self.iterations = self._counter()
+        # Also after an interrupt: else the scope would keep the number of an optimizer
+        # that does not exist.
         except BaseException:  # to the caller
             if current is not None:
                 current.forget_optimizer(self.id)
@@ -150,6 +153,7 @@ class Optimizer:
             trainable=False,
             name=f"{self.name}/iterations",
             dtype="int32",
+            # One per step, not one per replica.
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
 
@@ -229,6 +233,7 @@ class Optimizer:
         """
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
+        # Refused before anything is recorded or sent.
         if self.rounds is not None:
             in_step = recording is not None and not recording.live
             require_mergeable(call, self.rounds, in_step=in_step)
@@ -238,6 +243,7 @@ class Optimizer:
             recording.optimize(call)
             if self.iterations is not None:
                 self.iterations.assign_add(1)
+        # Last: a call that was refused has not moved anything.
         self._has_moved(call)
 
     async def apply_gradients_async(
@@ -268,19 +274,24 @@ class Optimizer:
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
+        # Parameter servers compute with 64 bits where a variable has them, whatever
+        # this program does.
         is_wide = not is_here and any(
             x.itemsize > (8 if x.kind == "c" else 4) for x in dtypes
         )
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
         # In this process the thread's settings count at each update.
         random = RandomNumbers() if is_here else self._random
+        # Also the further arguments and the thread's settings: the program depends on
+        # all of them.
         key = (call.structure, shapes, dtypes, call.extras, wide, call.examples, random)
-        for number, (known, made) in enumerate(self._rules):
+        for number, (known, rule) in enumerate(self._rules):
             if known == key:
+                # Known, but perhaps only its state was traced (`_require_possible`).
                 if is_traced:
-                    made = traced(call, made, is_traced=True)
-                    self._rules[number] = key, made
-                return made
+                    rule = traced(call, rule, is_traced=True)
+                    self._rules[number] = key, rule
+                return rule
         kind: Any = jax.ShapeDtypeStruct  # untyped
         kinds = tuple(map(kind, shapes, dtypes))
         new = TreeRule(
@@ -310,14 +321,14 @@ class Optimizer:
         Raises:
             RuntimeError: It has not updated the variable, and has no ``params=``.
         """
-        found = self._place_of(variable)
-        if found is None:
+        place = self._place_of(variable)
+        if place is None:
             raise RuntimeError(
                 f"optimizer {self.name!r} has not updated variable {variable.name!r} "
                 "yet: apply gradients first, or pass the tree to the optimizer, "
                 "zs.Optimizer(transformation, params=params)"
             )
-        call, leaf, number = found
+        call, leaf, number = place
         return slot_rule(call, leaf, number)
 
     def slots_beside(
@@ -325,10 +336,10 @@ class Optimizer:
     ) -> list[SlotInfo] | None:
         """Lists the slots of a variable; None if the optimizer has not updated it yet,
         and has no ``params=``."""
-        found = self._place_of(variable.components[0])
-        if found is None:
+        place = self._place_of(variable.components[0])
+        if place is None:
             return None
-        call, leaf, _ = found
+        call, leaf, _ = place
         rule = self.leaf_rule(call.rule(is_here=lives_here(call)), leaf)
         return [
             SlotInfo(slot.name, kind.dtype.name, tuple(kind.shape), slot.rows)
@@ -361,12 +372,12 @@ class Optimizer:
 
         Cancellation: the servers may have received it.
         """
-        found = self._place_of(variable.components[0])
-        if found is None:
+        place = self._place_of(variable.components[0])
+        if place is None:
             return
-        for each in found[0].variables:
+        for each in place[0].variables:
             if isinstance(each.storage, BindsAsync):
-                await each.storage.bind_async(found[0])
+                await each.storage.bind_async(place[0])
 
     def known_call(self) -> GradientCall | None:
         """Returns a call on its tree without arrays; None if the tree is not known.
@@ -375,6 +386,8 @@ class Optimizer:
             RuntimeError: It has updated several trees.
         """
         if self._tree is not None:
+            # A call has seen further arguments and examples, which the bare tree has
+            # not.
             return self.moved.get(_keys_of(self._tree[1])) or self._empty_call(
                 *self._tree
             )
@@ -398,6 +411,7 @@ class Optimizer:
         assert call is not None
         try:
             call.rule(is_here=lives_here(call))
+        # The trace lacks what a call would bring: not an error before there is a call.
         except ValueError:
             return None
         return call
@@ -410,6 +424,7 @@ class Optimizer:
             given = given_pairs(grads, tree)
         else:
             given = given_tree(grads, variables, tree)
+        # Before gradients are converted, which may take a pass over each.
         for variable in given.moved:
             self._check_place(variable)
         return given.call(self, extra, is_reduced=is_reduced)
@@ -448,9 +463,12 @@ class Optimizer:
 
         for variable in targets:
             self._check_place(variable)
+        # Variables of this process take any transformation.
         if all(c.spec.ps == LOCAL for v in targets for c in v.components):
             return
         call = self._empty_call(structure, targets)
+        # The state first, by itself: an error in `init` is final, one in `update` may
+        # be a missing argument.
         call.rule(is_here=False, is_traced=False)
         try:
             rule = call.rule(is_here=False)
@@ -462,6 +480,8 @@ class Optimizer:
         require_servers(call, rule)
 
     def _check_place(self, variable: GradientTarget) -> None:
+        # An optimizer of a scope was registered with the servers, and may update local
+        # variables, too.
         for part in variable.components if self.is_local else ():
             if part.spec.ps != LOCAL:
                 raise ValueError(
@@ -498,6 +518,7 @@ def unplaced(transformation: Any, name: str) -> Optimizer:
     from zstrat.optimizers import RandomNumbers, checked
 
     moves, random = checked(transformation, name), RandomNumbers.of_this_thread()
+    # Not `is_local`, so that variables of servers are not refused.
     return _handle(next_id(), name, False, None, None, None, moves, random, None)
 
 
@@ -512,6 +533,7 @@ def _handle(
     random: RandomNumbers,
     params: Any,
 ) -> Optimizer:
+    # Not by the class, which would register another optimizer.
     handle = object.__new__(Optimizer)
     handle.id, handle.name, handle.is_local = optimizer, name, is_local
     handle.iterations, handle._transformation = iterations, transformation

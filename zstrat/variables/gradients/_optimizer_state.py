@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from zstrat.variables._convert import same_kind
-from zstrat.variables._operators import is_staging, recorder
+from zstrat.variables._recorder import is_staging, recorder
 from zstrat.variables._storage import KeepsSlots, read_all
 
 from ._gradient_call import Binds
@@ -73,6 +73,7 @@ def _leaves(
 ) -> dict[int, Any]:
     slots = _slots_of(call)
     leaves: dict[int, Any] = {n: _leaf_of(call, tree, slots, n) for n in numbers}
+    # Not updated yet: there are no slots, but the state is what it would start as.
     if missing := [number for number, leaf in leaves.items() if leaf is None]:
         leaves.update(_initial(call, missing))
     return leaves
@@ -91,6 +92,7 @@ def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
         raise ValueError(f"{what}: {error}") from error
     kinds = [x.kind for x in tree.state()]
     dtypes = tree.settled() or [kind.dtype for kind in kinds]
+    # All leaves are checked before the first one is written.
     for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
         leaf, name = tree.place(number)
         where = f"{what}, {name}" + (
@@ -123,6 +125,8 @@ def _leaf_of(
         parts = [slots[component.spec.key] for component in target.components]
         arrays = [part[slot] for part in parts if slot in part]
         if len(arrays) == len(parts) and arrays:
+            # Shared state (a count) is whole beside each component; rows are cut as the
+            # variable is.
             is_whole = arrays[0].shape == tree.state()[state].kind.shape
             return arrays[0] if is_whole else np.concatenate(arrays)
     return None
@@ -194,8 +198,11 @@ class Hyperparameters:
     def _names(self, call: GradientCall) -> dict[str, list[int]]:
         """Returns the leaves of the state, by name of the hyperparameter."""
         tree = call.rule(is_here=lives_here(call), is_traced=False)
+        # A chain may have the same name several times; they are assigned together.
         names: dict[str, list[int]] = {}
         for number, leaf in enumerate(tree.state()):
+            # The state of `optax.inject_hyperparams` has a field of this name, which is
+            # a dict.
             for key, after in zip(leaf.path, leaf.path[1:], strict=False):
                 if key == GetAttrKey("hyperparams") and isinstance(after, DictKey):
                     names.setdefault(str(after.key), []).append(number)
@@ -256,6 +263,7 @@ def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
                 parts = np.split(parts[0], target.table.offsets[1:-1])
             for variable, part in zip(target.components, parts, strict=True):
                 storage = _storage(variable)
+                # A server that does not know the tree has no slots to write to.
                 if isinstance(storage, Binds):
                     storage.bind(call)
                 storage.write_slot(call.optimizer, variable, slot.name, part)
@@ -290,6 +298,7 @@ def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
     Raises:
         ValueError: The optimizer keeps something for each row of such a table.
     """
+    # The first one serves as the example.
     for table, slots in _of_hashed_rows(call, tree).values():
         raise ValueError(
             f"optimizer {call.optimizer.name!r} keeps {slots} for each row of {table}, "

@@ -69,6 +69,7 @@ class Rounds:
                     f"Rounds({name}={value!r:.80}): expected a whole number"
                     f"{', 1 or more, or None' if name == 'workers' else ', 0 or more'}"
                 )
+            # An integer of numpy becomes one of Python.
             object.__setattr__(self, name, count)
         if self.workers is not None and self.backup >= self.workers:
             raise ValueError(

@@ -97,6 +97,8 @@ class SlotRule:
                 slots = self._together()
             else:
                 slots = list(jax.jit(self.leaf.init)(value))
+            # In the dtypes that updates give them, or the second update would be
+            # another program than the first.
             pairs = zip(slots, self.kinds, strict=True)
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
@@ -127,6 +129,7 @@ class SlotRule:
     def _together(self) -> list[Any]:
         tree, leaf = self.leaf.tree, self.leaf
         program = tree.init()
+        # Run whole, as the first slots of this leaf depend on other leaves, too.
         state = jax.jit(jaxpr_as_fun(program.closed))(*self.values())
         return [state[slot.state] for slot in leaf.slots]
 
@@ -164,6 +167,7 @@ class SlotValues:
 
     @property
     def is_lost(self) -> bool:
+        """Whether XLA has taken a slot for a step that failed."""
         return any(
             isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self.leaves
         )

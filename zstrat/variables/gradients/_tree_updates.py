@@ -55,11 +55,13 @@ def apply_now(
         storage: Of all variables; None for each variable's own.
         counts: Also increments TF's ``iterations``.
     """
+    # Planned before anything is applied, because this may be refused.
     counted = _counted(call) if counts else []
     if storage is None and lives_here(call):
         _move_here(call)
         update_all(counted)
         return
+    # Also checks: nothing is sent if a server would refuse it.
     updates = server_updates(call)
     for owner in _storages(call, storage):
         assert isinstance(owner, Binds), owner
@@ -128,6 +130,7 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
     if not rule.cut().operands:
         return updates
     shared = tuple([np.asarray(x) for x in _operands(call, rule)])
+    # A server looks for them before the first gradient of the same request.
     # Once to each server, with its first variable; reversed, so that the first wins.
     firsts = {update[0].spec.ps: update[0] for update in reversed(updates)}
     return [
@@ -141,6 +144,7 @@ def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
     cache = call.optimizer.made.setdefault("operands", {})
     key = (id(rule), call.given, call.sparse)
     if key not in cache:
+        # Without arrays, which the compiled program would keep alive.
         empty = call.with_arrays([None] * len(call.arrays))
         cache[key] = jax.jit(lambda *x: operands_of(empty.with_arrays(x), rule))
     with rule.precision():
@@ -154,6 +158,7 @@ def _move_here(call: GradientCall) -> None:
     own: list[Any] = [
         storage for storage in storages if isinstance(storage, StorageWithSlots)
     ]
+    # Variables of one strategy share a lock.
     turns = {id(storage.turn): storage.turn for storage in own}
     with ExitStack() as stack:
         # Always in one order, so that two threads that update the same variables cannot
@@ -287,6 +292,7 @@ class TreeStep:
     ) -> tuple[list[Any], list[list[Any]]]:
         apart = [
             value.ndim > len(component.variable.shape)
+            # With an axis of replicas before its own.
             for component, value in zip(self.components, values, strict=True)
         ]
 
@@ -297,11 +303,11 @@ class TreeStep:
             return one(values)
         axes = [0 if is_apart else None for is_apart in apart]
         moved, kept = jax.vmap(one, in_axes=(axes,))(list(values))
-        first: Callable[[Any], Any] = lambda leaf: leaf[0]  # noqa: E731
+        # Slots are shared: all copies get the same gradient, and so have the same
+        # state.
         pairs = zip(moved, apart, strict=True)
-        return [x if is_apart else x[0] for x, is_apart in pairs], jax.tree.map(
-            first, kept
-        )
+        values = [x if is_apart else x[0] for x, is_apart in pairs]
+        return values, [[slot[0] for slot in leaves] for leaves in kept]
 
     def _whole(
         self, values: Sequence[Any], slots: Sequence[list[Any]], call: GradientCall
@@ -343,6 +349,8 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
         return []
     sizes: list[int | None] = [None] * len(call.targets)
     kinds = tree.gradients_at(None)
+    # Zeros for those that are not given: `require_by_leaf` has refused gaps that
+    # matter.
     gradients: list[Any] = [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
     for leaf, target, sparse, arrays in call.leaves():
         if sparse:
@@ -350,6 +358,7 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
             _, gradients[leaf] = summed(arrays[0], arrays[1], target.shape[0])
         else:
             gradients[leaf] = arrays[0]
+    # A gradient of rows has another shape than that of the whole variable.
     cut = tree.cut(tuple(sizes)) if any(call.sparse) else whole
     return list(cut.computed(gradients, call.further))
 
