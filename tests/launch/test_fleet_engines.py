@@ -267,6 +267,7 @@ def test_hosts_that_say_how_many_tasks_they_have_and_where_these_listen(tmp_path
         ("[hosts.a]\nport = true", "port = True: expected a int"),
         ("[hosts.a]\nport = 65536", r"\b65536\b.*\b1\b"),
         ("ps = true\n[hosts.a]", "ps = True: expected a number"),
+        ("ps = 1000000000000\nworkers = 0\n[hosts.a]", r"\b65536\b"),
         ('[hosts.a]\npython = "~/bin/python"', r"'\~/bin/python'"),
         ('[hosts.a]\npython = ""', "PATH"),
         ('ps = "two"\n[hosts.a]', "'two'"),

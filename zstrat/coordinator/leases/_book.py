@@ -8,7 +8,8 @@ leases them range by range, when a step is handed out, so faster workers get mor
            ▼                                                            │
     not drawn ──lease──▶ open ──its step has ended well──▶ done         │
            ▲               ├────────────────────────────────────────────┘
-           └── failed ─────┴──on_error="skip"──▶ skipped
+           └── failed ─────┴──on_error="skip", or its updates ─▶ skipped
+                              may have been applied
 
 A step that runs again keeps its lease. The law of this file: each position of each
 epoch is done once, skipped once, or in exactly one of ``open``, ``returned`` and

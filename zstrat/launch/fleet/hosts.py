@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 JOBS: Final = ("ps", "worker")
+MAX_TASKS: Final = 65536
+"""Tasks of a job at most, so that a typo does not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +144,12 @@ class SshHosts:
         fixed = sum(own.values())
         if count is None and own:
             count = fixed
-        if count is None or count < least:
+        if count is None or not least <= count <= MAX_TASKS:
             got = "not specified" if count is None else f"got {count}"
             raise ValueError(
-                f"number of tasks of job {job!r}: {got}, expected {least} or more; "
-                "pass --ps and --workers (num_ps=, num_workers=), or set ps and "
-                "workers in the file"
+                f"number of tasks of job {job!r}: {got}, expected {least} to "
+                f"{MAX_TASKS}; pass --ps and --workers (num_ps=, num_workers=), or set "
+                "ps and workers in the file"
             )
         if count < fixed:
             numbers = ", ".join(f"{name}: {number}" for name, number in own.items())
