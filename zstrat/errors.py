@@ -119,12 +119,18 @@ class UnavailableError(ZstratError):
     retryable = True
 
 
+_START_OVER: Final = (
+    "start it if it does not run, create a new strategy and its variables, and restore "
+    "a checkpoint"
+)
+
+
 class PSUnavailableError(UnavailableError):
     """A parameter server cannot be reached, or its variables are lost.
 
-    ``lost``: the variables are certainly lost. Restart the server if it does not run,
-    create the variables again and restore the last checkpoint. Otherwise the server may
-    only be disconnected, and calls succeed again when it is back.
+    ``lost``: the variables are certainly lost. Start the server if it does not run,
+    create a new strategy and its variables, and restore the last checkpoint. Otherwise
+    the server may only be disconnected, and calls succeed again when it is back.
     """
 
     code = 9
@@ -137,13 +143,12 @@ class PSUnavailableError(UnavailableError):
         if self.lost:
             return (
                 f"{self.task} is unavailable: {self.reason}; its variables are lost: "
-                "restart it, create the variables again and restore a checkpoint"
+                f"{_START_OVER}"
             )
         return (
             f"{self.task} is unavailable: {self.reason}; if it is only disconnected, "
             "calls succeed again when it is back, and requests in flight may or may "
-            "not have run; if it has ended, restart it, create the variables again and "
-            "restore a checkpoint"
+            f"not have run; if it has ended, {_START_OVER}"
         )
 
 

@@ -83,6 +83,13 @@ def test_every_error_is_copied_and_pickled_as_itself(cls, copied):
     assert str(again) == str(error)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_lost_server_needs_a_new_strategy(lost):
+    """A server that was started again does not serve the strategy that it left."""
+    words = str(PSUnavailableError("/job:ps/task:0", "it broke", lost))
+    assert "if it does not run, create a new strategy and its variables" in words
+
+
 def test_codes_are_unique_and_stay():
     codes = {cls.code: cls for cls in tree()}
     assert len(codes) == len(tree())

@@ -96,6 +96,14 @@ def test_tracebacks_keep_the_users_lines():
     assert files == [__file__, __file__]
 
 
+def test_a_refusal_of_ours_has_no_traceback_of_ours():
+    """Its words are for the user, and none of the lines are."""
+    with pytest.raises(NotFoundError) as raised:
+        Results(1000).of(9)
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    assert trim(error).__traceback__ is None
+
+
 def test_tracebacks_of_our_own_defects_stay_whole():
     try:
         trim(3)

@@ -18,6 +18,7 @@ The rules of dtypes:
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -96,12 +97,15 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
     Raises:
         TypeError: It is unknown, or not a dtype of numbers or booleans.
     """
-    known: np.dtype = np.dtype(jnp.dtype(dtype))
-    if known.name not in DTYPES:
+    try:
+        known: np.dtype | None = np.dtype(jnp.dtype(dtype))
+    except TypeError:
+        known = None
+    if known is None or known.name not in DTYPES:
         raise TypeError(
-            f"variable {name!r} cannot have dtype {known}: expected one of "
-            f"{', '.join(DTYPES)}"
-        )
+            f"variable {name!r} cannot have dtype {dtype if known is None else known}: "
+            f"expected one of {', '.join(DTYPES)}"
+        ) from None
     return DTYPES[known.name]  # the little-endian one
 
 
@@ -315,11 +319,19 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
             "the step with zs.function instead of jax.jit"
         )
     require_unmasked(value, f"cannot {what} {spec}: the value")
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"cannot {what} {spec}: {error}") from None
     strict = isinstance(value, jax.Array) and not is_weak(value)
     wanted = spec.numpy_dtype
     if array.dtype != wanted:
         if strict or not same_kind(array.dtype, wanted):
+            if array.dtype.kind in "OSU":
+                raise ValueError(
+                    f"cannot {what} {spec}: expected an array of numbers, got "
+                    f"{type(value).__name__} {reprlib.repr(value)}"
+                )
             raise ValueError(_wrong_dtype(spec, array.dtype, what))
         _check_integers(array, wanted, f"cannot {what} {spec}: the value")
     return np.asarray(array, wanted, order="C")

@@ -14,6 +14,7 @@ than Exception (KeyboardInterrupt, a cancellation) keep all frames.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 import sysconfig
@@ -125,12 +126,28 @@ def hide_frames(error: Exception) -> None:
 def trim(error: BaseException) -> BaseException:
     """Hides the frames of zstrat in an error that goes to another process; returns it.
 
-    An error without a line of the user keeps all frames, because it is about zstrat.
+    An error without a line of the user keeps all frames, because it is about zstrat,
+    unless a ``raise`` there made it: its message is for the user then.
     """
     if environment().get("ZSTRAT_TRACEBACK") != "full":
         for cause in _chain(error):
-            cause.__traceback__ = _trimmed(cause.__traceback__) or cause.__traceback__
+            trace = _trimmed(cause.__traceback__)
+            if trace is not None or _is_deliberate(cause):
+                cause.__traceback__ = trace
     return error
+
+
+def _is_deliberate(error: BaseException) -> bool:
+    """Returns whether a ``raise`` of zstrat made the error; an ``assert`` does not
+    count."""
+    trace = error.__traceback__
+    if trace is None or isinstance(error, AssertionError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    opcode = dis.opname[code.co_code[trace.tb_lasti]]
+    return opcode == "RAISE_VARARGS" and is_machinery(code.co_filename)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
