@@ -88,11 +88,12 @@ def users_function(x):
 
 
 def test_tracebacks_keep_the_users_lines():
-    try:
+    with pytest.raises(TypeError) as raised:
         jax.eval_shape(users_function, np.zeros(4))
-    except TypeError as error:
-        trim(error)
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    error = trim(raised.value)
+    words = "".join(traceback.format_exception(error))
+    assert "JAX_TRACEBACK_FILTERING" not in words, "the variable is ZSTRAT_TRACEBACK"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files == [__file__, __file__]
 
 

@@ -399,11 +399,16 @@ def _plain_dtype(dtype: np.dtype) -> np.dtype:
 def _check_shape(
     spec: VariableSpec, given: tuple[int, ...], wanted: tuple[int, ...], what: str
 ) -> None:
-    if given != wanted:
+    if given == wanted:
+        return
+    if spec.buckets is not None:  # its first size is not one of the user's
         raise ValueError(
-            f"cannot {what} {spec}: shape mismatch. The variable has shape "
-            f"{spec.shape}, and the value has shape {given}; expected {wanted}"
+            f"cannot {what} {spec}: the rows have shape {given}; expected {wanted}"
         )
+    raise ValueError(
+        f"cannot {what} {spec}: shape mismatch. The variable has shape {spec.shape}, "
+        f"and the value has shape {given}; expected {wanted}"
+    )
 
 
 def _check_rows(spec: VariableSpec, index: Any, rows: Any, what: str) -> None:

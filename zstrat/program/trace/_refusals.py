@@ -106,6 +106,7 @@ _PYTHON: Final = f"{os.path.dirname(os.__file__)}/"
 _CHAIN: Final = 20
 """Limit of causes of causes; a longer chain is a cycle."""
 _NOTE: Final = "Frames of zstrat and jax are hidden; ZSTRAT_TRACEBACK=full shows them."
+_NOTE_OF_JAX: Final = "For simplicity, JAX has removed its internal frames"
 
 
 def hide_frames(error: Exception) -> None:
@@ -118,6 +119,7 @@ def hide_frames(error: Exception) -> None:
         return
     for cause in _chain(error):
         cause.__traceback__ = _trimmed(cause.__traceback__)
+        _remove_note_of_jax(cause)
     notes = getattr(error, "__notes__", [])  # users may set them to anything
     if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
         error.add_note(_NOTE)
@@ -134,7 +136,16 @@ def trim(error: BaseException) -> BaseException:
             trace = _trimmed(cause.__traceback__)
             if trace is not None or _is_deliberate(cause):
                 cause.__traceback__ = trace
+                _remove_note_of_jax(cause)
     return error
+
+
+def _remove_note_of_jax(error: BaseException) -> None:
+    """Removes jax's note that its frames are hidden: `_NOTE` says so, or the lines that
+    are left are those of the user."""
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list):
+        notes[:] = [note for note in notes if _NOTE_OF_JAX not in str(note)]
 
 
 def _is_deliberate(error: BaseException) -> bool:
