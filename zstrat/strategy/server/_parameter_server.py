@@ -467,7 +467,7 @@ def _ps_loss_timeout(on_ps_loss: str, timeout: float | None) -> float | None:
 
 
 def _is_finite_wait(timeout: object) -> bool:
-    return isinstance(timeout, int | float | np.number) and 0 < timeout < math.inf
+    return isinstance(timeout, int | float | np.number) and bool(0 < timeout < math.inf)
 
 
 def _detected() -> ClusterResolver:
