@@ -11,6 +11,8 @@ takes exactly its fields, positionally.
 
 from __future__ import annotations
 
+import dis
+import os
 import reprlib
 import sys
 import traceback
@@ -333,18 +335,20 @@ define ``[0, [module, qualname, message, args], notes, None]``."""
 _MAX_FIELD_LENGTH: Final = 8000
 """Characters of a text or bytes of a field, so that many errors fit into one message,
 also if they print arrays."""
+_HERE: Final = f"{os.path.dirname(__file__)}/"
 _MAX_FIELDS: Final = 16
 """Number of fields that are sent; errors of zstrat and Python have at most five."""
 
 
-def to_wire(error: BaseException) -> WireError:
+def to_wire(error: BaseException, *, full: bool = True) -> WireError:
     """Converts an error to plain values, with its traceback as a note.
 
-    Long texts lose their middle, so that the result fits into a message.
+    Unless ``full`` a refusal of zstrat comes without its traceback, which has no line
+    of the user. Long texts lose their middle, so that the result fits into a message.
     """
-    wire = _to_plain(error)
+    wire = _to_plain(error, full)
     if isinstance(error, ClosureInputError) and error.original_exception is not None:
-        wire[3] = _to_plain(error.original_exception)
+        wire[3] = _to_plain(error.original_exception, full)
     return wire
 
 
@@ -363,8 +367,22 @@ def from_wire(wire: object) -> Exception:
     return error
 
 
-def _to_plain(error: BaseException) -> WireError:
-    if error.__traceback__ is None:
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether a ``raise`` of zstrat made the error, so that its message is for
+    the user, and its traceback is not; an ``assert`` does not count."""
+    trace = error.__traceback__
+    if trace is None or isinstance(error, AssertionError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    opcode = dis.opname[code.co_code[trace.tb_lasti]]
+    return opcode == "RAISE_VARARGS" and code.co_filename.startswith(_HERE)
+
+
+def _to_plain(error: BaseException, full: bool) -> WireError:
+    hides = not full and isinstance(error, ZstratError) and error.__cause__ is None
+    if error.__traceback__ is None or (hides and is_refusal(error)):
         notes = _notes(error)
     else:  # includes the notes
         notes = "".join(traceback.format_exception(error))

@@ -14,7 +14,6 @@ than Exception (KeyboardInterrupt, a cancellation) keep all frames.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import os
 import sysconfig
@@ -28,6 +27,7 @@ import numpy as np
 from jax import errors as jax_errors
 
 from zstrat.config import environment
+from zstrat.errors import is_refusal
 from zstrat.variables import DeviceStorage, LocalStorage, is_machinery
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def trim(error: BaseException) -> BaseException:
     if environment().get("ZSTRAT_TRACEBACK") != "full":
         for cause in _chain(error):
             trace = _trimmed(cause.__traceback__)
-            if trace is not None or _is_deliberate(cause):
+            if trace is not None or is_refusal(cause):
                 cause.__traceback__ = trace
                 _remove_note_of_jax(cause)
     return error
@@ -146,19 +146,6 @@ def _remove_note_of_jax(error: BaseException) -> None:
     notes = getattr(error, "__notes__", None)
     if isinstance(notes, list):
         notes[:] = [note for note in notes if _NOTE_OF_JAX not in str(note)]
-
-
-def _is_deliberate(error: BaseException) -> bool:
-    """Returns whether a ``raise`` of zstrat made the error; an ``assert`` does not
-    count."""
-    trace = error.__traceback__
-    if trace is None or isinstance(error, AssertionError):
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    opcode = dis.opname[code.co_code[trace.tb_lasti]]
-    return opcode == "RAISE_VARARGS" and is_machinery(code.co_filename)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
