@@ -381,8 +381,10 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def _to_plain(error: BaseException, full: bool) -> WireError:
-    hides = not full and isinstance(error, ZstratError) and error.__cause__ is None
-    if error.__traceback__ is None or (hides and is_refusal(error)):
+    cause = error.__cause__
+    hides = isinstance(error, ZstratError) and is_refusal(error) and not full
+    hides = hides and (cause is None or is_refusal(cause))
+    if error.__traceback__ is None or hides:
         notes = _notes(error)
     else:  # includes the notes
         notes = "".join(traceback.format_exception(error))
