@@ -11,6 +11,8 @@ takes exactly its fields, positionally.
 
 from __future__ import annotations
 
+import dis
+import os
 import reprlib
 import sys
 import traceback
@@ -121,12 +123,18 @@ class UnavailableError(ZstratError):
     retryable = True
 
 
+_START_OVER: Final = (
+    "start it if it does not run, create a new strategy and its variables, and restore "
+    "a checkpoint"
+)
+
+
 class PSUnavailableError(UnavailableError):
     """A parameter server cannot be reached, or its variables are lost.
 
-    ``lost``: the variables are certainly lost. Restart the server if it does not run,
-    create the variables again and restore the last checkpoint. Otherwise the server may
-    only be disconnected, and calls succeed again when it is back.
+    ``lost``: the variables are certainly lost. Start the server if it does not run,
+    create a new strategy and its variables, and restore the last checkpoint. Otherwise
+    the server may only be disconnected, and calls succeed again when it is back.
     """
 
     code = 9
@@ -139,13 +147,12 @@ class PSUnavailableError(UnavailableError):
         if self.lost:
             return (
                 f"{self.task} is unavailable: {self.reason}; its variables are lost: "
-                "restart it, create the variables again and restore a checkpoint"
+                f"{_START_OVER}"
             )
         return (
             f"{self.task} is unavailable: {self.reason}; if it is only disconnected, "
             "calls succeed again when it is back, and requests in flight may or may "
-            "not have run; if it has ended, restart it, create the variables again and "
-            "restore a checkpoint"
+            f"not have run; if it has ended, {_START_OVER}"
         )
 
 
@@ -330,18 +337,20 @@ define ``[0, [module, qualname, message, args], notes, None]``."""
 _MAX_FIELD_LENGTH: Final = 8000
 """Characters of a text or bytes of a field, so that many errors fit into one message,
 also if they print arrays."""
+_HERE: Final = f"{os.path.dirname(__file__)}/"
 _MAX_FIELDS: Final = 16
 """Number of fields that are sent; errors of zstrat and Python have at most five."""
 
 
-def to_wire(error: BaseException) -> WireError:
+def to_wire(error: BaseException, *, full: bool = True) -> WireError:
     """Converts an error to plain values, with its traceback as a note.
 
-    Long texts lose their middle, so that the result fits into a message.
+    Unless ``full`` a refusal of zstrat comes without its traceback, which has no line
+    of the user. Long texts lose their middle, so that the result fits into a message.
     """
-    wire = _to_plain(error)
+    wire = _to_plain(error, full)
     if isinstance(error, ClosureInputError) and error.original_exception is not None:
-        wire[3] = _to_plain(error.original_exception)
+        wire[3] = _to_plain(error.original_exception, full)
     return wire
 
 
@@ -360,8 +369,24 @@ def from_wire(wire: object) -> Exception:
     return error
 
 
-def _to_plain(error: BaseException) -> WireError:
-    if error.__traceback__ is None:
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether a ``raise`` of zstrat made the error, so that its message is for
+    the user, and its traceback is not; an ``assert`` does not count."""
+    trace = error.__traceback__
+    if trace is None or isinstance(error, AssertionError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    opcode = dis.opname[code.co_code[trace.tb_lasti]]
+    return opcode == "RAISE_VARARGS" and code.co_filename.startswith(_HERE)
+
+
+def _to_plain(error: BaseException, full: bool) -> WireError:
+    cause = error.__cause__
+    hides = isinstance(error, ZstratError) and is_refusal(error) and not full
+    hides = hides and (cause is None or is_refusal(cause))
+    if error.__traceback__ is None or hides:
         notes = _notes(error)
     else:  # includes the notes
         notes = "".join(traceback.format_exception(error))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import RemoteValueStatus, _datasets
-from zstrat.errors import ClosureInputError
+from zstrat.coordinator import RemoteValueStatus, _datasets, _engine
+from zstrat.errors import ClosureInputError, DeadlineExceededError
 
 ABORTED, READY = RemoteValueStatus.ABORTED, RemoteValueStatus.READY
 
@@ -57,6 +57,20 @@ def test_a_failure_is_told_though_another_worker_is_away(world, absent):
         iterator.element_spec  # noqa: B018
     found = states(iterator)
     assert (found[absent], found[1 - absent]) == (ABORTED, READY)
+
+
+def test_a_dataset_that_is_never_built_is_reported(world, monkeypatch, caplog):
+    """`schedule` waits until its first element is known."""
+    monkeypatch.setattr(_datasets, "FIRST_BUILD", 0.3)
+    monkeypatch.setattr(_engine, "NOTICE_SECONDS", 0.05)
+    coordinator = world.coordinator()
+    for worker in world.workers:
+        world.on_loop(worker.kill)
+    iterator = iter(coordinator.create_per_worker_dataset(numbers))
+    with pytest.raises(DeadlineExceededError, match="building the dataset of numbers"):
+        coordinator.schedule(step, args=(iterator,))
+    logged = [each for each in caplog.messages if "building the dataset of" in each]
+    assert len(logged) == 1
 
 
 def test_the_same_of_what_a_function_makes_on_every_worker(world):

@@ -1,10 +1,12 @@
 """When an error is raised, every step has had its effect or never will."""
 
+import asyncio
+
 import pytest
 from coordinator_fakes import good
 
 import zstrat.program as zs
-from zstrat.errors import CancelledError, ResultLostError
+from zstrat.errors import CancelledError, PSUnavailableError, ResultLostError
 
 
 @zs.function(eager=True)
@@ -109,6 +111,23 @@ def test_a_server_that_is_lost_cannot_tell(failing):
     words = str(raised.value)
     assert "may have been applied on /job:ps/task:1" in words
     assert "again may apply them twice" in words
+
+
+def test_a_fence_says_that_what_a_server_held_is_gone(world):
+    """It came back empty: to wait for it is not one of the remedies."""
+    coordinator = world.coordinator()
+    assert coordinator.schedule(good).fetch() == 1
+    world.on_loop(world.ps[0].kill)
+    world.on_loop(world.ps[0].come_back)
+    world.until(lambda: world.session.cluster.ps[0].gone)
+
+    async def rest():
+        async with world.session.at_rest():
+            pass
+
+    with pytest.raises(PSUnavailableError) as raised:
+        asyncio.run(rest())
+    assert raised.value.lost
 
 
 def test_an_error_that_left_nobody_in_doubt_is_fenced_too(world):

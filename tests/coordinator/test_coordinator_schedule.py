@@ -1,6 +1,7 @@
 """Scheduling through the whole shell, on fakes: results, refusals, bounds, the end."""
 
 import contextlib
+import math
 import threading
 
 import jax
@@ -131,6 +132,28 @@ def test_other_strategies_are_refused():
     for kind in (ClusterCoordinator, AsyncClusterCoordinator):
         with pytest.raises(ValueError, match="ParameterServerStrategy"):
             kind(object())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_queued", "10"),
+        ("max_attempts", 0),
+        ("max_attempts", True),
+        ("closures_in_flight", 1.5),
+        ("worker_wait_timeout", "5"),
+        ("worker_wait_timeout", -1),
+        ("worker_wait_timeout", float("nan")),
+        ("errors_once", "yes"),
+    ],
+)
+def test_options_are_checked_when_they_are_given(world, option, value):
+    """A wrong timeout was noticed when no worker was left, by a loop that then hung."""
+    with pytest.raises(ValueError, match=f"{option}={value!r}: expected"):
+        world.coordinator(**{option: value})
+    with pytest.raises(ValueError, match=f"{option}={value!r}: expected"):
+        AsyncClusterCoordinator(world.strategy, **{option: value})
+    world.coordinator(worker_wait_timeout=math.inf)
 
 
 def test_there_is_one_coordinator_per_strategy(world):

@@ -83,6 +83,23 @@ def test_every_error_is_copied_and_pickled_as_itself(cls, copied):
     assert str(again) == str(error)
 
 
+def test_a_refusal_of_ours_comes_without_a_traceback_of_ours():
+    """The message is for the user, and none of the lines are."""
+    with pytest.raises(ZstratError) as raised:
+        decode(b"x", [], LIMITS)
+    refusal = to_wire(raised.value, full=False)
+    assert not hasattr(from_wire(refusal), "__notes__")
+    (note,) = from_wire(to_wire(raised.value)).__notes__
+    assert "zstrat/wire/" in note
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_lost_server_needs_a_new_strategy(lost):
+    """A server that was started again does not serve the strategy that it left."""
+    words = str(PSUnavailableError("/job:ps/task:0", "it broke", lost))
+    assert "if it does not run, create a new strategy and its variables" in words
+
+
 def test_codes_are_unique_and_stay():
     codes = {cls.code: cls for cls in tree()}
     assert len(codes) == len(tree())

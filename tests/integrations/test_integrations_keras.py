@@ -200,6 +200,11 @@ def test_what_is_refused(case):
         fitted(make, zs.OneDeviceStrategy("CPU:0"), **DATA)
 
 
+def test_a_misspelt_argument_names_the_method():
+    with pytest.raises(TypeError, match=r"^fit\(\).*'epoch'"):
+        fitted(dense, zs.OneDeviceStrategy("CPU:0"), epoch=1)
+
+
 def test_trainable_changes_after_compile():
     """As in Keras: the model is evaluated as it is, and trained when compiled again."""
 

@@ -171,6 +171,7 @@ def test_daemons_that_are_not_ready_in_time():
     ("arguments", "words"),
     [
         ({"num_ps": 0}, "num_ps=0"),
+        ({"worker_devices": 0}, "worker_devices=0"),
         ({"num_workers": -1}, r"num_workers=-1.*\b0\b"),
         ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"logs": "nowhere"}, "logs='nowhere'"),

@@ -280,6 +280,14 @@ def test_an_operation_that_is_not_known_takes_ids_of_32_bits_only(rows, flow):
     assert int(line) in range(first, first + len(lines))
 
 
+def test_rows_of_another_shape_are_refused_without_sizes_of_ours(rows):
+    """The first size of such a table is no number that its user knows."""
+    wrong = IndexedSlices(np.zeros((2, 5), np.float32), np.array([1, 2]))
+    with pytest.raises(ValueError, match=r"'t.*\(any id.*\(2, 5\).*\(2, 2\)") as raised:
+        rows.table.scatter_add(wrong)
+    assert not re.search(r"\d{5}", str(raised.value))
+
+
 def test_gradients_create_rows(rows, optimizer):
     """Rows that occur twice take one step by the sum; look-ups alone create none."""
     table = rows.table

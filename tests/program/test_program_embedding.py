@@ -118,6 +118,12 @@ def test_only_requested_rows_are_sent(storage):
     assert storage.reads == 0
 
 
+def test_max_norm_is_a_number(storage):
+    table = storage.sharded(TABLE, 2)
+    with pytest.raises(TypeError, match=r"max_norm.*'1'"):
+        zs.embedding_lookup(table, np.array([1]), max_norm="1")
+
+
 def test_max_norm(storage):
     table = storage.sharded(np.concatenate([TABLE, np.zeros((1, 3), np.float32)]), 2)
     ids = np.array([[3, 11], [7, 0]])

@@ -145,6 +145,17 @@ def test_an_unknown_placement_is_refused(make_cluster):
         make_cluster(placement="size")
 
 
+@pytest.mark.parametrize("timeout", ["5", 0, float("inf")])
+def test_a_wait_for_servers_that_is_no_time_is_refused(make_cluster, timeout):
+    with pytest.raises(ValueError, match=f"ps_wait_timeout={timeout!r}"):
+        make_cluster(on_ps_loss="restore", ps_wait_timeout=timeout)
+
+
+def test_settings_of_another_kind_are_refused(make_cluster):
+    with pytest.raises(TypeError, match=r"settings=\{\}.*Settings"):
+        make_cluster(settings={})
+
+
 def test_a_hundred_gigabytes_are_never_here(make_cluster):
     fake = make_cluster(ps=4, variable_partitioner=in_parts(8))
     sent = []

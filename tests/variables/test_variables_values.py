@@ -79,6 +79,31 @@ def test_a_given_shape_must_be_the_values():
         zv.Variable([0.0, 1.0], shape=3)
 
 
+@pytest.mark.parametrize("shape", [(-1, 4), ("a", 4), (2.5,), "34"])
+def test_a_shape_that_is_none_names_the_variable(shape):
+    with pytest.raises(ValueError, match=r"'w'.*shape="):
+        zv.Variable(np.zeros, name="w", shape=shape, dtype="float32")
+
+
+def test_a_misspelt_dtype_names_the_variable():
+    with pytest.raises(TypeError, match=r"'w'.*flaot32.*float32"):
+        zv.Variable(1.0, name="w", dtype="flaot32")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "numbers, got NoneType None"),
+        ("hello", "numbers, got str 'hello'"),
+        (object(), "numbers, got object"),
+        ([[1, 2], [3]], "inhomogeneous"),
+    ],
+)
+def test_what_is_no_array_names_the_variable_and_what_was_given(value, words):
+    with pytest.raises(ValueError, match=f"'w'.*{words}"):
+        zv.Variable([1.0, 2.0], name="w").assign(value)
+
+
 def test_enums_are_checked():
     with pytest.raises(ValueError, match="VariableAggregation"):
         zv.Variable(1.0, aggregation="sum")

@@ -88,12 +88,21 @@ def users_function(x):
 
 
 def test_tracebacks_keep_the_users_lines():
-    try:
+    with pytest.raises(TypeError) as raised:
         jax.eval_shape(users_function, np.zeros(4))
-    except TypeError as error:
-        trim(error)
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    error = trim(raised.value)
+    words = "".join(traceback.format_exception(error))
+    assert "JAX_TRACEBACK_FILTERING" not in words, "the variable is ZSTRAT_TRACEBACK"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files == [__file__, __file__]
+
+
+def test_a_refusal_of_ours_has_no_traceback_of_ours():
+    """Its words are for the user, and none of the lines are."""
+    with pytest.raises(NotFoundError) as raised:
+        Results(1000).of(9)
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    assert trim(error).__traceback__ is None
 
 
 def test_tracebacks_of_our_own_defects_stay_whole():

@@ -13,6 +13,8 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any, Final, final
 
+import numpy as np
+
 from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
 from zstrat.transport import require_own, warn_of_blocking
 
@@ -26,8 +28,6 @@ from ._values import RemoteValue
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-
-    import numpy as np
 
     from zstrat.program import Plan
     from zstrat.transport import Portal
@@ -322,8 +322,8 @@ def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
     time.
 
     Raises:
-        ValueError: The strategy does not use parameter servers, or it already has a
-            coordinator with other options.
+        ValueError: The strategy does not use parameter servers, it already has a
+            coordinator with other options, or an option has a wrong value.
         ClosedError: The strategy is closed.
     """
     if not isinstance(strategy, CoordinatedStrategy):
@@ -340,6 +340,7 @@ def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
             )
         core: CoordinatorCore | None = session.core
         if core is None:
+            _check_options(given)
             core = session.core = CoordinatorCore(strategy, **given)
             core.options = given
         elif given and given != core.options:
@@ -349,3 +350,23 @@ def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
                 "none"
             )
         return core
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    # A wrong timeout would only fail in the loop when no worker is left, unseen.
+    for name, value in given.items():
+        match name:
+            case "worker_wait_timeout":
+                known = _is_number(value, int, float) and value >= 0
+                expected = "a number of seconds, 0 or more"
+            case "errors_once":
+                known, expected = isinstance(value, bool), "True or False"
+            case _:
+                known = _is_number(value, int) and value >= 1
+                expected = "a whole number, 1 or more"
+        if not known:
+            raise ValueError(f"{name}={value!r:.80}: expected {expected}, or None")
+
+
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, (*kinds, np.integer)) and not isinstance(value, bool)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 INTERRUPT_SECONDS: Final = 1.0
 """Seconds that Ctrl-C waits for the loop to report how many closures it cancelled."""
 
+NOTICE_SECONDS: Final = 10.0
+"""Seconds after which a call that waits for workers to build something is logged."""
+
 
 class ClosureEngine:
     """The queue with its lock, and the calls of the user that wait for closures."""
@@ -192,7 +195,8 @@ class ClosureEngine:
             self._worker_waits += 1
         try:
             self.loop.wake()  # it starts the timeout if there is no worker
-            self.waiters.block(partial(self._try_until, ready, what), timeout, what)
+            attempt = partial(self._try_until, ready, what)
+            self.waiters.block(attempt, timeout, what, NOTICE_SECONDS)
         finally:
             with self.lock:
                 self._worker_waits -= 1

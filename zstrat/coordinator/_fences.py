@@ -188,7 +188,8 @@ class Fences:
         asked = [(task.place, fence)]
         while True:
             if task.place in self._absent:
-                raise PSUnavailableError(task.name, self._absent[task.place])
+                reason = self._absent[task.place]
+                raise PSUnavailableError(task.name, reason, task.gone)
             try:
                 (answer,) = await self._client.each(asked, Fenced, deadline=deadline)
             except PSUnavailableError:

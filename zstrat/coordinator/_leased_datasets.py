@@ -439,8 +439,8 @@ def make_leased_dataset(
         recipe.source, LeasedSource
     ):
         raise TypeError(
-            "create_leased_dataset needs batch=, the number of examples of a batch, "
-            f"with a {type(source).__name__}; Dataset.from_indexed alone has its own"
+            f"create_leased_dataset of {type(source).__name__} needs batch=, the "
+            "number of examples of a batch; Dataset.from_indexed alone has its own"
         )
     leased = recipe.source
     of = getattr(leased.source, "__name__", type(leased.source).__name__)

@@ -135,16 +135,16 @@ class PendingError:
         return self.error.with_traceback(None)
 
     def _note(self, call: str) -> str:
-        text = "A fetch has raised it before. " if self.was_fetched else ""
-        text += f"{call} raised it, once"
-        if call == "coordinator.schedule":
-            text += ", and did not schedule its own call: call it again"
+        text = f"Raised once, by {call}."
         if self.was_fetched:
-            text += (
-                "; ClusterCoordinator(strategy, errors_once=True) does not raise again "
-                "what a fetch has raised"
+            text = (
+                f"A fetch has raised it before; {call} raises it once more. "
+                "ClusterCoordinator(strategy, errors_once=True) does not raise again "
+                "what a fetch has raised."
             )
-        return f"{text}."
+        if call == "coordinator.schedule":
+            text += " This call was not scheduled: call it again."
+        return text
 
 
 class PendingErrors:

@@ -8,6 +8,7 @@ one; all else is the same.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ Attempt = Callable[[], Ready | None]
 """Returns None if it succeeded, else the condition for the next attempt."""
 
 B = TypeVar("B", bound=Bell)
+
+_log = logging.getLogger("zstrat.coordinator")
 
 _NOT_READY = RemoteValueStatus.NOT_READY
 
@@ -146,18 +149,30 @@ class Waiters:
         if self.echo.is_behind:
             self.echo.show()
 
-    def block(self, attempt: Attempt, timeout: float | None, what: str) -> None:
-        """Blocks until the attempt succeeds.
+    def block(
+        self,
+        attempt: Attempt,
+        timeout: float | None,
+        what: str,
+        notice_after: float | None = None,
+    ) -> None:
+        """Blocks until the attempt succeeds. Logs once if that takes more than
+        ``notice_after`` seconds.
 
         Raises:
             DeadlineExceededError: It did not within ``timeout`` seconds.
         """
-        deadline = _deadline(timeout)
+        deadline, notice_at = _deadline(timeout), _deadline(notice_after)
         while (bell := self._attempted(attempt, ThreadBell)) is not None:
             with self._watched(bell):
                 warn_of_blocking("the same method of a zs.AsyncClusterCoordinator")
-                left = None if deadline is None else deadline - time.monotonic()
+                dues = [due for due in (deadline, notice_at) if due is not None]
+                left = min(dues) - time.monotonic() if dues else None
                 if not bell.wait(left):
+                    if notice_at is not None and min(dues) == notice_at:
+                        _log.warning("%s: not done after %s s", what, notice_after)
+                        notice_at = None
+                        continue
                     with self._guarded.lock:
                         unfinished = self._guarded.unfinished()
                     raise DeadlineExceededError(

@@ -62,7 +62,7 @@ class Elements(Generic[T]):
         except TypeError as error:
             raise TypeError(
                 f"{name} must be iterable (a Dataset, a generator, a list of batches); "
-                f"it is a {type(source).__name__}"
+                f"got {type(source).__name__}"
             ) from error
         self.name: Final = name
         self._ready: Final[deque[T]] = deque()

@@ -95,6 +95,8 @@ class LocalCluster(StartedTasks[Child]):
         occupy_descriptors()
         num_ps = _count("num_ps", num_ps, 1)
         num_workers = _count("num_workers", num_workers, 0)
+        if worker_devices is not None:
+            worker_devices = _count("worker_devices", worker_devices, 1)
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())

@@ -18,6 +18,7 @@ The rules of dtypes:
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -100,12 +101,15 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
         TypeError: It is unknown, or not a dtype of numbers or booleans.
     """
     # jax knows the names of narrow floats (bfloat16), and its own scalar types.
-    known: np.dtype = np.dtype(jnp.dtype(dtype))
-    if known.name not in DTYPES:
+    try:
+        known: np.dtype | None = np.dtype(jnp.dtype(dtype))
+    except TypeError:
+        known = None
+    if known is None or known.name not in DTYPES:
         raise TypeError(
-            f"variable {name!r} cannot have dtype {known}: expected one of "
-            f"{', '.join(DTYPES)}"
-        )
+            f"variable {name!r} cannot have dtype {dtype if known is None else known}: "
+            f"expected one of {', '.join(DTYPES)}"
+        ) from None
     return DTYPES[known.name]  # the little-endian one
 
 
@@ -322,13 +326,21 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
             "the step with zs.function instead of jax.jit"
         )
     require_unmasked(value, f"cannot {what} {spec}: the value")
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"cannot {what} {spec}: {error}") from None
     # A step must not silently convert what it has computed; numpy arrays are the user's
     # input, which TF converts, too.
     strict = isinstance(value, jax.Array) and not is_weak(value)
     wanted = spec.numpy_dtype
     if array.dtype != wanted:
         if strict or not same_kind(array.dtype, wanted):
+            if array.dtype.kind in "OSU":
+                raise ValueError(
+                    f"cannot {what} {spec}: expected an array of numbers, got "
+                    f"{type(value).__name__} {reprlib.repr(value)}"
+                )
             raise ValueError(_wrong_dtype(spec, array.dtype, what))
         _check_integers(array, wanted, f"cannot {what} {spec}: the value")
     return np.asarray(array, wanted, order="C")
@@ -397,11 +409,16 @@ def _plain_dtype(dtype: np.dtype) -> np.dtype:
 def _check_shape(
     spec: VariableSpec, given: tuple[int, ...], wanted: tuple[int, ...], what: str
 ) -> None:
-    if given != wanted:
+    if given == wanted:
+        return
+    if spec.buckets is not None:  # its first size is not one of the user's
         raise ValueError(
-            f"cannot {what} {spec}: shape mismatch. The variable has shape "
-            f"{spec.shape}, and the value has shape {given}; expected {wanted}"
+            f"cannot {what} {spec}: the rows have shape {given}; expected {wanted}"
         )
+    raise ValueError(
+        f"cannot {what} {spec}: shape mismatch. The variable has shape {spec.shape}, "
+        f"and the value has shape {given}; expected {wanted}"
+    )
 
 
 def _check_rows(spec: VariableSpec, index: Any, rows: Any, what: str) -> None:

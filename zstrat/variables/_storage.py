@@ -115,6 +115,9 @@ class VariableSpec:
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     def __str__(self) -> str:
+        if self.buckets is not None:
+            row = list(self.shape[1:])
+            return f"table {self.name!r} (any id, rows {self.dtype}{row})"
         return f"variable {self.name!r} ({self.dtype}{list(self.shape)})"
 
 

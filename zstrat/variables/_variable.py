@@ -9,7 +9,9 @@ Variables are opaque leaves of pytrees. jax functions that are compiled at the c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
@@ -103,7 +105,7 @@ class Variable(AbstractVariable):
             raise TypeError(f"name={name!r:.80}: expected a string")
         request = VariableRequest(
             initial_value,
-            None if shape is None else tuple(int(n) for n in shape),
+            None if shape is None else _sizes(shape, name),
             dtype,
             name,
             is_trainable(trainable, synchronization, name),
@@ -257,6 +259,16 @@ def _slots(kind: type) -> Sequence[str]:
 def unbound(spec: VariableSpec) -> Variable:
     """Makes a handle without a value, for use inside step functions only."""
     return handle(spec, _UNBOUND)
+
+
+def _sizes(shape: Sequence[int], name: str) -> tuple[int, ...]:
+    with contextlib.suppress(TypeError):
+        sizes = tuple(operator.index(size) for size in shape)
+        if all(size >= 0 for size in sizes):
+            return sizes
+    raise ValueError(
+        f"variable {name!r}: shape={shape!r:.80}: expected whole numbers, 0 or more"
+    )
 
 
 def create(

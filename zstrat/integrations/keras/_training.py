@@ -224,7 +224,10 @@ class Training(abc.ABC):
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls `fit`, `evaluate` or `predict` of Keras."""
-        bound = inspect.signature(method).bind(self.model, *args, **kwargs)
+        try:
+            bound = inspect.signature(method).bind(self.model, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}() {error}") from None
         given = bound.arguments
         callbacks, outer = given.get("callbacks"), self._call
         if (

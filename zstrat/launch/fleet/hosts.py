@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from zstrat.cluster import GPUS_VARIABLE, visible_gpus
-from zstrat.config import read_toml
+from zstrat.config import did_you_mean, read_toml
 from zstrat.errors import UnavailableError
 
 from ._fleet import Fleet
@@ -196,14 +196,23 @@ def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
     return _checked("hosts", SshHosts(tuple(SshHost(name) for name in given)))
 
 
+_HOST_KEYS: Final = sorted(
+    {field.name for field in dataclasses.fields(SshHost)} - {"name"}
+)
+_KINDS: Final[dict[type, str]] = {int: "number", str: "string", list: "list"}
+
+
 def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
     # Keys outside of the tables of the hosts are defaults for all of them.
     rest = dict(table)
     named = rest.pop("hosts", None)
     counts = {key: rest.pop(key, None) for key in ("ps", "workers")}
     if not isinstance(named, dict) or not named:
+        unknown = sorted(rest.keys() - set(_HOST_KEYS))
+        found = f" (there is {unknown[0]!r})" if unknown else ""
         raise ValueError(
-            f"{file}: no hosts: expected a table for each host, such as [hosts.node1]"
+            f"{file}: no hosts{found}: expected a table for each host, such as "
+            "[hosts.node1]"
         )
     for key, count in counts.items():
         if count is not None and (
@@ -227,16 +236,16 @@ def _host(file: str, name: str, table: Mapping[str, object]) -> SshHost:
     values: dict[str, object] = {}
     for key, value in table.items():
         if key == "name" or key not in kinds:
-            known = ", ".join(sorted(kinds.keys() - {"name"}))
             raise ValueError(
-                f"{file}: unknown key {key!r} of a host: expected one of {known}"
+                f"{file}: unknown key {key!r} of a host: expected one of "
+                f"{', '.join(_HOST_KEYS)}{did_you_mean(key, _HOST_KEYS)}"
             )
         # None is the default of `gpus` alone.
         is_list = kinds[key] is None or isinstance(kinds[key], tuple)
         kind = list if is_list else type(kinds[key])
         # True is an int in Python, but no key of a host is a boolean.
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{file}: {key} = {value!r}: expected a {kind.__name__}")
+            raise ValueError(f"{file}: {key} = {value!r}: expected a {_KINDS[kind]}")
         values[key] = tuple(map(str, value)) if isinstance(value, list) else value
     return dataclasses.replace(SshHost(name), **values)  # type: ignore[arg-type]
 

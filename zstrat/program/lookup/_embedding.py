@@ -92,8 +92,11 @@ def lookup(
 
     Other ids give arbitrary rows; nothing is fetched or updated for them.
     """
-    if max_norm is not None and not isinstance(max_norm, jax.Array) and max_norm < 0:
-        raise ValueError(f"max_norm must not be negative, got {max_norm}")
+    if max_norm is not None and not isinstance(max_norm, jax.Array):
+        if not isinstance(max_norm, int | float | np.number | np.ndarray):
+            raise TypeError(f"max_norm must be a number or None, got {max_norm!r:.80}")
+        if max_norm < 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm}")
     if partition_strategy not in _STRATEGIES:
         raise ValueError(
             f"partition_strategy must be 'div' or 'mod', got {partition_strategy!r}"

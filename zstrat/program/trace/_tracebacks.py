@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.config import environment
+from zstrat.errors import is_refusal
 from zstrat.variables import is_machinery
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ _PYTHON: Final = f"{os.path.dirname(os.__file__)}/"
 _CHAIN: Final = 20
 """Limit of causes of causes; a longer chain is a cycle."""
 _NOTE: Final = "Frames of zstrat and jax are hidden; ZSTRAT_TRACEBACK=full shows them."
+_NOTE_OF_JAX: Final = "For simplicity, JAX has removed its internal frames"
 
 
 def hide_frames(error: Exception) -> None:
@@ -107,6 +109,7 @@ def hide_frames(error: Exception) -> None:
         return
     for cause in _chain(error):
         cause.__traceback__ = _trimmed(cause.__traceback__)
+        _remove_note_of_jax(cause)
     notes = getattr(error, "__notes__", [])  # users may set them to anything
     # Once, as an error may leave through several public calls.
     if isinstance(notes, list) and not any(_NOTE in str(note) for note in notes):
@@ -116,12 +119,24 @@ def hide_frames(error: Exception) -> None:
 def trim(error: BaseException) -> BaseException:
     """Hides the frames of zstrat in an error that goes to another process; returns it.
 
-    An error without a line of the user keeps all frames, because it is about zstrat.
+    An error without a line of the user keeps all frames, because it is about zstrat,
+    unless a ``raise`` there made it: its message is for the user then.
     """
     if environment().get("ZSTRAT_TRACEBACK") != "full":
         for cause in _chain(error):
-            cause.__traceback__ = _trimmed(cause.__traceback__) or cause.__traceback__
+            trace = _trimmed(cause.__traceback__)
+            if trace is not None or is_refusal(cause):
+                cause.__traceback__ = trace
+                _remove_note_of_jax(cause)
     return error
+
+
+def _remove_note_of_jax(error: BaseException) -> None:
+    """Removes jax's note that its frames are hidden: `_NOTE` says so, or the lines that
+    are left are those of the user."""
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list):
+        notes[:] = [note for note in notes if _NOTE_OF_JAX not in str(note)]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -69,7 +69,9 @@ class GrowingCell(Cell):
             self._reserve = Reserve(height * self._width, dtype, folder)
         except OSError as error:
             raise ResourceExhaustedError(
-                f"rows cannot be kept in a file in {folder}: {error}"
+                f"rows cannot be kept in a file in {folder}: "
+                f"{error.strerror or error}; check the folder (--spill, ZSTRAT_SPILL) "
+                "and the room on its disk"
             ) from None
         array = self._reserve.array.reshape((height, *row))
         self._start(array.shape, dtype, Buffer(array), None)

@@ -197,6 +197,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             )
         if settings is None:
             settings = settings_from(environment())
+        elif not isinstance(settings, Settings):
+            raise TypeError(
+                f"settings={settings!r:.80}: expected a zstrat.config.Settings, or "
+                "None for those of the environment"
+            )
         if prefetch is not None:
             if not isinstance(prefetch, int | np.integer) or prefetch < 0:
                 raise ValueError(
@@ -451,7 +456,7 @@ def _ps_loss_timeout(on_ps_loss: str, timeout: float | None) -> float | None:
     """Returns the seconds to wait for a lost ps; None if calls raise at once."""
     if on_ps_loss not in ("raise", "restore"):
         raise ValueError(f"on_ps_loss={on_ps_loss!r}: expected 'raise' or 'restore'")
-    if timeout is not None and not 0 < timeout < math.inf:
+    if timeout is not None and not _is_finite_wait(timeout):
         raise ValueError(
             f"ps_wait_timeout={timeout!r}: expected a finite number of seconds above 0"
         )
@@ -463,6 +468,10 @@ def _ps_loss_timeout(on_ps_loss: str, timeout: float | None) -> float | None:
             )
         return None
     return PS_WAIT if timeout is None else float(timeout)
+
+
+def _is_finite_wait(timeout: object) -> bool:
+    return isinstance(timeout, int | float | np.number) and bool(0 < timeout < math.inf)
 
 
 def _detected() -> ClusterResolver:

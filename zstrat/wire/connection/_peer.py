@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Generic, cast
 
+from zstrat.config import environment
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -549,7 +550,8 @@ _BEAT: Final = Beat(wanted=False)
 
 def failure(error: BaseException) -> Failure:
     """Returns the error as the outcome of a request."""
-    return Failure(cast("PlainTree", to_wire(error)))
+    full = environment().get("ZSTRAT_TRACEBACK") == "full"
+    return Failure(cast("PlainTree", to_wire(error, full=full)))
 
 
 _SPECIAL: Final = frozenset(
