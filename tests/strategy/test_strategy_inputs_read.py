@@ -89,7 +89,7 @@ class Watched(Recipe):
     def __init__(self):
         self.begins, self.makes = [], []
 
-    def begun(self):
+    def begin_pass(self):
         self.begins.append(threading.current_thread())
         return self
 
