@@ -7,7 +7,7 @@ is imported, and says which Keras to install if one of these is gone:
 |---|---|
 | `_get_jax_state` | called before the first step, and after each synchronization |
 | ``_jax_state*`` of a model | whether there is state that its variables lack |
-| ``_enforce_jax_state_sharding()`` | of older versions: lays out the results of a step |
+| ``_enforce_jax_state_sharding()`` | of older versions: lays out a step's results |
 | `_flatten_layers` | all layers of a model |
 | `get_keras_mask` of ``keras.src.backend`` | the mask that a loss is given |
 | `_distribute_data` of its trainer | moves batches to devices of this process |
