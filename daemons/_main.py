@@ -84,8 +84,8 @@ class DaemonOptions:
     """The parsed arguments of a daemon.
 
     Args:
-        join: Addresses of the program to which a worker reports itself when no cluster
-            spec lists it; None: the worker is in a cluster spec.
+        join: The parameter servers to which a worker that no cluster spec lists reports
+            itself; None: a cluster spec lists the task.
         parent: Process id; the daemon ends with that process. 0: none. With ``report``
             that process is the launcher, and the kernel kills the daemon; without
             ``report`` the daemon drains.
@@ -280,9 +280,9 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
 async def _with_index(
     options: DaemonOptions, incarnation: int
 ) -> tuple[DaemonOptions, WorkerJoin | None]:
-    """Asks the program that a worker joins (``options.join``) for the worker's task
-    index, if it has none. Returns the options with the index, and the connection to
-    that program; None if the worker joins none."""
+    """Gets a task index for a worker that joins a session (``options.join``) without
+    one. Returns the options with that index, and the `WorkerJoin`, None for a task
+    that joins no session."""
     if options.join is None:
         return options, None
     join = WorkerJoin(options.join, options.settings, incarnation)

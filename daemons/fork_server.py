@@ -37,7 +37,7 @@ MAINS: Final = {"ps": ps.main, "worker": worker.main}
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """A request to fork a daemon, with the daemon's environment and file descriptors."""
+    """A request to fork a daemon, with its environment and file descriptors."""
 
     job: str
     arguments: list[str]

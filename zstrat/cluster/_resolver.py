@@ -194,7 +194,7 @@ class SourceResolver(ClusterResolver):
         return job, self.task_id if task_id is None else task_id
 
     def _with_layer(self, address: str, rpc_layer: str | None) -> str:
-        """Puts the given scheme in front of an address, or else that of this resolver."""
+        """Puts the given scheme, or else that of this resolver, before an address."""
         given = rpc_layer is not None if self._empty_layer_counts else bool(rpc_layer)
         layer = rpc_layer if given else self.rpc_layer
         return with_scheme(address, layer)
