@@ -30,9 +30,11 @@ class ExecutableLocation(enum.Enum):
     """The location of this program, which determines its credentials."""
 
     WITHIN_CLUSTER = 0
-    """In a pod: the pod's service account."""
+    """This program runs in a pod, and has the credentials of the pod's service
+    account."""
     OFF_CLUSTER = 1
-    """Elsewhere: the configuration of ``kubectl``."""
+    """This program runs elsewhere, and has the credentials in ``kubectl``'s
+    configuration."""
 
 
 KubernetesExecutableLocation = ExecutableLocation

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Final
 
 _LOWEST_PORT: Final = 10_240
-"""Lower ports are used by well-known services: 5432, 6379, 8080."""
+"""The lowest port that is tried: well-known services use lower ones, such as 5432,
+6379, 8080."""
 _EPHEMERAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_EPHEMERAL: Final = 32_768
 """The first port that Linux chooses by default; other systems begin at 49,152."""

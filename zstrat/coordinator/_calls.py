@@ -85,7 +85,7 @@ class Code:
         """Pickles a function or dataset.
 
         Raises:
-            Exception: It cannot be pickled.
+            Exception: ``obj`` cannot be pickled.
         """
         classes: list[type] = []
         return cls(dump_code(obj, classes=classes), classes)
@@ -207,8 +207,8 @@ class _KnownFunction:
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
-        """Returns cached arguments with the same bytes, or else caches these and
-        returns them."""
+        """Returns cached arguments with the same bytes, or else adds ``arguments`` to
+        the cache and returns them."""
         # Taken out and put back, as the most recent: the oldest one goes first.
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
@@ -417,8 +417,8 @@ class CallTable:
 
 class _TracedCall(NamedTuple):
     """The outcome of tracing a call: the treedef of its result (None: unknown), the
-    resources that it captured, the variables of this process that it reads, and what it
-    draws from leased datasets."""
+    resources that it captured, the variables of this process that it reads, and how
+    many batches it draws from leased datasets."""
 
     treedef: Any = None
     captured: Sequence[PerWorker] = ()

@@ -76,12 +76,12 @@ class CoordinatorFace:
           ended were lost by it.
         - ``failovers``, ``stores_without_backup`` (with ``replicas=1``): how often a
           backup took over from a parameter server, and how many stores are not known to
-          have a complete backup now. Those of a server that does not answer count.
+          have a complete backup now. Stores of a server that does not answer count.
         - ``rounds``: for each optimizer with `zstrat.Rounds`, by name: rounds that were
           ``closed`` and are closed ``per_s``, contributions that are ``waiting``, and
           by worker how many came ``late``, how many were ``dropped``, and in how many
-          ``rounds`` and for how many ``seconds`` it was ``waited_for``; ``recent``: the
-          same of the last 64 rounds.
+          ``rounds`` and for how many ``seconds`` others ``waited_for`` the worker;
+          ``recent``: the same of the last 64 rounds.
         - ``leases``: for each pass through a leased dataset, by name: the ``epoch`` of
           ``epochs``, its number of ``examples``, leases that are ``open`` or come back
           (``to_lease_again``), examples that are ``done`` and ``skipped`` of ``total``

@@ -74,7 +74,8 @@ class ClosureEngine:
         """Message that names the strategy of this program that took the cluster over;
         None if none did."""
         self.oldest: Callable[[], str] = str  # "" until the dispatcher sets it
-        """Describes the closure that has run longest, and its worker."""
+        """A function that describes the closure that has run longest, and its
+        worker."""
         self._worker_waits = 0
         """Number of calls that wait until a worker has built something."""
         self._low_water_at_close = 0
@@ -267,13 +268,15 @@ class ClosureEngine:
             self.waiters.notify()
 
     def settle(self, ended: Iterable[Ended]) -> None:
-        """Gives the values of closures that the queue ended their errors. Lock held."""
+        """Settles the values of closures that the queue ended, each with its error.
+        Lock held."""
         for item in ended:
             item.closure.value._settle_error(item.error)
 
     def _blame_outage(self, ended: Iterable[Ended]) -> list[Ended]:
         """Replaces the error of cancelled closures that had started when a parameter
-        server was lost: it is not known whether they were applied there."""
+        server was lost by the error of that loss: it is not known whether the server
+        applied them."""
         outage = self.outage_error
         return [
             item
@@ -341,10 +344,12 @@ class ClosureEngine:
         self.waiters.notify()
 
     def _enqueue(self, closure: Closure) -> bool:
-        """Queues the closure if the queue takes it, and wakes the loop if needed.
+        """Queues the closure, and wakes the loop if needed. Returns whether the queue
+        took the closure.
 
         Ctrl-C may strike between any two of these lines. `must_wake` is reset last, so
-        that the next call wakes the loop if this one was interrupted (`remind`)."""
+        that the next call wakes the loop if this one was interrupted (`remind`).
+        """
         if not self.queue.put(closure):
             return False
         if self.must_wake:

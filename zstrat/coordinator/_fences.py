@@ -207,7 +207,7 @@ class Fences:
         """Waits a moment for a lost server to return.
 
         Raises:
-            DeadlineExceededError: It did not return until the deadline.
+            DeadlineExceededError: The server did not return until the deadline.
         """
         now = asyncio.get_running_loop().time()
         try:
@@ -220,8 +220,9 @@ class Fences:
 
 
 INTERVAL: Final = 0.25
-"""Seconds between two marks to each server. At most about ten thousand closures end in
-that time, a hundredth of what a server can remember."""
+"""Seconds between two marks (the step below which all have ended) to each server. At
+most about ten thousand closures end in that time, a hundredth of what a server can
+remember."""
 
 
 @final

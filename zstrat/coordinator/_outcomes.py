@@ -92,8 +92,8 @@ ERROR_CHARACTERS: Final = 1000
 
 @final
 class Outcomes:
-    """Ends closures, or returns them to the queue after failures that are not their own
-    fault.
+    """Ends closures, or puts them back into the queue after failures that are not their
+    own fault.
 
     Args:
         abandoned: Receives the kept results whose remote value was dropped.
@@ -113,7 +113,7 @@ class Outcomes:
         worker."""
 
     def handle(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
-        """Ends the closures of a message, or returns them to the queue.
+        """Ends the closures of a message, or puts them back into the queue.
 
         Returns:
             Whether closures wait for a worker.

@@ -457,7 +457,7 @@ class Queue:
         self, closure: Closure, now: float, delay: float = 0.0, *, begun: bool
     ) -> list[Ended]:
         """Puts a closure that did not end, through no fault of its own, back into the
-        queue.
+        queue. Returns closures that ended instead, for the caller to settle.
 
         Args:
             begun: The closure's updates may have been applied.
@@ -487,7 +487,8 @@ class Queue:
 
     def lost(self, closure: Closure, worker: str, now: float) -> list[Ended]:
         """Puts a closure whose worker was lost back into the queue, or fails it as the
-        likely cause of the losses."""
+        likely cause of the losses. Returns closures that ended, for the caller to
+        settle."""
         closure.losses = (*closure.losses, worker)
         closure.begun = True
         lost = len(closure.losses)
@@ -519,8 +520,8 @@ class Queue:
         return min(len(self._fresh), max(0, self.max_ahead - ahead))
 
     def leases_changed(self, resource: int) -> None:
-        """Returns closures that wait for leases of the dataset ``resource`` to the
-        queue, to try again."""
+        """Puts closures that wait for leases of the dataset ``resource`` back into the
+        queue, so that they try again."""
         self._fresh.extendleft(reversed(self.leases.unpark(resource)))
 
     def give_leases_back(self, resource: int) -> None:

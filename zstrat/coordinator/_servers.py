@@ -114,7 +114,7 @@ class ParameterServers:
 
     @property
     def client(self) -> PsClient:
-        """The client of the session.
+        """The client of the session's parameter servers.
 
         Raises:
             PSUnavailableError: A parameter server is lost, with its variables.

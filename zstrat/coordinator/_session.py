@@ -152,7 +152,8 @@ class ClusterSession:
     def run(
         self, work: Coroutine[Any, Any, T], what: str, timeout: float | None = None
     ) -> T:
-        """Runs a coroutine on the loop that owns the links; blocks until it has ended.
+        """Runs a coroutine on the loop that owns the links; blocks until the coroutine
+        has ended, and returns its result.
 
         Args:
             what: Names the work in errors.
@@ -278,7 +279,7 @@ class ClusterSession:
 
     def recover(self, timeout: float) -> None:
         """Enables restores of lost parameter servers, when they return, from the last
-        checkpoint of `remember`.
+        checkpoint that `remember` got.
 
         Args:
             timeout: Seconds for a lost server to return.

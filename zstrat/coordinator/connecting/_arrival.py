@@ -152,7 +152,8 @@ async def _any_of(workers: Sequence[AnyTask], deadline: float) -> None:
 
 
 def _raise_all(errors: Sequence[BaseException]) -> None:
-    """Raises one error as it is, and several as one with the texts of all."""
+    """Raises the first refusal of a task, if any; else one error with the texts of all.
+    Does nothing without errors."""
     if not errors:
         return
     # A refusal says more than that others are late.

@@ -52,7 +52,7 @@ class StoreDirectory:
         a worker knows the newer of two addresses."""
         self._workers = workers
         self._unanswered: set[asyncio.Future[Message]] = set()
-        """Messages to workers that they have not answered yet."""
+        """Futures of the answers to messages that workers have not answered yet."""
 
     def publish(self, store: int, view: int, address: str) -> None:
         """Sends all workers the address at which a store is served from now on."""

@@ -60,8 +60,8 @@ class AdmitWorker:
 
 @dataclass(frozen=True, slots=True)
 class MoveWorker:
-    """An order to replace the session at a place by one with the process at this
-    address."""
+    """An order to replace the session at a place (index of a worker) by one with the
+    process at this address."""
 
     place: int
     task_number: int
@@ -354,7 +354,8 @@ class Membership:
         return released
 
     def _at(self, address: str) -> _Worker | None:
-        """Returns the worker at the address, or the last one that was there."""
+        """Returns the worker at the address, or else the last one that was there; None
+        if there never was one."""
         known = [worker for worker in self._workers if worker.address == address]
         return next((w for w in known if w.is_present), known[-1] if known else None)
 

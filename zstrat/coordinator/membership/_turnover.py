@@ -150,7 +150,8 @@ class Turnover:
         self._answer: Mapping[int, str] | None = None
         self._refused: dict[int, str] = {}
         self._leaving: dict[int, asyncio.Event] = {}
-        """By index of a worker that is leaving: set when it has left."""
+        """By index of a worker that is leaving: an event, set when the worker has
+        left."""
 
     async def add(self, address: str, task_number: int | None, timeout: float) -> int:
         """Adds a worker, and waits until the worker has joined; returns its number.

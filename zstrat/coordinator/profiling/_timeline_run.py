@@ -152,7 +152,7 @@ class TimelineBounds:
 
 @dataclass(slots=True)
 class CollectedRun:
-    """A recorded time line. ``reason``: what ended it."""
+    """A recorded time line. ``reason`` says what ended the recording."""
 
     notes: ProgramNotes
     tasks: list[TaskNotes]
@@ -232,7 +232,7 @@ class TimelineRun:
         await asyncio.shield(self._collecting)
 
     def enough(self) -> None:
-        """Ends the time line soon; does not wait."""
+        """Ends the recording soon; does not wait for its end."""
         self._enough.set()
 
     def give_up(self) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class RestorePoint(Protocol):
-    """A complete checkpoint, as far as it concerns the servers of one session."""
+    """A complete checkpoint, as far as it concerns the parameter servers of one
+    session."""
 
     @property
     def path(self) -> str: ...

@@ -175,7 +175,8 @@ class OrphanedStores:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _copies_of(self, number: int, deadline: float) -> _ProcessReport:
-        """Asks a process for its copies, again if it is lost before it answers."""
+        """Asks a process for its copies; asks again if the process is lost before it
+        answers."""
         process = self._known.sessions[number]
         ask = AskCopies(self._orders.session)
         while True:

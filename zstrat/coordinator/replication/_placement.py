@@ -198,7 +198,8 @@ class StorePlacement:
 
     @property
     def has_refused(self) -> bool:
-        """Whether a process has refused a copy: `retry_refused` asks it again."""
+        """Whether a process has refused a copy, so that `retry_refused` has to ask it
+        again."""
         return any(process.unwilling for process in self._processes)
 
     def primary_lost(

@@ -67,7 +67,7 @@ RETRY_SECONDS: Final = 5.0
 
 @final
 class StoreOrders:
-    """Sends the orders of the placement, and reports their outcomes to it, in one
+    """Sends the orders of a `StorePlacement`, and reports their outcomes to it, in one
     session.
 
     Args:

@@ -122,8 +122,8 @@ def _successor(
 
 
 def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
-    """Returns a primary and its backup. There is at most one such pair: the backup of
-    the first would have been promoted before."""
+    """Returns a primary and its backup, if both copies are found; else None. There is
+    at most one such pair: the backup of the first would have been promoted before."""
     for one in found:
         for other in found:
             copies = one.copy, other.copy

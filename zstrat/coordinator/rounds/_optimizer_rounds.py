@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 RECENT_ROUNDS: Final = 64
-"""Number of last rounds that metrics use to name the workers that hold rounds up
+"""Number of latest rounds from which metrics derive the workers that hold rounds up
 now."""
 
 
