@@ -295,7 +295,7 @@ class _LoopCalls:
     `CoordinatorCore`."""
 
     dispatcher: Dispatcher
-    """Set after construction, as the dispatcher needs the engine."""
+    """The dispatcher, which is set after construction, as it needs the engine."""
 
     def __init__(self, portal: Portal) -> None:
         self._portal = portal

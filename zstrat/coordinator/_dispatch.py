@@ -439,9 +439,9 @@ class Dispatcher:
         }
 
     def _metrics_for_observers(self, now: float) -> PlainTree:
-        """Returns the metrics that observers cannot get from elsewhere than workers, at
-        most once a second; None in between, and if the program uses neither rounds nor
-        bounded staleness nor leased datasets."""
+        """Returns the metrics of the program that observers can get from workers alone,
+        at most once a second; None in between, and if the program uses neither rounds
+        nor bounded staleness nor leased datasets."""
         leases = self.queue.leases
         is_plain = not self.rounds.rounds and self.members.staleness is None
         if now < self._metrics_due or (is_plain and not leases.books):

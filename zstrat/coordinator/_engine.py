@@ -274,9 +274,8 @@ class ClosureEngine:
             item.closure.value._settle_error(item.error)
 
     def _blame_outage(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Replaces the error of cancelled closures that had started when a parameter
-        server was lost by the error of that loss: it is not known whether the server
-        applied them."""
+        """Gives cancelled closures that had started when a parameter server was lost
+        the error of that loss: it is not known whether the server applied them."""
         outage = self.outage_error
         return [
             item

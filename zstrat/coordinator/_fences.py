@@ -70,8 +70,8 @@ class Fences:
         self._raising: set[asyncio.Task[None]] = set()
 
     def enter(self, session: int) -> None:
-        """Sets the session of fences from now on: another one, in which nothing was
-        pushed yet."""
+        """Makes later fences belong to another session, in which nothing was pushed
+        yet."""
         self._session = session
 
     def raise_to(
@@ -235,7 +235,7 @@ class Marking:
         self._next_at = 0.0
 
     def enter(self, session: int) -> None:
-        """Sets the session of marks from now on; see `Fences.enter`."""
+        """Makes later marks belong to another session; see `Fences.enter`."""
         self._session = session
 
     def send(self, low_water: int, now: float) -> None:

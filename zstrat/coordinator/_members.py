@@ -81,9 +81,9 @@ class Member:
     in_flight: dict[int, Closure] = field(default_factory=dict)
     """Closures that the worker has, by step, in the order of dispatch."""
     started: int = 0
-    """Number of closures that the worker got and did not give back. When it joins, or
-    gets closures again, it begins with the number that the slowest worker had ended by
-    then."""
+    """Number of closures that the worker got and did not give back. When the worker
+    joins, or gets closures again, the count begins with the number that the slowest
+    worker had ended by then."""
     alone: bool = False
     """Whether the worker runs a suspect (a closure that may kill workers), which runs
     alone."""
@@ -341,8 +341,8 @@ class Members:
             member.round_trip = round_trip
 
     def build(self, place: int, count: int = 1) -> None:
-        """Notes that the worker builds ``count`` resources; until they are built it
-        gets no closure."""
+        """Notes that the worker builds ``count`` resources; until they are built the
+        worker gets no closure."""
         member = self._at[place]
         assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count

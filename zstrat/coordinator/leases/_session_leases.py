@@ -206,8 +206,8 @@ class SessionLeases(Generic[C]):
         }
 
     def metrics(self, steps: Mapping[str, Sequence[int]]) -> dict[str, PlainTree]:
-        """Returns numbers of each pass, by name of its dataset; the name of a second
-        pass has the number of its iterator after it.
+        """Returns the counts of each pass through a leased dataset, by name of the
+        dataset; the name of a second pass ends in the number of its iterator.
 
         Args:
             steps: By name of a worker: the steps that the worker has.

@@ -476,5 +476,5 @@ class InputPipelines:
             self._of[worker] = min(range(self.count), key=readers.count)
 
     def leave(self, worker: int) -> None:
-        """Takes the share of a worker that was removed."""
+        """Frees the share of a worker that was removed."""
         self._of.pop(worker, None)

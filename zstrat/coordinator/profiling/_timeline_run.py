@@ -121,8 +121,8 @@ CAPTURE_SECONDS: Final = 10.0
 """Seconds for all tasks together to start, and again to end. Slower tasks are left out.
 """
 PROFILE_SECONDS: Final = 60.0
-"""Seconds for the same with jax's own profile, which a worker starts and ends between
-two steps."""
+"""Seconds to start, and again to end, if jax's own profile is recorded, too: a worker
+starts and ends that profile between two steps."""
 BYTES_OF_SPAN: Final = 200
 """Bytes of a span in a file that is not compressed, about."""
 
@@ -179,7 +179,7 @@ class TimelineRun:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
         self._yields = yields
         self._over = asyncio.Event()
-        """Set when another recording may start."""
+        """An event, set when another recording may start."""
         self._tasks: list[CapturedTask] = []
         self._backups: Sequence[ProbedTask] = ()
         self._enough = asyncio.Event()

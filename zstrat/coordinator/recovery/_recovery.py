@@ -111,8 +111,8 @@ class Recovery:
         return None if self.failure is None else _copy(self.failure)
 
     def server_lost(self) -> None:
-        """Notes that a server is lost; it may come back with its data. Starts a
-        recovery."""
+        """Notes that a server is lost, which may come back with its data. Starts a
+        recovery, unless one is under way or has failed."""
         self._news.set()
         # After a failure every call raises it, until all servers are back with their
         # data.

@@ -63,7 +63,7 @@ class OrphanedStores:
         self._reports: dict[int, _ProcessReport] = {}
         """The report of each process, by index."""
         self.origin = 0
-        """The number from which keys of the session are counted; 0 if unknown."""
+        """The number from which keys of the session are counted; 0 before `serve`."""
 
     async def find(self, deadline: float) -> Mapping[int, Successor]:
         """Asks all processes for their copies, and returns the copies with which each
