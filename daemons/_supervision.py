@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z I worker:0 1f00c0de message``."""
+    """Formats a log record as ``2026-01-31T12:00:00.123Z I worker:0 1f00c0de
+    message``."""
 
     def __init__(self, task: str, incarnation: int) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, for log collectors."""
+    """Formats a log record as one JSON object on one line, for log collectors."""
 
     def __init__(self, task: str, incarnation: int) -> None:
         super().__init__()

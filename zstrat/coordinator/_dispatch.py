@@ -59,8 +59,8 @@ OBSERVED_EVERY: Final = 1.0
 """Seconds between two sends of the program's metrics to workers, from which observers
 get them."""
 OBSERVED_WORKERS: Final = 16
-"""The most workers in those metrics: the ones for which rounds wait most. Each worker
-reports the metrics, too, each second."""
+"""The most workers in the metrics that observers get: the ones for which rounds wait
+most. Each worker reports the metrics, too, each second."""
 
 T = TypeVar("T")
 

@@ -263,9 +263,9 @@ class LeasedEpoch:
             return self._book.size
 
     def require_leased(self, before: int) -> int:
-        """Returns how many leases the pass has given so far. A loop over epochs calls
-        it with the number ``before`` its body ran: without more leases the loop would
-        have no end.
+        """Returns how many leases the pass has given so far. A loop over epochs passes
+        the number from ``before`` its body ran: without more leases the loop would have
+        no end.
 
         Raises:
             RuntimeError: There are no more leases than ``before``.

@@ -447,7 +447,7 @@ class PerWorkerValues(PerWorker):
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """The outcome of building the value on each present worker."""
+        """The outcome of building the value, for each present worker."""
         return self._values if self._living is None else self._living()
 
     def _stand_in(self) -> object | None:

@@ -71,7 +71,8 @@ class ProcessOutput:
         return ForwardingStream(out, encoding, errors, partial(self._forward, number))
 
     def records(self) -> logging.Handler:
-        """Makes the handler that forwards logging records as standard error."""
+        """Makes the handler that forwards logging records as output to standard
+        error."""
         return ForwardingHandler(partial(self._forward, 2))
 
     def listen(self, listener: Hear | None) -> None:

@@ -286,7 +286,7 @@ class SessionRequest:
         self._held_since: float | None = None
         """Loop time since which the task answers that another coordinator holds it."""
         self.early: Final[deque[Message]] = deque(maxlen=MAX_EARLY_NOTICES)
-        """Notices of the task before its answer to the last request."""
+        """Notices that the task sent before its answer to the last request."""
         self._sent: asyncio.Future[Message] | None = None
         self._timer: asyncio.TimerHandle | None = None
 

@@ -126,7 +126,7 @@ KINDS: Final[Mapping[str, Callable[[PodCluster], list[Object]]]] = {
     "jobset": jobset,
     "tfjob": tfjob,
 }
-"""The function for each engine by its name."""
+"""The function that makes the objects of an engine, by name of the engine."""
 
 
 def manifests(engine: str, cluster: PodCluster) -> list[Object]:
