@@ -1,5 +1,6 @@
-"""Reads the arguments of a daemon, with TF_CONFIG or a cluster file: which task it runs
-and how it serves. A wrong value ends the daemon with an error and exit code 2."""
+"""Reads the arguments of a daemon, with TF_CONFIG or a cluster file: which task the
+daemon runs and how it serves. A wrong value ends the daemon with an error and exit code
+2."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
     """Makes the parser of a daemon's arguments; a daemon that binds no address has
-    fewer of them. Call it first: it makes sure that standard error exists."""
+    fewer of them. Call this before all else: it makes sure that standard error exists.
+    """
     # Before argparse, which prints errors to a standard error that may be missing.
     complete()
     sources = (
@@ -146,7 +148,7 @@ def folder(text: str) -> Path:
 
 
 def options_from(parsed: argparse.Namespace, job: str) -> DaemonOptions:
-    """Converts the parsed arguments of a ps or worker.
+    """Converts the parsed arguments of a parameter server or a worker.
 
     Raises:
         ValueError: An argument is missing or wrong.

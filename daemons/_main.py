@@ -74,7 +74,7 @@ DRAINED: Final = 0
 CRASHED: Final = 1
 
 DESCRIPTORS: Final = 65536
-"""As `LimitNOFILE` of the systemd units."""
+"""File descriptors that a daemon may open, as `LimitNOFILE` in the systemd units."""
 
 log = logging.getLogger("zstrat.daemon")
 
@@ -84,12 +84,14 @@ class DaemonOptions:
     """The parsed arguments of a daemon.
 
     Args:
-        join: Where a worker that is in no program's cluster reports itself.
+        join: The parameter servers to which a worker that no cluster spec lists reports
+            itself; None: a cluster spec lists the task.
         parent: Process id; the daemon ends with that process. 0: none. With ``report``
-            it is the launcher, and the kernel kills the daemon; without, it drains.
+            that process is the launcher, and the kernel kills the daemon; without
+            ``report`` the daemon drains.
         report: File descriptor to which the daemon writes its address; -1: none.
         launcher_timeout: Seconds without a heartbeat of the launcher after which the
-            daemon drains; 0: the launcher sends none.
+            daemon drains; 0: the launcher sends no heartbeats.
         keys_to_remove: Folder with the keys, removed once they are read; None: the keys
             stay where they are.
     """
@@ -278,7 +280,9 @@ async def _serve(options: DaemonOptions, incarnation: int, notifier: Notifier) -
 async def _with_index(
     options: DaemonOptions, incarnation: int
 ) -> tuple[DaemonOptions, WorkerJoin | None]:
-    """Asks for the index of a worker that joins without one."""
+    """Gets a task index for a worker that joins a session (``options.join``) without
+    one. Returns the options with that index, and the `WorkerJoin`, None for a task
+    that joins no session."""
     if options.join is None:
         return options, None
     join = WorkerJoin(options.join, options.settings, incarnation)
@@ -291,8 +295,8 @@ async def _with_index(
 
 
 class JoinReporter:
-    """Reports a worker to its program while it serves. ``error``: why the program
-    refused it, None otherwise."""
+    """Reports a worker to the program that it joins, while the worker serves. ``error``
+    is why that program refused the worker, None otherwise."""
 
     def __init__(self, join: WorkerJoin, task: Task) -> None:
         assert task.worker is not None, "a ps has no --join"
@@ -363,16 +367,17 @@ def _remove(keys: Path | None) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Returns whether a restart may help: this machine may still get the address when
-    its network comes up, or a program that accepts the worker may start."""
+    """Returns whether a restart of the daemon may help: this machine may still get the
+    address when its network comes up, or a program that accepts the worker may start.
+    """
     if isinstance(error, DeadlineExceededError | UnavailableError | BusyError):
         return True
     return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
 
 
 def _raise_descriptor_limit() -> None:
-    """Raises the soft limit of file descriptors, as every peer takes one, and shells
-    set it to 1024."""
+    """Raises the soft limit of open file descriptors to `DESCRIPTORS`: every peer takes
+    one, and shells set the limit to 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, DESCRIPTORS):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
@@ -404,7 +409,8 @@ def _listen_to_signals(
 
 
 def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Ignores signals at the end, so that a late one does not change the exit code."""
+    """Ignores further signals while the daemon exits, so that a late one does not
+    change the exit code."""
     for each in _SIGNALS:
         loop.remove_signal_handler(each)
         handle(each, signal.SIG_IGN)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z I worker:0 1f00c0de message``."""
+    """Formats a log record as ``2026-01-31T12:00:00.123Z I worker:0 1f00c0de
+    message``."""
 
     def __init__(self, task: str, incarnation: int) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, for log collectors."""
+    """Formats a log record as one JSON object on one line, for log collectors."""
 
     def __init__(self, task: str, incarnation: int) -> None:
         super().__init__()
@@ -90,8 +91,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escapes control characters and indents all lines but the first: text from a peer
-    cannot forge a log entry or control the terminal."""
+    """Escapes control characters and indents all lines but the first, so that text from
+    a peer cannot forge a log entry or control the terminal."""
     # Nearly all lines are: `isprintable` is false for line breaks, too.
     if text.isprintable():
         return text
@@ -129,7 +130,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, *states: str) -> None:
-        """Sends lines such as ``READY=1`` in one datagram."""
+        """Sends lines such as ``READY=1`` to the service manager in one datagram."""
         if self._socket is None:
             return
         try:
@@ -171,8 +172,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> bool:
-    """Asks the kernel to kill this process when ``parent`` dies; False if it is dead
-    already."""
+    """Asks the kernel to kill this process when ``parent`` dies; returns False if
+    ``parent`` is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # After the request: the kernel sends no signal for a parent that died before it.
@@ -194,9 +195,9 @@ def is_running(pid: int) -> bool:
 def watch_process(
     loop: asyncio.AbstractEventLoop, pid: int, end: Callable[[str], None]
 ) -> None:
-    """Calls ``end`` with the reason once the process has ended.
+    """Calls ``end`` with the reason once the process ``pid`` has ended.
 
-    It need not be the parent of this daemon: a shell may be in between.
+    That process need not be the parent of this daemon: a shell may be in between.
     """
     # A descriptor stands for this process, whereas its number may be another's later.
     try:
@@ -216,8 +217,8 @@ def watch_process(
 
 
 class ParentWatch:
-    """Calls ``end`` once, with the reason, when standard input closes, or when it
-    received nothing for ``timeout`` seconds (0: no limit).
+    """Calls ``end`` once, with the reason, when standard input closes, or when standard
+    input brought nothing for ``timeout`` seconds (0: no limit).
 
     ``is_late``: the timeout was the reason.
     """
@@ -244,7 +245,8 @@ class ParentWatch:
             self._timer = self._loop.call_later(self._timeout, self._late)
 
     def _read(self) -> bool:
-        """Reads the pending bytes; False if there were none, and no end of file."""
+        """Reads the pending bytes of standard input; False if there were none, and no
+        end of file."""
         try:
             data = os.read(self._stdin, 4096)
         except BlockingIOError:

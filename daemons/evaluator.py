@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of `_main`."""
+    """Runs an evaluator; ends the process with the exit codes of `_main`."""
     arguments = parser("evaluator", "The evaluator of zstrat.", binds=False)
     add = arguments.add_argument
     add(
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def task_index() -> int:
-    """Reads the index of this evaluator from TF_CONFIG; 0 if it has none.
+    """Reads the index of this evaluator from TF_CONFIG; 0 if TF_CONFIG has none.
 
     Raises:
         ValueError: TF_CONFIG describes a task of another job, or its index is invalid.

@@ -50,7 +50,7 @@ class ForkRequest:
 
 
 def main() -> None:
-    """Entry point of the fork server and of each process that it forks."""
+    """Runs the fork server, and a daemon in each process that the fork server forks."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     # Frozen objects are not touched by collections, so their pages stay shared with the
     # forked daemons.
@@ -121,7 +121,7 @@ class ForkLoop:
         )
 
     def _fork(self, daemon: ForkRequest) -> bool:
-        """Forks; returns True in the new process."""
+        """Forks this process; returns True in the new process."""
         with warnings.catch_warnings():
             # Python warns because other threads run: those of numpy's BLAS, which
             # starts new ones after a fork.
@@ -140,7 +140,7 @@ class ForkLoop:
         return False
 
     def _close_all(self) -> None:
-        """Closes the descriptors of the fork server in a forked process."""
+        """Closes, in a forked process, the descriptors of the fork server."""
         for key in list(self._selector.get_map().values()):
             # The socket is an object, which would close its number a second time, when
             # that may be another file's.
@@ -155,7 +155,7 @@ class ForkLoop:
             os.close(status)
 
     def _reap(self) -> None:
-        """Reports which daemons stopped, continued or ended."""
+        """Reports to the program which daemons stopped, continued or ended."""
         # SIGCHLD is not counted, so each child is asked, until it has nothing to say:
         # it may have stopped, continued and ended since.
         for pid, status_pipe in list(self._running.items()):
@@ -174,7 +174,7 @@ class ForkLoop:
 
 def _reseed() -> None:
     """Seeds numpy's global generator, or all forked processes would draw the same
-    numbers. Python's `random` and `uuid` do so by themselves."""
+    numbers. Python's `random` and `uuid` seed themselves after a fork."""
     if (module := sys.modules.get("numpy.random")) is not None:
         module.set_bit_generator(module.MT19937())
 

@@ -1,5 +1,5 @@
 """``python -m zstrat.daemons.launched ps|worker``: a daemon that a fleet starts, here
-or on another machine, and that it talks to over the standard streams.
+or on another machine, and talks to over the standard streams.
 
 The conversation is one JSON object a line. First the daemon writes its versions. If
 they match, the fleet answers with the keys and environment variables of the task. Then
@@ -38,7 +38,7 @@ _IN_MEMORY: Final = Path("/dev/shm")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of the daemon."""
+    """Runs a daemon of a fleet; ends the process with the exit codes of the daemon."""
     job, *arguments = sys.argv[1:] if argv is None else argv
     # The conversation gets its own descriptor, and everything else that is printed goes
     # to the log: an import that prints a line would be taken for an answer.
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _take_share(index: int, workers: int) -> None:
-    """Gives this worker its share of the cores and GPUs of the host; ``index`` counts
-    the workers on it."""
+    """Limits this worker to its share of the cores and GPUs of the host. ``index`` is
+    the worker's number among the ``workers`` on this host."""
     os.environ.setdefault("NPROC", str(share(workers)))
     try:
         gpus = take_part(index, workers)
@@ -94,8 +94,8 @@ def _take_share(index: int, workers: int) -> None:
 
 
 def _receive_setup(timeout: float) -> dict[str, dict[str, str]]:
-    """Reads the keys and variables of the task. A fleet whose versions do not match
-    closes the stream instead."""
+    """Reads the keys and variables of the task from standard input. If the versions do
+    not match, the fleet closes that stream instead."""
     # A timer of the kernel, as `readline` has no timeout, and no loop runs yet: a
     # daemon whose connection hangs at this point would stay without end.
     late = f"sent no task description within {timeout:g} s"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of `_main`."""
+    """Runs a parameter server; ends the process with the exit codes of `_main`."""
     parsed = parser("ps", "A parameter server of zstrat.").parse_args(argv)
     try:
         options = options_from(parsed, "ps")

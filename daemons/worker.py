@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of `_main`."""
+    """Runs a worker; ends the process with the exit codes of `_main`."""
     arguments = parser("worker", "A worker of zstrat.")
     arguments.add_argument(
         "--platform",

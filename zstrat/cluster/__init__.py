@@ -1,4 +1,4 @@
-"""Specs of clusters, and resolvers that find the tasks of one."""
+"""Specs of clusters (the addresses of all tasks), and resolvers that find the tasks."""
 
 from zstrat.doors import fetched_late
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 VARIABLE: Final = "TF_CONFIG"
 _SPARSE: Final = "sparseCluster"
 _JOBS: Final = (*TASK_TYPES, "master")
-"""The last is the chief of TensorFlow 1; code that does not support it refuses it."""
+"""Names of jobs in TF_CONFIG. The last is the chief of TensorFlow 1; code that does not
+support it refuses it."""
 
 
 @final
@@ -93,7 +94,7 @@ class TFConfigClusterResolver(SourceResolver):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether TF_CONFIG omits tasks that this one need not know."""
+        """Whether TF_CONFIG omits tasks whose addresses this one does not need."""
         config = _read()
         return "cluster" not in config and _SPARSE in config
 
@@ -148,8 +149,8 @@ def _read() -> Mapping[str, Any]:
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Refuses misspelled keys, with which a program would train alone. Other keys are
-    allowed, as engines write some of their own."""
+    """Refuses misspelled keys, with which a program would train alone. Other unknown
+    keys are allowed, as engines write some of their own."""
     for key in given:
         if key not in known:
             # Close matches only, as engines write keys of their own; and not if the key
@@ -299,7 +300,8 @@ class SageMakerClusterResolver(SourceResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of the task, by default this one; "" with one host.
+        """Returns the address of a task, by default of this process's; "" with one
+        host.
 
         Raises:
             ValueError: The cluster has no such task.

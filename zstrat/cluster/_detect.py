@@ -1,4 +1,5 @@
-"""Detects the launcher of this process, and the addresses of those it started.
+"""Detects the launcher of this process, and the addresses of the processes that the
+launcher started together with it.
 
 Each launcher sets its own variables. They are converted to a `Launch`: the number of
 processes that were started together, the rank of this one, and the addresses of all, if
@@ -46,7 +47,8 @@ MPICH and related ones, of Slurm's ``srun``, of Kubeflow's jobs for JAX, of SkyP
 MPI is first: one Slurm task per node may have started the MPI processes."""
 
 _COMMON: Final = "NUM_PROCESSES"
-"""A name so common that it is ignored without the variable of the rank."""
+"""A variable with so common a name that it is ignored unless the variable of the rank
+is set, too."""
 _INDEX: Final = "JOB_COMPLETION_INDEX"
 """The index of this pod in an indexed Job; Kubernetes does not set the number of
 pods."""
@@ -57,9 +59,9 @@ class Launch:
     """The launch of this process as ``rank`` of ``size`` processes.
 
     Args:
-        size_variable, rank_variable: The variables that say so.
+        size_variable, rank_variable: The variables with ``size`` and ``rank``.
         addresses: The addresses of all ranks; None if they are unknown.
-        lack: Says what is missing if they are unknown.
+        lack: What is missing to know the addresses, for errors; "" if they are known.
     """
 
     size_variable: str
@@ -140,7 +142,8 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
 def _addresses(
     env: Mapping[str, str], name: str, size: int
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Returns the addresses of all ranks, or None and what is missing."""
+    """Returns the addresses of all ranks and "", or None and a text that says what is
+    missing."""
     match name:
         case "OMPI_COMM_WORLD_SIZE":
             return _of_mpi(env, size, _OPEN_MPI)
@@ -163,7 +166,8 @@ _OPEN_MPI: Final = (
     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
 _MPICH: Final = ("MPI_LOCALNRANKS", ("PMI_PORT", "PMI_JOBID", "PMI_KVS"))
-"""The variable with the number of ranks on this host, and those with the run's name."""
+"""The variable with the number of ranks on this host, and the variables that may have
+the name of the run."""
 
 
 def _of_mpi(
@@ -187,7 +191,8 @@ def _of_mpi(
 def _of_coordinator(
     env: Mapping[str, str], name: str, size: int
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Derives addresses from that of jax's coordinator; ports follow after its port."""
+    """Derives the addresses of all ranks from the address of jax's coordinator; their
+    ports follow after the coordinator's port."""
     address = env.get(name, "").rpartition("://")[2]
     host, _, text = address.rpartition(":")
     if not host and name == "COORDINATOR_ADDRESS":
@@ -252,10 +257,10 @@ def _sibling_hosts(host: str, index: int, size: int) -> list[str] | None:
 
 
 def _count(env: Mapping[str, str], name: str) -> int | None:
-    """Reads a number from a variable; None if it is not set.
+    """Reads a number from a variable; None if the variable is not set.
 
     Raises:
-        ValueError: It is not a number from 0 to 65536.
+        ValueError: The value is not a number from 0 to 65536.
     """
     text = env.get(name)
     if text is None or not text.strip():

@@ -28,7 +28,8 @@ def build_service(
 
     Args:
         credentials: "default": the default credentials of this machine.
-        discovery_url: URL of the description of the service. None: in the library.
+        discovery_url: URL of the description of the service. None: the description that
+            comes with the library.
 
     Raises:
         ImportError: The library is not installed.
@@ -66,7 +67,8 @@ _HEADER: Final = "Metadata-Flavor"
 _TIMEOUT: Final = 5.0
 """Seconds to connect and to receive the answer: the server is on the same host."""
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
-"""Largest answer; the addresses of the largest TPU pod are a tenth of it."""
+"""The largest accepted answer; the addresses of the largest TPU pod take a tenth of
+this."""
 
 
 def metadata_host(env: Mapping[str, str]) -> str:
@@ -112,9 +114,10 @@ def ask_metadata(host: str, path: str) -> str | None:
 
 @final
 class GCEClusterResolver(SourceResolver):
-    """Queries Compute Engine for the running instances of a group, each time again.
+    """Returns the running instances of a group of Compute Engine; each query asks
+    again.
 
-    All are tasks of one job, in the order of their internal addresses.
+    All instances are tasks of one job, in the order of their internal addresses.
 
     Args:
         project, zone, instance_group: The group.
@@ -167,7 +170,7 @@ class GCEClusterResolver(SourceResolver):
         """The job that all instances of the group are tasks of.
 
         Raises (when set):
-            RuntimeError: Always: it is said when the resolver is made.
+            RuntimeError: Always: only the constructor sets the job.
         """
         return self._job
 
@@ -179,7 +182,8 @@ class GCEClusterResolver(SourceResolver):
         )
 
     def _running(self) -> list[str]:
-        """Returns names of the instances, from all pages of the answer."""
+        """Returns the names of the running instances, from all pages of Google's
+        answer."""
         groups, names = self._service.instanceGroups(), []
         request = groups.listInstances(
             project=self._project,

@@ -72,8 +72,8 @@ def _ask_driver() -> int:
 
 
 _taken: tuple[str | None, str] | None = None
-"""What this process put into its own environment: the value before, None if it was not
-set, and the share."""
+"""The change that this process made to its CUDA_VISIBLE_DEVICES: the previous value
+(None: the variable was not set), and the share. None before the first change."""
 
 
 def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
@@ -89,11 +89,12 @@ def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
 def share_of(
     env: Mapping[str, str], per_node: int, per_task: int, local: int
 ) -> list[str]:
-    """Returns the GPUs of a task for CUDA_VISIBLE_DEVICES; empty if that should not
-    change: the task has no GPUs, or sees only its own GPUs already.
+    """Returns the share of a task for CUDA_VISIBLE_DEVICES; empty if the variable
+    should not change: the task has no GPUs, or sees only its own GPUs already.
 
     Args:
         env: The result of `before_shares`.
+        per_node, per_task: Numbers of GPUs.
         local: Number of the task on its node.
     """
     shown = visible_gpus(env)
@@ -137,8 +138,9 @@ def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
 
 
 def take_part(index: int, tasks: int) -> list[str]:
-    """Makes only the task's part (`parts_of`) visible to this process, and returns it.
-    Call it before jax initializes its devices; a second call returns the same part."""
+    """Makes only the part of task ``index`` (see `parts_of`) visible to this process,
+    and returns it. Call this before jax initializes its devices; a second call returns
+    the same part."""
     env = before_shares(config.environment())
     part = parts_of(env, tasks)[index]
     if part:

@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 
 _DEFAULT: Final = {"worker": ("job-name=tensorflow",)}
 _TIMEOUT: Final = 30.0
-"""Seconds for one answer, a list of some pods."""
+"""Seconds for one answer, which lists pods."""
 _NAMES: Final = ("POD_NAME", "HOSTNAME")
 """Variables with the name of this pod: an optional one, then that of Kubernetes."""
 _SERVICE: Final = "KUBERNETES_SERVICE_HOST"
-"""Set by Kubernetes in every container."""
+"""A variable that Kubernetes sets in every container."""
 
 
 class ExecutableLocation(enum.Enum):
     """The location of this program, which determines its credentials."""
 
     WITHIN_CLUSTER = 0
-    """In a pod: the pod's service account."""
+    """This program runs in a pod, and has the credentials of the pod's service
+    account."""
     OFF_CLUSTER = 1
-    """Elsewhere: the configuration of ``kubectl``."""
+    """This program runs elsewhere, and has the credentials in ``kubectl``'s
+    configuration."""
 
 
 KubernetesExecutableLocation = ExecutableLocation
@@ -53,10 +55,10 @@ class KubernetesClusterResolver(SourceResolver):
         job_to_label_mapping: Job -> label selectors, each as ``kubectl -l`` takes it.
             None: ``{"worker": ["job-name=tensorflow"]}``.
         tf_server_port: Port of every task.
-        override_client: A `kubernetes.client.CoreV1Api` of your own; nothing is loaded
-            then. None: one for this place.
+        override_client: A `kubernetes.client.CoreV1Api` of your own; no configuration
+            is loaded then. None: a client for ``executable_location``.
         executable_location: None: within the cluster where Kubernetes has set its
-            variables, else off it.
+            variables, else off the cluster.
         address: "pod" or "host".
 
     Raises:
@@ -87,7 +89,7 @@ class KubernetesClusterResolver(SourceResolver):
         self._location = ExecutableLocation(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the pods that are there now.
+        """Returns the tasks of the pods that exist now.
 
         Raises:
             RuntimeError: A pod is not running, or Kubernetes does not answer, or does
@@ -136,7 +138,8 @@ class KubernetesClusterResolver(SourceResolver):
         return self._own_task()[1]
 
     def _own_task(self) -> tuple[str | None, int | None]:
-        """Returns the task of the pod that this process is in."""
+        """Returns the job and index of the pod in which this process runs; None, None
+        if it runs in no pod of the cluster."""
         env = config.environment()
         own_name = next((env[name] for name in _NAMES if env.get(name)), None)
         # Off the cluster HOSTNAME is that of some machine, which a pod may have as
@@ -152,7 +155,7 @@ class KubernetesClusterResolver(SourceResolver):
 
 @final
 class _Client:
-    """Queries the pods with a deadline; its errors say what to do."""
+    """Queries Kubernetes for pods with a deadline; its errors say what to do."""
 
     def __init__(self, location: ExecutableLocation) -> None:
         try:

@@ -18,21 +18,22 @@ from pathlib import Path
 from typing import Final
 
 _LOWEST_PORT: Final = 10_240
-"""Lower ports are used by well-known services: 5432, 6379, 8080."""
+"""The lowest port that is tried: well-known services use lower ones, such as 5432,
+6379, 8080."""
 _EPHEMERAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_EPHEMERAL: Final = 32_768
 """The first port that Linux chooses by default; other systems begin at 49,152."""
 _TRIES: Final = 1000
 """Number of random ports to try in one call; nearly all of over 20,000 are free."""
 _PORT_ERRORS: Final = (errno.EADDRINUSE, errno.EACCES)
-"""Errors of a single port, for which another port is tried."""
+"""Error numbers of a port that cannot be bound, after which another port is tried."""
 _IPV6_ONLY_ERRORS: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
-"""Errors for a name that has only IPv6 addresses."""
+"""Error numbers of name look-up for a host that has only IPv6 addresses."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns distinct free TCP ports, in no order. If there are too few below the
-    range of the kernel, the kernel chooses the others.
+    """Returns distinct free TCP ports, in no order, below the range of ephemeral ports.
+    If that has too few, the kernel chooses the others.
 
     Raises:
         OSError: There are too few ports, or the host is not this machine.
@@ -60,9 +61,10 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def agreed_port(run: str, tasks: int) -> int:
-    """Derives from the name of a run the first of ``tasks`` ports, equal in all of its
-    processes, below the range of Linux. In the rare case that two runs collide, the
-    second one fails to bind.
+    """Derives the first of ``tasks`` consecutive ports from the name of a run, so that
+    all processes of the run get the same one. The ports are below Linux's range of
+    ephemeral ports. In the rare case that two runs collide, the second one fails to
+    bind.
 
     Raises:
         ValueError: There are too few ports.
@@ -115,7 +117,7 @@ def _bind_error(error: OSError, host: str) -> OSError:
 
 
 def _first_ephemeral() -> int:
-    """Returns the first port that the kernel may choose."""
+    """Returns the first port of the range from which the kernel chooses."""
     try:
         return int(_EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):  # not Linux, or /proc is hidden

@@ -52,8 +52,8 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Returns kind -> count for one task. Empty by default: workers report their
-        devices when a coordinator connects to them."""
+        """Returns the number of accelerators of each kind for one task. Empty by
+        default: workers report their devices when a coordinator connects to them."""
         return {}
 
     @property
@@ -167,7 +167,8 @@ class SourceResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Returns kind -> count, the same for every task; empty if unknown."""
+        """Returns the number of accelerators of each kind, the same for every task;
+        empty if unknown."""
         return dict(self._accelerators())
 
     @property
@@ -188,12 +189,12 @@ class SourceResolver(ClusterResolver):
     def _asked(
         self, task_type: str | None, task_id: int | None
     ) -> tuple[str | None, int | None]:
-        """Replaces None by the values of this task."""
+        """Replaces a type or id that is None by that of the task of this process."""
         job = self.task_type if task_type is None else task_type
         return job, self.task_id if task_id is None else task_id
 
     def _with_layer(self, address: str, rpc_layer: str | None) -> str:
-        """Adds the given scheme, or else that of this resolver."""
+        """Puts the given scheme, or else that of this resolver, before an address."""
         given = rpc_layer is not None if self._empty_layer_counts else bool(rpc_layer)
         layer = rpc_layer if given else self.rpc_layer
         return with_scheme(address, layer)
@@ -206,7 +207,7 @@ def with_scheme(address: str, rpc_layer: str | None) -> str:
 
 @final
 class SimpleClusterResolver(SourceResolver):
-    """Returns fixed values.
+    """Returns fixed values: a cluster, a task and a master that the program passes.
 
     Args:
         master: The address that `master` returns by default.
@@ -261,7 +262,7 @@ class SimpleClusterResolver(SourceResolver):
 
 
 def query_cluster_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """Queries the cluster of a resolver that a program passed.
+    """Returns the cluster of a resolver that a program passed.
 
     Raises:
         TypeError: The argument is not a resolver; suggests one.
@@ -393,7 +394,8 @@ def _merge(
 
 @final
 class FunctionClusterResolver(SourceResolver):
-    """Calls a function whose result may change, such as the addresses of a fleet.
+    """A resolver that calls a function at each query, as the result may change, such as
+    the addresses of a fleet.
 
     Args:
         ask: Returns all tasks of the cluster.

@@ -19,7 +19,7 @@ def normalize_cluster_spec(cluster_spec: object) -> ClusterSpec:
     """Converts a dictionary to a ClusterSpec; returns a ClusterSpec unchanged.
 
     Raises:
-        ValueError: The argument is neither.
+        ValueError: The argument is not one of these two.
         TypeError: The dictionary has values other than addresses.
     """
     if isinstance(cluster_spec, ClusterSpec):
@@ -167,8 +167,8 @@ def should_save_checkpoint(
 def should_load_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Returns whether the task loads checkpoints: all tasks but a ps, which receives
-    values.
+    """Returns whether the task loads checkpoints. All tasks do but a ps, whose values
+    the others send.
 
     Raises:
         ValueError: See `validate_cluster_spec`.

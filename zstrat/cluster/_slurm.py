@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 MAX_HOSTS: Final = 64 * 1024
-"""Largest expansion, Slurm's own limit for one range. A longer one is an error that
-would exhaust the memory."""
+"""Largest number of hosts in an expanded list, Slurm's own limit for one range. A
+longer list is an error that would exhaust the memory."""
 
 _PART: Final = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
 _PIECE: Final = re.compile(r"\[([^\]]*)\]|([^\[]+)")
@@ -145,23 +145,27 @@ _RANK: Final = ("SLURM_PROCID",)
 _TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NUM_TASKS", "SLURM_NTASKS")
 _NODES: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-"""Alternative names of each variable: of the step first, then of the job."""
+"""Names of the variables of Slurm. The alternatives for one value are that of the step
+first, then those of the job."""
 _STEP: Final = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_STEP: Final = 2**32 - 16
-"""Higher step ids are not of ``srun``, but of the batch script, for example."""
+"""The last id of a step of ``srun``. Higher ones are those of the batch script, for
+example."""
 _JOB: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 _USUAL_PORT: Final = 8888
-"""The port of TensorFlow, used if there is no job id."""
+"""The port that TensorFlow uses, for the case that there is no job id."""
 _FIRST_PORT, _PORTS, _PORTS_OF_A_JOB = 10_240, 22_528, 64
-"""Ports below those that Linux and jax choose, and the number for one job on a node:
-352 consecutive jobs have different ports."""
+"""The first port, and the number of ports, below those that Linux and jax choose; and
+the number of ports for one job on a node. So 352 consecutive jobs have different ports.
+"""
 _GPUS: Final = "SLURM_GPUS_ON_NODE"
-"""Number of GPUs of the step on this node, of which a task may see fewer."""
+"""Variable with the number of GPUs of the step on this node, of which a task may see
+fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The host of a rank, and its number among the tasks there."""
+    """The host of a rank, and the number of the rank among the tasks on that host."""
 
     host: str
     local: int
@@ -243,7 +247,7 @@ class SlurmClusterResolver(SourceResolver):
         return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Returns the job and index of this process."""
+        """Returns the job and index of the task of this process."""
         return self.task_type, self.task_id
 
     def _accelerators(self) -> Mapping[str, int]:

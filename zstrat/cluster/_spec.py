@@ -276,10 +276,10 @@ def host_and_port(host: str, port: int | str) -> str:
 
 
 def task_index(index: Any, what: str) -> int:
-    """Converts the index of a task, a number of any type or text.
+    """Converts the index of a task, given as a number of any type or as text.
 
     Raises:
-        ValueError: It is not an index; the message begins with ``what``.
+        ValueError: The value is not an index; the message begins with ``what``.
     """
     # int() alone would accept 1.5 and true.
     if not isinstance(index, bool):

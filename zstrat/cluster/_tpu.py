@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _DISCOVERY: Final = "TPU_API_DISCOVERY_URL"
 _NO_METADATA: Final = "TPU_SKIP_MDS_QUERY"
-"""Set on machines without a metadata server; libtpu and jax read it as well."""
+"""Variable that is set on machines without a metadata server; libtpu and jax read it as
+well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,9 @@ class TPUSystemMetadata:
     num_hosts: int
     num_of_cores_per_host: int
     topology: bytes | None
-    """The last argument of `TPUClusterResolver.set_tpu_topology`."""
+    """The topology that was passed to `TPUClusterResolver.set_tpu_topology` last."""
     devices: tuple[str, ...]
-    """Their full names, host by host."""
+    """Full names of the devices, host by host."""
 
 
 @final
@@ -158,7 +159,7 @@ class TPUClusterResolver(SourceResolver):
         return self._with_layer(address, rpc_layer)
 
     def get_master(self) -> str:
-        """Calls `master` without arguments."""
+        """Returns the result of `master` without arguments."""
         return self.master()
 
     def get_job_name(self) -> str:
@@ -166,7 +167,7 @@ class TPUClusterResolver(SourceResolver):
         return self._job
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Sets the topology of this TPU, for its metadata."""
+        """Sets the topology of this TPU, which `get_tpu_system_metadata` returns."""
         self._topology = bytes(serialized_tpu_topology)
 
     def _accelerators(self) -> Mapping[str, int]:
@@ -219,7 +220,7 @@ class TPUClusterResolver(SourceResolver):
         return ClusterSpec({self._job: list(hosts.addresses), **self._coordinator})
 
     def _hosts(self) -> TpuHosts | None:
-        """Returns the current hosts, None for a local TPU."""
+        """Returns the current hosts of the TPU, None for a local TPU."""
         match self._source:
             case LocalTpu():
                 return None
@@ -289,12 +290,12 @@ _DEVICES_OF_A_CHIP: Final = {
     "0x006f": 1,  # v6e
     "0x0076": 2,  # 7x
 }
-"""PCI device id -> devices. Google has other PCI devices as well, such as network
-cards."""
+"""PCI device id of a TPU chip -> number of devices. Google has other PCI devices as
+well, such as network cards."""
 
 
 def count_local_devices() -> int:
-    """Counts the devices in this machine; 0 without a PCI bus."""
+    """Counts the TPU devices in this machine; 0 without a PCI bus."""
     return sum(
         _DEVICES_OF_A_CHIP.get(_read(path / "device"), 0)
         for path in _BUS.glob("*")

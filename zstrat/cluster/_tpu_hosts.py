@@ -36,7 +36,8 @@ class LocalTpu:
 
 @dataclass(frozen=True, slots=True)
 class TpuNode:
-    """A TPU with a name in Google Cloud; None: the project and zone of this machine."""
+    """A TPU with a name in Google Cloud. A ``project`` or ``zone`` of None is that of
+    this machine."""
 
     name: str
     project: str | None
@@ -50,12 +51,12 @@ class TpuHosts:
     addresses: tuple[str, ...]
     scheme: str = "grpc"
     own: int = 0
-    """The index of this machine among them."""
+    """The index of this machine among the hosts."""
     accelerator: str | None = None
 
 
 TpuSource = LocalTpu | TpuNode | TpuHosts
-"""The specification of a TPU."""
+"""The TPU to use: in this machine, by its name, or by its hosts."""
 
 
 def find_tpu(
@@ -129,10 +130,11 @@ def hosts_of_machine(
     accelerator: str | None,
     sources: tuple[str, str],
 ) -> TpuHosts:
-    """Parses the hosts as one of them knows them: names, or ``name:id:address`` (an
-    older form).
+    """Parses the hosts of a TPU as one of these hosts is given them: names, or
+    ``name:id:address`` (an older form).
 
     Args:
+        own: The index of this host; None: 0.
         sources: The origins of ``workers`` and ``own``, for messages.
 
     Raises:

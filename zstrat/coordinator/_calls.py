@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from zstrat.variables import VariableHandle
 
 CACHED_CALLS: Final = 1024
-"""Argument lists of one function that are remembered."""
+"""Argument lists that are remembered for each function."""
 
 SAME_BYTES: Final = 16
-"""Pickled argument lists of one function that are compared with new ones, and that stay
-on the workers."""
+"""Pickled argument lists that are kept for each function, here and on the workers, to
+be used again for arguments with the same bytes."""
 
 _recording: Final = recorder.get
 
@@ -85,7 +85,7 @@ class Code:
         """Pickles a function or dataset.
 
         Raises:
-            Exception: It cannot be pickled.
+            Exception: ``obj`` cannot be pickled.
         """
         classes: list[type] = []
         return cls(dump_code(obj, classes=classes), classes)
@@ -106,11 +106,12 @@ class PickledArguments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size of the pickled arguments in bytes."""
         return len(self.code) + sum(array.nbytes for array in self.arrays)
 
     def retire_to(self, retired: deque[int]) -> None:
-        """Appends the number to ``retired`` when this object is collected."""
+        """Appends the number of these arguments to ``retired`` when this object is
+        collected."""
         # deque.append takes no lock: a finalizer may run while this thread holds any.
         weakref.finalize(self, retired.append, self.number).atexit = False
 
@@ -118,12 +119,13 @@ class PickledArguments:
 class ScheduledCall:
     """A function with arguments, for any number of closures.
 
-    It holds its per-worker resources weakly: calls are cached, and must not keep alive
+    Holds its per-worker resources weakly: calls are cached, and must not keep alive
     what the user dropped. Each closure holds them.
 
     Args:
-        resources: The resources among its arguments.
-        captured: Other resources that the trace used, which an object holds.
+        resources: The resources among the arguments.
+        captured: Resources that the trace used without getting them as arguments, as an
+            object holds them.
         held: Resources that an object holds and an untraced step may use.
         draws: How many batches of leased datasets a step draws.
 
@@ -158,7 +160,8 @@ class ScheduledCall:
         self.resources = tuple(resource.resource for resource in needed)
         self._claims = tuple(weakref.ref(each.claim) for each in (*needed, *held))
         self.captured = self._claims[len(resources) :]
-        """Claims on captured resources; those that the user dropped are dead."""
+        """Weak references to the claims on captured resources; dead if the user dropped
+        the resource."""
 
     def claims(self) -> tuple[Claim | None, ...]:
         """Returns the claims that a closure holds to keep its resources."""
@@ -166,7 +169,8 @@ class ScheduledCall:
 
 
 class _KnownFunction:
-    """A function that was scheduled before. Holds it weakly."""
+    """A function that was scheduled before, with its pickled code and its cached calls.
+    Holds the function weakly."""
 
     __slots__ = ("_held", "calls", "code", "pickled", "reference", "settings")
 
@@ -185,25 +189,26 @@ class _KnownFunction:
         self.pickled: OrderedDict[bytes, PickledArguments] = OrderedDict()
 
     def remember(self, key: Hashable, call: ScheduledCall) -> None:
-        """Caches a call for `CallTable.find`."""
+        """Caches a call, so that `CallTable.find` finds it."""
         self.calls[key] = call
         if len(self.calls) > CACHED_CALLS:
             self.calls.popitem(last=False)
 
     @property
     def held(self) -> list[PerWorker]:
-        """The resources that were pickled with it, except those that the user dropped:
-        a worker raises an error for these."""
+        """The resources that were pickled with the function, except those that the user
+        dropped: a worker that uses one of these raises an error."""
         resources = [reference() for reference in self._held]
         return [each for each in resources if isinstance(each, PerWorker)]
 
     def shares(self, arguments: PickledArguments) -> bool:
-        """Returns whether other closures may use the same arguments."""
+        """Returns whether these arguments are cached, so that other closures may use
+        them."""
         return self.pickled.get(arguments.code) is arguments
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
-        """Returns cached arguments with the same bytes, or else caches these and
-        returns them."""
+        """Returns cached arguments with the same bytes, or else adds ``arguments`` to
+        the cache and returns them."""
         # Taken out and put back, as the most recent: the oldest one goes first.
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
@@ -231,9 +236,9 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[ScheduledCall, bytes] | None:
-        """Looks a call up in the cache, in microseconds; returns it with the bytes of
-        its array inputs. None if it is not cached, or if a step is being traced, which
-        `make` refuses."""
+        """Looks a call up in the cache, in microseconds; returns the call with the
+        bytes of its array inputs. None if the call is not cached, or if a step is being
+        traced, which `make` refuses."""
         known = self._known.get(id(function))
         if (
             known is None
@@ -264,7 +269,8 @@ class CallTable:
         """Checks, traces and pickles a call.
 
         Returns:
-            The call, and the bytes of its inputs; none if its arrays are pickled.
+            The call, and the bytes of its array inputs; b"" if its arrays are pickled
+            with the other arguments.
 
         Raises:
             TypeError: ``function`` is not a `zstrat.function`.
@@ -272,7 +278,7 @@ class CallTable:
                 variables of this process.
             RuntimeError: An iterator that the function captured was dropped, or a step
                 is being traced.
-            NotFoundError: It uses variables of another session.
+            NotFoundError: The function uses variables of another session.
             ClosedError: A per-worker resource belongs to a coordinator whose cluster a
                 newer strategy took over.
             Exception: Tracing or pickling failed.
@@ -323,21 +329,22 @@ class CallTable:
 
     @property
     def traces(self) -> int:
-        """Number of traces in this process of functions that still exist. From any
-        thread."""
+        """Number of traces in this process of functions that still exist. Callable from
+        any thread."""
         # A copy: other threads schedule meanwhile.
         known = [each.reference() for each in list(self._known.values())]
         return sum(function.trace_count for function in known if function is not None)
 
     def forget(self) -> None:
-        """Forgets all functions."""
+        """Forgets all functions and their cached calls."""
         self._known.clear()
 
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _TracedCall:
-        """Traces a call. Returns an empty result for an eager function, and for one
-        whose resources no worker could build, which is traced when one has."""
+        """Traces a call. Returns an empty result for an eager function, and for a call
+        with a resource that no worker could build; a later call is traced once a worker
+        has built it."""
         if function.eager:
             return _TracedCall()
         stand_ins: dict[int, object] = {}
@@ -410,8 +417,8 @@ class CallTable:
 
 class _TracedCall(NamedTuple):
     """The outcome of tracing a call: the treedef of its result (None: unknown), the
-    resources that it captured, the variables of this process that it reads, and what it
-    draws from leased datasets."""
+    resources that it captured, the variables of this process that it reads, and how
+    many batches it draws from leased datasets."""
 
     treedef: Any = None
     captured: Sequence[PerWorker] = ()
@@ -442,7 +449,7 @@ def _captured(plan: Plan) -> list[PerWorker]:
 
 
 def _draws(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Draw]:
-    """Counts the draws from each leased dataset."""
+    """Returns how many batches of each leased dataset a step draws."""
     # In the order of `Plan.draws`: a call has each stand-in once, however often it is
     # an argument.
     leaves, _ = joined.flatten((args, kwargs))
@@ -460,7 +467,7 @@ def _draws(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Dr
 
 
 class _NoKeyError(Exception):
-    """An argument cannot be compared by value."""
+    """Raised when an argument cannot be compared by value."""
 
 
 _PLAIN: Final = frozenset({type(None), bool, int, str, bytes})
@@ -480,8 +487,8 @@ def _key_and_inputs(
 def _key_of(
     args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, inputs: list[Any]
 ) -> Hashable:
-    """Returns a key that equal calls share, and appends the array inputs to the
-    list."""
+    """Returns a key that equal calls share, and appends the call's array inputs to
+    ``inputs``."""
     if not isinstance(args, tuple | list | None):
         raise _NoKeyError
     if not kwargs:
@@ -513,7 +520,11 @@ def _key(value: Any, inputs: list[Any]) -> Hashable:
 
 
 def _name(value: Any) -> Hashable:
-    """Returns the key of a dict key, which cannot be an array input."""
+    """Returns the cache key for a key of a dict argument.
+
+    Raises:
+        _NoKeyError: The dict's key is an array, or cannot be compared by value.
+    """
     inputs: list[Any] = []
     key = _key(value, inputs)
     if inputs:
@@ -553,6 +564,6 @@ def _resources(tree: Any) -> list[PerWorker]:
 
 
 def _pop(table: dict[int, _KnownFunction], number: int, _: object) -> None:
-    """Forgets a function that was collected. Not a method, which would keep the
-    `CallTable` alive."""
+    """Removes a function that was collected from the table. Not a method, which would
+    keep the `CallTable` alive."""
     table.pop(number, None)

@@ -1,8 +1,9 @@
-"""`Cluster`: all tasks of a session, and what happens when one is lost. On the loop.
+"""`Cluster`: all tasks of a session, and what happens when one is lost. Runs on the
+loop.
 
 A parameter server has one life in a session: if it returns with another incarnation, or
 was used by another coordinator, its values are gone. While one is lost the cluster has
-an *outage*, and every call that schedules or joins raises its error. With
+an *outage*, and every call that schedules or joins raises the error of the outage. With
 ``on_ps_loss="restore"`` calls wait until the server is restored (`recovery/`), and with
 ``replicas=1`` its backup takes over (`replication/`, which also moves stores). Workers
 (`membership/`) may change at any time. This file connects these parts and the
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 WORKERS_JOIN_SECONDS: Final = 1.0
-"""Seconds for connected workers to join the session after all servers have, so that
-they are counted. Joining takes milliseconds."""
+"""Seconds that an opening session waits for connected workers to join, after all
+servers have joined, so that those workers are counted. Joining takes milliseconds."""
 CLOSE_SECONDS: Final = 2.0
 """Seconds for all tasks together to answer that they closed the session."""
 
@@ -70,7 +71,7 @@ class Cluster:
 
     Args:
         session: The number of the session.
-        ps: Addresses, by task number.
+        ps: Addresses of the parameter servers, by task number.
         workers: Task number to address; numbers may be missing.
         options: How the program uses the cluster.
         writer: The incarnation in the HELLO of the links. Default: the session number.
@@ -93,20 +94,21 @@ class Cluster:
         self.name: Final = options.name
         self._ends_on_close = not options.is_shared and not options.name
         self.renewal: Final = SessionRenewal(self, session, draw)
-        """Has the number of the session, and moves all tasks to another session."""
+        """Stores the number of the session, and moves all tasks to another session."""
         self.recovery: Recovery | None = None
-        """Restores parameter servers that return empty, with
-        ``on_ps_loss="restore"``."""
+        """Restores parameter servers that return empty, with ``on_ps_loss="restore"``;
+        else None."""
         self.dispatcher: Dispatcher | None = None
         self.run_status: Final = RunStatus()
-        """What the tasks report."""
+        """The last telemetry report of each task, and the output of the tasks."""
         self.timeline: TimelineRun | None = None
-        """The time line that is being taken."""
+        """The time line that is being recorded; None if none is."""
         self._closing = False
         self._timeouts, self._make_link, self._home = timeouts, make_link, tuple(ps)
         self._make: Final = SessionMaker(options, timeouts, make_link, self)
         self.workers: Final[list[TaskSession]] = []
-        """By place; those of removed workers are closed, and stay."""
+        """Sessions on workers, by place (the worker's index in the session). Those of
+        removed workers are closed, and stay in the list."""
         self.store_directory: Final = StoreDirectory(
             list(ps) * options.stores_per_ps, self.workers
         )
@@ -119,7 +121,7 @@ class Cluster:
             self._make.server(session, store, at, self.membership.size)
             for store, at in enumerate(self.store_directory.addresses)
         ]
-        """By store."""
+        """Sessions on the servers of the stores, by number of the store."""
         self.workers.extend(
             self._worker_session(task_number, place, at)
             for place, (task_number, at) in enumerate(sorted(workers.items()))
@@ -127,9 +129,9 @@ class Cluster:
         # A set of identities, as each message of a task is checked against it.
         self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
-        """Why stores are lost that no backup has taken over, by store."""
+        """By number of the store: why a store is lost that no backup has taken over."""
         self._loss_at_open: asyncio.Future[None] | None = None
-        """Done when a store is lost while the session is opened."""
+        """A future that ends when a store is lost while the session is opened."""
         self._devices: SessionOpened | None = None
         self.client: Final = PsClient(
             [task.link for task in self.ps],
@@ -140,8 +142,9 @@ class Cluster:
         for task, line in zip(self.ps, self.client.lines, strict=True):
             task.line = line
         self.replication: Replication | None = None
-        """Keeps backups of stores, moves stores, and finds those that a program left
-        under the session's name. None if none of that is needed."""
+        """Keeps backups of stores, moves stores, and finds the stores that an earlier
+        program left under the session's name. None if the options need none of
+        these."""
         if options.replicas or options.stores_per_ps > 1 or options.name:
             self.ensure_replication()
         self.moves: Final = StoreMoves(self, ps, timeouts)
@@ -174,21 +177,22 @@ class Cluster:
 
     @property
     def session(self) -> int:
-        """The session number of the parameter servers."""
+        """The number of the session on the parameter servers."""
         return self.renewal.session
 
     def end_on_close(self) -> None:
-        """Makes `close` end the session even if it has a name. From any thread."""
+        """Makes `close` end the session even if it has a name. Callable from any
+        thread."""
         self._ends_on_close = not self.options.is_shared
 
     async def open(self) -> None:
-        """Opens the session on all parameter servers and at least one worker; others
-        may join later.
+        """Opens the session on all parameter servers and at least one worker; other
+        workers may join later.
 
         Raises:
             PSUnavailableError: Only a part of the named session is left; it stays.
-            DeadlineExceededError: Some did not answer within ``timeouts.connect``.
-            BusyError: Another coordinator used them for ``timeouts.turn``, or for
+            DeadlineExceededError: Tasks did not answer within ``timeouts.connect``.
+            BusyError: Another coordinator used the tasks for ``timeouts.turn``, or for
                 ``timeouts.notice`` without a sign of life.
             VersionMismatchError, PermissionDeniedError: At once.
             ValueError: The workers differ in their number of devices.
@@ -217,8 +221,9 @@ class Cluster:
         await self._open_stores(deadline)
 
     async def _open_stores(self, deadline: float) -> None:
-        """Waits until all stores are served and have their backups. If one is lost
-        before that, starts empty in another session: nothing was created in this one.
+        """Waits until all stores are served and have their backups. If a store is lost
+        before that, starts with empty stores in another session: nothing was created in
+        this one.
 
         Raises:
             PSUnavailableError: What was left of a named session is lost, or another
@@ -289,7 +294,7 @@ class Cluster:
         await asyncio.gather(*(task.close() for task in tasks))
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """Gives all workers to a dispatcher, and starts it."""
+        """Gives all workers to a dispatcher, and starts the dispatcher."""
         self.dispatcher = dispatcher
         self.rounds.attach(dispatcher.parts)
         self.worker_sessions.attach(dispatcher)
@@ -305,8 +310,8 @@ class Cluster:
             self.renewal.report_outage(outage)
 
     def recover(self, timeout: float) -> None:
-        """Enables restores of parameter servers that are lost, and return within
-        ``timeout`` seconds."""
+        """Enables restores of lost parameter servers that return within ``timeout``
+        seconds."""
         assert not self.options.is_shared, "other programs use the servers, too"
         restore_timeout = timeout + self._timeouts.request
         self.recovery = Recovery(self, self.renewal, timeout, restore_timeout)
@@ -315,8 +320,8 @@ class Cluster:
             self.recovery.server_lost()
 
     def ensure_replication(self) -> Replication:
-        """Returns the `Replication`, which watches processes and moves stores; creates
-        it the first time."""
+        """Returns the `Replication`, which watches processes and moves stores; the
+        first call creates it."""
         if self.replication is None:
             self.replication = Replication(
                 self,
@@ -356,8 +361,8 @@ class Cluster:
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
-        `outages` is not ``since``, or if the error says that the process which was
-        asked does not serve the store now.
+        `outages` is not ``since``, or if ``error`` says that the process which got the
+        request does not serve the store now.
 
         Raises:
             PSUnavailableError: A server did not return, or could not be restored.
@@ -371,17 +376,17 @@ class Cluster:
 
     @property
     def worker_devices(self) -> SessionOpened:
-        """The devices of a worker when the cluster was opened, for which steps are
-        planned."""
+        """The devices that each worker had when the cluster was opened; steps are
+        planned for these."""
         return self._devices or SessionOpened("cpu", 1)
 
     @property
     def worker_addresses(self) -> Mapping[int, str]:
-        """Task number to address."""
+        """Addresses of the workers, by task number."""
         return self.membership.addresses
 
     def backups(self) -> list[ProbedTask]:
-        """Returns connections to the backups that are complete."""
+        """Returns connections to the servers' backups that are complete."""
         return [] if self.replication is None else self.replication.backups()
 
     def task_ready(self, task: TaskSession) -> None:

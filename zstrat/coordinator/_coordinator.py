@@ -1,8 +1,9 @@
 """The public coordinators: `ClusterCoordinator` blocks, `AsyncClusterCoordinator`
 awaits.
 
-Both of a strategy share one `CoordinatorCore`, which does the work. They wait for it,
-each in its own way, and remove zstrat's frames from tracebacks that the user sees.
+The two coordinators of a strategy share one `CoordinatorCore`, which does the work.
+Each waits for the core in its own way, and removes zstrat's frames from tracebacks that
+the user sees.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class CoordinatorFace:
-    """The members of both coordinators that do not wait."""
+    """The methods and properties of both coordinators that do not wait."""
 
     _core: CoordinatorCore
 
@@ -56,7 +57,8 @@ class CoordinatorFace:
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors of the failure that was raised last, oldest first."""
+        """All errors of the failure that was raised last, oldest first: that of the
+        first closure that failed, and of those that failed after it."""
         return self._core.errors
 
     def metrics(self) -> dict[str, PlainTree]:
@@ -74,12 +76,12 @@ class CoordinatorFace:
           ended were lost by it.
         - ``failovers``, ``stores_without_backup`` (with ``replicas=1``): how often a
           backup took over from a parameter server, and how many stores are not known to
-          have a complete backup now. Those of a server that does not answer count.
+          have a complete backup now. Stores of a server that does not answer count.
         - ``rounds``: for each optimizer with `zstrat.Rounds`, by name: rounds that were
           ``closed`` and are closed ``per_s``, contributions that are ``waiting``, and
           by worker how many came ``late``, how many were ``dropped``, and in how many
-          ``rounds`` and for how many ``seconds`` it was ``waited_for``; ``recent``: the
-          same of the last 64 rounds.
+          ``rounds`` and for how many ``seconds`` others ``waited_for`` the worker;
+          ``recent``: the same of the last 64 rounds.
         - ``leases``: for each pass through a leased dataset, by name: the ``epoch`` of
           ``epochs``, its number of ``examples``, leases that are ``open`` or come back
           (``to_lease_again``), examples that are ``done`` and ``skipped`` of ``total``
@@ -118,23 +120,24 @@ class CoordinatorFace:
 class ClusterCoordinator(CoordinatorFace):
     """Schedules functions on the workers of a strategy, and survives lost workers.
 
-    A strategy has one: the constructor returns the existing one. As a context manager
-    it joins at a normal exit, and shuts down in any case.
+    A strategy has one coordinator: the constructor returns an existing one. As a
+    context manager the coordinator joins at a normal exit, and shuts down in any case.
 
     Args:
         strategy: A `ParameterServerStrategy`.
-        max_queued: The most closures that wait for a worker. `schedule` blocks when
-            there are more, or when their arguments take 1 GiB. Default: 262,144.
+        max_queued: The most closures (scheduled calls) that wait for a worker.
+            `schedule` blocks when there are more, or when their arguments take 1 GiB.
+            Default: 262,144.
         closures_in_flight: Closures that a worker holds at a time, 1 to 16384. Default:
-            it follows the worker's speed: the closures that it runs, and as many as it
-            runs in 20 ms, or in two round trips to it if that is longer.
+            follows the worker's speed: the closures that the worker runs, and as many
+            as it runs in 20 ms, or in two round trips to it if that is longer.
         max_attempts: How many workers may be lost while they run a closure, before the
             closure fails as the likely cause. Default: 5.
         worker_wait_timeout: Seconds that closures wait while there is no worker at all.
             Default: 600.
         errors_once: For notebooks: an error that `fetch` raised is not raised again,
-            and does not cancel what waits. Default: the next `schedule`, `join` or
-            `done` raises it, too, as in TensorFlow.
+            and does not cancel waiting closures. Default: the next `schedule`, `join`
+            or `done` raises it, too, as in TensorFlow.
 
     Raises:
         ValueError: ``strategy`` is of another kind, or already has a coordinator with
@@ -298,13 +301,15 @@ class ClusterCoordinator(CoordinatorFace):
                 ``len`` and an index (a list, a dataset of grain or HuggingFace), or a
                 `zs.data.Dataset` of arrays or files, perhaps with `map`, `take` or
                 `skip`. Or a function that returns one of these, called on each worker,
-                and here never. Or a `zs.data.Dataset.from_indexed`, which has the next
-                four arguments.
-            batch: Examples of a batch; the last one of an epoch may have fewer.
-            shuffle_seed: Of the order, which is another one in each epoch; None: the
-                order of the source. Of files their order is shuffled, and the rows
-                within each of them, but for records of `from_files`.
-            epochs: None: without end.
+                and never in this process. Or a `zs.data.Dataset.from_indexed`, which
+                has the next four arguments.
+            batch: Number of examples in a batch; the last one of an epoch may have
+                fewer.
+            shuffle_seed: Seed of the order of examples, which differs in each epoch;
+                None: the order of the source. For files the order of the files is
+                shuffled, and the rows within each file, but not the records of
+                `from_files`.
+            epochs: Number of epochs; None: without end.
             drop_remainder: Leave out the last examples of an epoch that do not fill a
                 batch.
             on_error: "raise": the examples of a step that raised an error are read
@@ -312,8 +317,8 @@ class ClusterCoordinator(CoordinatorFace):
                 fetch raises the error.
 
         Raises:
-            TypeError, ValueError: The examples of the source have no numbers; says what
-                to give. Or an argument is wrong.
+            TypeError, ValueError: The examples of the source cannot be read by number,
+                and the error says what to pass instead; or an argument is wrong.
         """
         return make_leased_dataset(
             self._core,
@@ -332,22 +337,24 @@ class ClusterCoordinator(CoordinatorFace):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[RemoteValue]:
-        """Runs a step on all batches of the current epoch, and blocks until it is over.
+        """Runs a step on all batches of the current epoch, and blocks until the epoch
+        is over.
 
         Args:
-            iterator: Of a leased dataset.
-            args: Of the step; None: the iterator alone.
+            iterator: The iterator of a leased dataset.
+            args: Arguments of the step; None: the iterator alone.
 
         Returns:
-            The values of all steps. More than there are batches if steps that had ended
-            were lost with a parameter server, and ran again.
+            The values of all steps. There are more values than batches if steps that
+            had ended were lost with a parameter server, and ran again.
 
         Raises:
             TypeError: ``iterator`` is not of a leased dataset.
             OutOfRangeError: All epochs are over.
-            ValueError: The step does not draw from the iterator, or several batches
-                that would leave a remainder.
-            Exception: What `join` raises. Call it again for the rest of the epoch.
+            ValueError: The step does not draw from the iterator, or draws a number of
+                batches that does not divide those of the epoch.
+            Exception: What `join` raises. Call `schedule_epoch` again for the rest of
+                the epoch.
         """
         caller = sys._getframe(1)
         site = caller.f_code, caller.f_lasti
@@ -372,9 +379,9 @@ class ClusterCoordinator(CoordinatorFace):
 
     def evaluate(self, fn: Callable[..., Any], data: LeasedDataset) -> Any:
         """Returns the sum of ``fn(iterator)`` over one pass through all examples, each
-        exactly once. ``fn`` returns a pytree of sums over its batch, such as of losses
-        and of examples; floats are summed in float64. Raises what `schedule_epoch`
-        raises."""
+        exactly once. ``fn`` returns a pytree of sums over its batch, such as the sum of
+        losses and the number of examples; floats are summed in float64. Raises what
+        `schedule_epoch` raises."""
         iterator = begin_evaluation(data)
         return summed(value.fetch() for value in self.schedule_epoch(fn, iterator))
 
@@ -489,7 +496,8 @@ class AsyncClusterCoordinator(CoordinatorFace):
             raise
 
     async def cancel(self) -> int:
-        """See `ClusterCoordinator.cancel`.
+        """Cancels the closures that no worker has started; see
+        `ClusterCoordinator.cancel`.
 
         Cancellation: the waiting closures are cancelled all the same; the next call
         waits for those that run.
@@ -523,7 +531,8 @@ class AsyncClusterCoordinator(CoordinatorFace):
     async def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
     ) -> PerWorkerDataset:
-        """See `ClusterCoordinator.create_per_worker_dataset`. Pickles on another
+        """Creates a dataset on every worker; see
+        `ClusterCoordinator.create_per_worker_dataset`. Pickles the dataset on another
         thread. The ``values`` of its iterators, and of what `build` returns, are
         awaited."""
         return await asyncio.to_thread(
@@ -540,7 +549,9 @@ class AsyncClusterCoordinator(CoordinatorFace):
         drop_remainder: bool = False,
         on_error: OnError = "raise",
     ) -> LeasedDataset:
-        """See `ClusterCoordinator.create_leased_dataset`. Pickles on another thread."""
+        """Creates one dataset for all workers; see
+        `ClusterCoordinator.create_leased_dataset`. Pickles the source on another
+        thread."""
         return await asyncio.to_thread(
             make_leased_dataset,
             self._core,
@@ -560,7 +571,8 @@ class AsyncClusterCoordinator(CoordinatorFace):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[AsyncRemoteValue]:
-        """See `ClusterCoordinator.schedule_epoch`.
+        """Runs a step on all batches of the current epoch; see
+        `ClusterCoordinator.schedule_epoch`.
 
         Cancellation: steps that were scheduled continue.
         """
@@ -580,7 +592,8 @@ class AsyncClusterCoordinator(CoordinatorFace):
             raise
 
     async def evaluate(self, fn: Callable[..., Any], data: LeasedDataset) -> Any:
-        """See `ClusterCoordinator.evaluate`.
+        """Returns the sum of ``fn(iterator)`` over all examples; see
+        `ClusterCoordinator.evaluate`.
 
         Cancellation: steps that were scheduled continue.
         """
@@ -588,9 +601,10 @@ class AsyncClusterCoordinator(CoordinatorFace):
         return summed([await value for value in values])
 
     async def shutdown(self, cluster: bool = False) -> None:
-        """See `ClusterCoordinator.shutdown`.
+        """Cancels all closures, and stops using the workers; see
+        `ClusterCoordinator.shutdown`.
 
-        Cancellation: it shuts down all the same.
+        Cancellation: the coordinator shuts down all the same.
         """
         await on_own_thread(partial(self._core.shutdown, cluster))
 

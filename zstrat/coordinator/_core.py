@@ -1,8 +1,8 @@
 """`CoordinatorCore`: the queue, the dispatcher and the known functions of a strategy.
 
-`ClusterCoordinator` and `AsyncClusterCoordinator` share one. The engine and the
-dispatcher have no reference to it: it is collected when the program drops the strategy
-and both coordinators, and its finalizer then stops the dispatcher.
+`ClusterCoordinator` and `AsyncClusterCoordinator` share one core. The engine and the
+dispatcher have no reference to the core: it is collected when the program drops the
+strategy and both coordinators, and its finalizer then stops the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ if TYPE_CHECKING:
 WORKER_WAIT_SECONDS: Final = 600.0
 """Seconds without any worker until `join` fails: long enough to boot a machine."""
 STOP_SECONDS: Final = 10.0
-"""Seconds for the loop to start or stop a dispatcher, which waits for nothing."""
+"""Seconds for the loop to start or stop a dispatcher, which takes no time by itself."""
 
 
 class CoordinatedStrategy(abc.ABC):
     """A strategy whose steps a `ClusterCoordinator` schedules on workers.
 
-    It is pickled with each step, and unpickled as its counterpart on the worker.
+    The strategy is pickled with each step, and unpickled as its counterpart on the
+    worker.
     """
 
     @property
@@ -58,7 +59,7 @@ class CoordinatedStrategy(abc.ABC):
 
     @abc.abstractmethod
     def scope(self) -> AbstractContextManager[object]:
-        """Returns the context of each trace of a scheduled function, here and on
+        """Returns the context in which each scheduled function is traced, here and on
         workers."""
 
     @abc.abstractmethod
@@ -66,7 +67,7 @@ class CoordinatedStrategy(abc.ABC):
         """Checks that the parameter servers of this session can serve a step.
 
         Raises:
-            NotFoundError: It uses variables or optimizers of another session.
+            NotFoundError: The step uses variables or optimizers of another session.
         """
 
 
@@ -86,7 +87,7 @@ class CoordinatorCore:
     ) -> None:
         self.strategy = strategy
         self.options: Mapping[str, Any] = {}
-        """Those that the program gave, by name."""
+        """The options that the program gave to its coordinator, by name."""
         self.blocking: Any = None
         """The `ClusterCoordinator`, if there is one."""
         self.session: ClusterSession = strategy.session
@@ -135,10 +136,10 @@ class CoordinatorCore:
         book: LeaseBook | None = None,
         from_start: bool = False,
     ) -> Record:
-        """Starts to build a resource on every worker. ``kind`` is the type of the
-        values that hold the outcome on each worker, ``book`` has the leases of a leased
-        dataset, which begins ``from_start`` or continues where a program before has
-        left it."""
+        """Starts to build a resource (a dataset, iterator or value) on every worker;
+        returns its record. ``kind`` is the type of the values that hold the outcome on
+        each worker. ``book`` has the leases of a leased dataset, which begins
+        ``from_start`` or continues where an earlier program has left it."""
         # Else it would wait for workers that another strategy has.
         self.require_kept()
         record = Record(
@@ -164,7 +165,8 @@ class CoordinatorCore:
 
     @property
     def drop_resource(self) -> Callable[[int], None]:
-        """Drops a resource by its number; finalizers may call it."""
+        """A function that drops a resource, given its number; finalizers may call
+        it."""
         return self.dispatcher.builder.drop_soon
 
     def require_kept(self) -> None:
@@ -178,13 +180,14 @@ class CoordinatorCore:
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors that came with the one that was raised last, oldest first."""
+        """All errors of the failure that was raised last, oldest first."""
         with self.engine.lock:
             return list(self.engine.queue.errors)
 
     def metrics(self) -> dict[str, PlainTree]:
-        """Returns counters and gauges as plain data; from any thread. With replicas it
-        asks the servers for their backups, except on the loop's own thread.
+        """Returns counters and gauges as plain data. Callable from any thread. With
+        replicas, asks the servers for the state of their backups, except on the loop's
+        own thread.
 
         Raises:
             ForkedError: Called in a forked process.
@@ -288,11 +291,11 @@ class CoordinatorCore:
 
 
 class _LoopCalls:
-    """Passes the calls of the engine on to the loop. Has no reference to the
+    """Passes the engine's requests on to the loop thread. Has no reference to the
     `CoordinatorCore`."""
 
     dispatcher: Dispatcher
-    """Set after construction, as the dispatcher needs the engine."""
+    """The dispatcher, which is set after construction, as it needs the engine."""
 
     def __init__(self, portal: Portal) -> None:
         self._portal = portal
@@ -318,8 +321,8 @@ class _LoopCalls:
 
 
 def core_of(strategy: object, options: Mapping[str, Any]) -> CoordinatorCore:
-    """Returns the core that the coordinators of a strategy share; creates it the first
-    time.
+    """Returns the core that the coordinators of a strategy share; the first call
+    creates it.
 
     Raises:
         ValueError: The strategy does not use parameter servers, it already has a

@@ -1,9 +1,10 @@
 """Per-worker datasets, which each worker creates for itself.
 
 The dataset function is pickled once, in the program. Each ``iter()`` starts a new pass
-with one iterator on every worker. Scheduled functions take the handle of the iterators;
-when it is dropped and no closure needs it, the workers drop them. When a lost worker
-returns, its iterator starts at its position in the last checkpoint, or at the start.
+with one iterator on every worker. Scheduled functions take a handle of all these
+iterators; when the handle is dropped and no closure needs it, the workers drop their
+iterators. When a lost worker returns, its iterator starts at its position in the last
+checkpoint, or at the start.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class PerWorkerDataset(DatasetHandle):
         )
 
     def build(self) -> PerWorkerValues:
-        """Builds the dataset on every worker, as an argument of scheduled functions."""
+        """Builds the dataset on every worker. The result is an argument of scheduled
+        functions, which get the whole dataset of their worker."""
         record = self._core.create_resource(
             "value", self._name, self._maker, kind=self._kind
         )
@@ -104,20 +106,21 @@ class PerWorkerIterator(PerWorker):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The outcome of building it, per worker: a `RemoteValue`, or an
+        """The outcome of building the iterator, per worker: a `RemoteValue`, or an
         `AsyncRemoteValue` of an `AsyncClusterCoordinator`."""
         return self._record.values
 
     @property
     def session(self) -> ClusterSession:
-        """The session whose workers have it."""
+        """The session whose workers have the iterators."""
         return self._core.session
 
     async def get_state_async(self) -> dict[str, Any]:
-        """Returns its position on each worker as JSON types, for `set_state_async`:
-        after the elements of all steps that have ended. From now on an iterator starts
-        there when its lost worker returns. The position on a worker that is lost now is
-        where it will start.
+        """Returns the iterator's position on each worker as JSON types, for
+        `set_state_async`: the position after the elements of all steps that have ended.
+        From now on an iterator starts at this position when its lost worker returns.
+        For a worker that is lost now, this is the position at which its iterator will
+        start.
 
         Raises:
             InvalidArgumentError: A dataset has no position that can be saved: it is not
@@ -131,8 +134,8 @@ class PerWorkerIterator(PerWorker):
         return state
 
     async def position_async(self) -> dict[str, Any]:
-        """Returns the state of `get_state_async` while the session is paused, without
-        keeping it for lost workers."""
+        """Returns the state of `get_state_async` while the session is paused; unlike
+        that method, does not make the iterators of lost workers start there."""
         asking = self._core.dispatcher.builder.states(self._record)
         states = await self.session.run_async(asking, f"reading the position of {self}")
         # As JSON types and not as text: the state is a part of the checkpoint's own
@@ -140,7 +143,8 @@ class PerWorkerIterator(PerWorker):
         return {"pipelines": [json.loads(state) if state else None for state in states]}
 
     async def start_at_async(self, state: Mapping[str, Any]) -> None:
-        """Has the iterator start there when its lost worker returns."""
+        """Makes the iterator start at the positions in ``state`` when its lost worker
+        returns."""
 
         async def start_at() -> None:
             self._record.start_at(self.states_of(state))
@@ -148,9 +152,9 @@ class PerWorkerIterator(PerWorker):
         await self.session.run_async(start_at(), f"noting where {self} starts")
 
     async def set_state_async(self, state: Mapping[str, Any]) -> None:
-        """Moves the iterators of all workers to positions of `get_state_async`, of this
-        iterator or of one that was made in the same way. Closures that are scheduled
-        later wait for it.
+        """Moves the iterators of all workers to positions that `get_state_async`
+        returned, for this iterator or for one that was made in the same way. Closures
+        that are scheduled later wait for the move.
 
         Raises:
             InvalidArgumentError: The positions are those of other workers, or of other
@@ -165,7 +169,8 @@ class PerWorkerIterator(PerWorker):
         await self.session.run_async(going, f"rebuilding {self}")
 
     async def require_fit_async(self, state: Mapping[str, Any]) -> None:
-        """Checks positions with the connected workers.
+        """Checks with the connected workers that their iterators can continue at the
+        positions in ``state``.
 
         Raises:
             InvalidArgumentError: See `set_state_async`.
@@ -185,11 +190,13 @@ class PerWorkerIterator(PerWorker):
 
     @staticmethod
     def states_of(state: Mapping[str, Any]) -> list[str]:
-        """Returns the positions of all input pipelines as JSON; "" is the start."""
+        """Returns the positions of all input pipelines (the shares of the dataset),
+        each as JSON; "" is the start."""
         return ["" if each is None else json.dumps(each) for each in _positions(state)]
 
     def misfit(self, state: Mapping[str, Any]) -> str:
-        """Returns why the number of positions does not fit, or "" if it does."""
+        """Returns why the number of positions in ``state`` is not that of the dataset's
+        input pipelines; "" if it is."""
         count, saved = self._record.pipelines.count, len(_positions(state))
         if count == saved:
             return ""
@@ -208,9 +215,9 @@ class PerWorkerIterator(PerWorker):
         Waits until one worker has built its iterator.
 
         Raises:
-            ClosureInputError: No connected worker could build it.
+            ClosureInputError: No connected worker could build its iterator.
             OutOfRangeError: The dataset is empty.
-            DeadlineExceededError: No worker has built it in ten minutes.
+            DeadlineExceededError: No worker has built its iterator in ten minutes.
         """
         while (spec := self._stand_in_spec()) is None:
             # None if that worker was lost since: wait for the others.
@@ -223,9 +230,10 @@ class PerWorkerIterator(PerWorker):
         """Waits until every connected worker has built its iterator.
 
         Raises:
-            ClosureInputError: A worker could not; the first one.
-            OutOfRangeError: The dataset is empty there.
-            DeadlineExceededError: It took more than ``timeout`` seconds.
+            ClosureInputError: A worker could not build its iterator; the error of the
+                first such worker.
+            OutOfRangeError: The dataset is empty on a worker.
+            DeadlineExceededError: Building took more than ``timeout`` seconds.
         """
         record = self._record
         self._core.engine.wait_until(
@@ -251,7 +259,7 @@ class PerWorkerIterator(PerWorker):
         )
 
     def get_next(self) -> Any:
-        """Like ``next()``; only in a step."""
+        """Returns the next element, like ``next()``. Works only in a step function."""
         return self.__next__()
 
     def _stand_in_spec(self) -> Any:
@@ -268,8 +276,9 @@ class PerWorkerIterator(PerWorker):
         return self._placeholder
 
     def _wait_stand_in(self) -> StandIn:
-        """Waits for the placeholder of a trace, in a step that did not get the iterator
-        as an argument, as an object holds it.
+        """Returns the placeholder of the iterator for a trace, after the iterator is
+        built. For a step that uses an iterator which an object holds, and which is not
+        an argument.
 
         Raises:
             ClosureInputError, OutOfRangeError: See `element_spec`.
@@ -292,12 +301,13 @@ def _positions(state: Mapping[str, Any]) -> list[Any]:
 def make_dataset(
     core: CoordinatorCore, dataset_fn: object, kind: type[RemoteValue] = RemoteValue
 ) -> PerWorkerDataset:
-    """See `ClusterCoordinator.create_per_worker_dataset`, and `PerWorkerDataset`.
+    """Creates a dataset on every worker; see
+    `ClusterCoordinator.create_per_worker_dataset`. For ``kind`` see `PerWorkerDataset`.
 
     Raises:
-        TypeError: It is neither a function nor an iterable, or it takes other
+        TypeError: ``dataset_fn`` is neither a function nor an iterable, or takes other
             arguments.
-        Exception: It cannot be pickled.
+        Exception: ``dataset_fn`` cannot be pickled.
     """
     if isinstance(dataset_fn, Function):  # decorated, as in TensorFlow's tutorial
         dataset_fn = dataset_fn.body
@@ -323,7 +333,8 @@ def make_resources(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> PerWorkerValues:
-    """Runs ``fn`` once on every worker, and again on one that returns."""
+    """Runs ``fn`` once on every worker, and again on a worker that returns; gives
+    handles of the results."""
     arguments = (
         PickledArguments(tuple(args or ()), kwargs or {}) if args or kwargs else None
     )
@@ -336,7 +347,8 @@ def make_resources(
 
 
 def spec_of(layout: LayoutMessage) -> Any:
-    """Returns the element of a layout, with `jax.ShapeDtypeStruct` as leaves."""
+    """Returns the structure that a layout describes, with `jax.ShapeDtypeStruct` as
+    leaves."""
     leaf: Any = jax.ShapeDtypeStruct  # it has no type stubs
     leaves = [
         leaf(tuple(shape), jnp.dtype(dtype))
@@ -365,7 +377,8 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
 
 
 def wait_known(core: CoordinatorCore, record: Record) -> bool:
-    """Waits until a worker has built the record; returns False if all failed."""
+    """Waits until a worker has built the record's resource; returns False if all
+    failed."""
     if not record.is_known:
         core.engine.wait_until(
             # One worker is enough: the others have elements of the same kind.
@@ -380,7 +393,7 @@ def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:
     """Checks that workers can call a dataset function.
 
     Raises:
-        TypeError: It needs more than an `InputContext`.
+        TypeError: The function needs more arguments than an `InputContext`.
     """
     try:
         # Here, as on a worker the error would come only when the dataset is built.

@@ -1,10 +1,10 @@
 """`Dispatcher`: hands closures out to workers and takes their outcomes, on the loop.
 
-`Queue` and `Members` decide; this shell carries that out. It runs on the loop thread
-only, and takes the engine's lock once per turn and once per message, never per closure.
-A *turn* fills each worker that has room, with one `Dispatch` message. There is a turn
-after a burst of `schedule` calls, and at the end of a loop iteration that brought
-outcomes, if there is something to do.
+`Queue` and `Members` decide; this shell carries their decisions out. It runs on the
+loop thread only, and takes the engine's lock once per turn and once per message, never
+per closure. A *turn* fills each worker that has room, with one `Dispatch` message.
+There is a turn after a burst of `schedule` calls, and at the end of a loop iteration
+that brought outcomes, if there is something to do.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 OBSERVED_EVERY: Final = 1.0
-"""Seconds between two metrics of the program that workers get for observers."""
+"""Seconds between two sends of the program's metrics to workers, from which observers
+get them."""
 OBSERVED_WORKERS: Final = 16
-"""Workers in them, those that hold rounds up most: workers report these numbers, too,
-each second."""
+"""The most workers in the metrics that observers get: the ones for which rounds wait
+most. Each worker reports the metrics, too, each second."""
 
 T = TypeVar("T")
 
@@ -86,9 +87,10 @@ class Dispatcher:
         self.members = Members((), closures_in_flight, prefetch, staleness)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
-        """By place of the worker."""
+        """Connections to the workers, by place (the worker's index in the session)."""
         self._retiring: dict[int, asyncio.Event] = {}
-        """By place of a worker that is being removed: set when it runs nothing."""
+        """By place of a worker that is being removed: an event, set when the worker
+        runs no closure."""
         self.retired: deque[int] = deque()
         """Numbers of arguments that no closure needs; any thread appends."""
         self.abandoned: deque[Kept] = deque()
@@ -106,25 +108,26 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._no_worker_timer: asyncio.TimerHandle | None = None
         self._metrics_due = 0.0
-        """From when on the next closures bring workers new metrics, for observers."""
+        """Loop time from which on the next closures bring new metrics for observers to
+        the workers."""
         self._stopped = self._called_back = False
 
     @property
     def parts(self) -> CoordinatorParts:
-        """The parts of the coordinator that rounds use."""
+        """The parts of the coordinator that rounds of optimizers use."""
         return CoordinatorParts(
             self.engine, self.members, self.channels, self.turn_soon
         )
 
     def start(self) -> None:
-        """Starts with the workers that have joined."""
+        """Starts to hand closures out to the workers that have joined."""
         self.members.start(self._now())
         for channel in self.channels.values():
             if channel.task.is_ready:
                 self.worker_ready(channel.task)
 
     def stop(self, cause: str) -> None:
-        """Cancels all closures, and stops for good."""
+        """Cancels all closures, and stops for good. ``cause`` is in their errors."""
         if self._stopped:
             return
         self._stopped = True
@@ -153,14 +156,14 @@ class Dispatcher:
             self.recall_unstarted()
 
     def recall_unstarted(self) -> None:
-        """Has the workers give back the closures that they have not started."""
+        """Asks the workers to give back the closures that they have not started."""
         for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
                 self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Hands out only closures that may have started before, so that these end and
-        no others begin."""
+        """From now on hands out only closures that may have started before, so that
+        these end and no others begin."""
         with self.engine.lock:
             # First, as what workers give back from now on has to stay in the queue.
             self.queue.held = True
@@ -174,8 +177,8 @@ class Dispatcher:
         self.turn_soon()
 
     def suspend(self, suspended: bool) -> None:
-        """Stops handing out closures, even those that may have started before; or
-        continues."""
+        """Stops handing out closures, even those that may have started before; with
+        False continues."""
         with self.engine.lock:
             self.queue.suspended = suspended
         # Else workers begin steps that only wait for the lost server.
@@ -184,7 +187,7 @@ class Dispatcher:
         self.turn_soon()
 
     def enter(self, session: int) -> None:
-        """Sets the session number of all messages to workers, which join that
+        """Sets the session number in all messages to workers, which join that
         session."""
         self._session = session
         self._marking.enter(session)
@@ -193,7 +196,7 @@ class Dispatcher:
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         """Closes all steps below ``end`` on the parameter servers, and reports to the
-        engine which of the doubtful ones were applied."""
+        engine which of the ``doubtful`` steps were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
     async def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
@@ -217,8 +220,8 @@ class Dispatcher:
         ) from lost
 
     def admit(self, task: TaskSession) -> None:
-        """Adds a worker, or replaces one by another process. It need not have
-        joined."""
+        """Adds a worker, or replaces a worker by another process. The worker need not
+        have joined the session."""
         channel = self.channels.get(task.place)
         if channel is not None:
             channel.task = task
@@ -232,10 +235,10 @@ class Dispatcher:
     async def retire_worker(
         self, task: TaskSession, reason: str, timeout: float
     ) -> None:
-        """Gives a worker no more closures, and waits until it has ended those that it
-        runs, or is lost, or ``timeout`` seconds have passed.
+        """Gives a worker no more closures, and waits until the worker has ended those
+        that it runs, or is lost, or ``timeout`` seconds have passed.
 
-        Cancellation: it gets no more closures all the same.
+        Cancellation: the worker gets no more closures all the same.
         """
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
@@ -261,8 +264,8 @@ class Dispatcher:
             del self._retiring[task.place]
 
     def remove_worker(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
-        """Removes a worker; others run its closures. Unless ``for_good`` its place
-        stays, for a process at another address."""
+        """Removes a worker; other workers run its closures. Unless ``for_good`` its
+        place (the index in the session) stays, for a process at another address."""
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
@@ -276,7 +279,8 @@ class Dispatcher:
                 self.engine.waiters.notify()
 
     def worker_ready(self, task: TaskSession) -> None:
-        """Builds the resources of a worker that has joined, and then uses it."""
+        """Builds the resources of a worker that has joined, and then gives it
+        closures."""
         if self._stopped:
             return
         channel = self.channels[task.place]
@@ -292,7 +296,7 @@ class Dispatcher:
         self.builder.build_all(channel)
 
     def worker_lost(self, task: TaskSession, reason: str) -> None:
-        """Has other workers run the closures of a lost worker."""
+        """Gives the closures of a lost worker to other workers."""
         channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return  # it was removed
@@ -356,7 +360,8 @@ class Dispatcher:
             self._turn_due = asyncio.get_running_loop().call_soon(self._turn)
 
     def turn(self) -> None:
-        """Runs a turn now, unless one is scheduled for this loop iteration."""
+        """Hands out closures now, unless a turn is already scheduled for this loop
+        iteration."""
         if self._turn_due is None and not self._stopped:
             self._turn()
 
@@ -411,8 +416,9 @@ class Dispatcher:
         self._set_no_worker_timer(now)
 
     def _call_back_waiting(self) -> None:
-        """Recalls steps that wait for their round, if the round waits for others: for a
-        step that runs again, or for a worker that is idle behind them."""
+        """Recalls steps that wait for their round to be closed, if the round itself
+        waits for others: for a step that has to run again, or for a worker that is idle
+        because closures were given to other workers."""
         idle = (
             self.queue.queued == self.queue.parked
             and self.members.waits_for_idle_worker
@@ -425,7 +431,7 @@ class Dispatcher:
 
     def consistency(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
         """Returns the metrics of rounds, with at most ``most`` workers each, and of
-        bounded staleness. From any thread."""
+        bounded staleness. Callable from any thread."""
         there = len(self.members.sound)
         return {
             "rounds": self.rounds.rounds.metrics(there, now, most),
@@ -433,9 +439,9 @@ class Dispatcher:
         }
 
     def _metrics_for_observers(self, now: float) -> PlainTree:
-        """Returns the metrics that observers can have of workers alone, once a second;
-        None in between, and if there are none: without rounds, bounded staleness and
-        leased datasets."""
+        """Returns the metrics of the program that observers can get from workers alone,
+        at most once a second; None in between, and if the program uses neither rounds
+        nor bounded staleness nor leased datasets."""
         leases = self.queue.leases
         is_plain = not self.rounds.rounds and self.members.staleness is None
         if now < self._metrics_due or (is_plain and not leases.books):
@@ -483,8 +489,8 @@ class Dispatcher:
             log.info("%s: %s", channel.task.name, error)
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
-        """Returns whether a turn is needed although no closure waits. What else there
-        is to do can wait for the next turn."""
+        """Returns whether there is work for a turn although no closure waits, such as
+        drops. All other work can wait for the next turn."""
         return bool(
             self.retired
             or self.abandoned
@@ -504,8 +510,8 @@ class Dispatcher:
             self._timer = loop.call_at(due, self.turn_soon)
 
     def _set_no_worker_timer(self, now: float) -> None:
-        """Starts the timeout for a worker to join, if there is none and closures wait;
-        else stops it."""
+        """Starts the timeout for a worker to join, if there is no worker and closures
+        wait; else stops that timeout."""
         waits = self.members.alone_since is not None and self.engine.needs_worker
         if waits and self._no_worker_timer is None:
             loop = asyncio.get_running_loop()
@@ -545,8 +551,9 @@ def _drain(queue: deque[T]) -> list[T]:
 def _of_each_worker(
     work: Sequence[tuple[Grant, list[Closure]]],
 ) -> Iterable[tuple[Grant, list[Closure]]]:
-    """Joins the grants of each worker into one; with rounds a worker gets several in
-    turn. Sending may show that it is lost, and then it gets nothing more."""
+    """Joins the grants of each worker into one grant; with rounds a worker gets several
+    in turn. So each worker is sent to once: sending may show that the worker is lost,
+    and then it must get nothing more."""
     joined: dict[int, tuple[Grant, list[Closure]]] = {}
     for grant, closures in work:
         joined.setdefault(grant.member.place, (grant, []))[1].extend(closures)

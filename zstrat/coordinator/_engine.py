@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .rounds._optimizer_rounds import SessionRounds
 
 INTERRUPT_SECONDS: Final = 1.0
-"""Seconds that Ctrl-C waits for the loop to report how many closures it cancelled."""
+"""Seconds that Ctrl-C waits until the loop reports how many closures were cancelled."""
 
 NOTICE_SECONDS: Final = 10.0
 """Seconds after which a call that waits for workers to build something is logged."""
@@ -53,7 +53,7 @@ class ClosureEngine:
             loop.fetch_kept_async
         )
         self.waiters: Final = Waiters(self)
-        """Calls of the user that wait."""
+        """Calls of the user that wait for closures."""
         self.wait_value: Callable[[RemoteValue, float | None], None] = (
             self.waiters.wait_value
         )
@@ -61,26 +61,32 @@ class ClosureEngine:
             self.waiters.wait_value_async
         )
         self.notes: ProgramNotes | None = None
-        """Records the events of the program while a time line is taken."""
+        """Records the program's part of a time line, while one is recorded; else
+        None."""
         self.lock = threading.Lock()
         self.queue = queue
         self.outage_error: ZstratError | None = None
-        """The error of calls that schedule, join or fetch while a ps is lost."""
+        """The error of calls that schedule, join or fetch while a parameter server is
+        lost; None while all are there."""
         self.no_worker_error: ZstratError | None = None
         """The error of closures that waited too long for a worker."""
         self.must_wake = True
-        """Whether the next `put` has to wake the loop, which has taken all closures."""
+        """Whether the next `put` has to wake the loop, because the loop has taken all
+        closures."""
         self.taken_over: str | None = None
-        """Names the strategy of this program that took the cluster over."""
+        """Message that names the strategy of this program that took the cluster over;
+        None if none did."""
         self.oldest: Callable[[], str] = str  # "" until the dispatcher sets it
-        """Describes the closure that has run longest, and its worker."""
+        """A function that describes the closure that has run longest, and its
+        worker."""
         self._worker_waits = 0
-        """Calls that wait for what a worker builds."""
+        """Number of calls that wait until a worker has built something."""
         self._low_water_at_close = 0
-        """The low water when the engine was closed."""
+        """The lowest step that had not ended when the engine was closed."""
 
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
-        """Queues a closure. Blocks while the queue is full, or is being cancelled."""
+        """Queues a closure; returns its value. Blocks while the queue is full, or is
+        being cancelled."""
         began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = self._closure(call, value, inputs, site)
@@ -117,7 +123,8 @@ class ClosureEngine:
         )
 
     def join(self, timeout: float | None) -> None:
-        """Blocks until all closures scheduled so far have ended, and their rounds."""
+        """Blocks until all closures scheduled so far have ended, and the rounds to
+        which they contribute are closed."""
         # Closures that other threads schedule from now on are not waited for.
         with self.lock:
             mark = self.queue.steps.next
@@ -188,8 +195,8 @@ class ClosureEngine:
             notes.schedule(closure.step, began, time.monotonic())
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
-        """Blocks until ``ready()``, which a worker makes true. A pending error is
-        raised instead."""
+        """Blocks until ``ready()`` returns True, which the work of a worker brings
+        about. Raises a pending error instead. ``what`` names the wait in errors."""
         with self.lock:
             # Before the loop wakes: its turn looks at `needs_worker`.
             self._worker_waits += 1
@@ -207,7 +214,8 @@ class ClosureEngine:
 
     @property
     def standstill(self) -> ZstratError | None:
-        """Why waiting closures are not handed out, while none runs. Lock held."""
+        """The reason why waiting closures are not handed out, while none runs; None if
+        they are. Lock held."""
         if self.queue.running or not self.queue.runs:
             return None  # cancelled closures end by themselves
         if self.outage_error is None and self.queue.phase is QueuePhase.FAILED:
@@ -221,16 +229,17 @@ class ClosureEngine:
         return self._worker_waits > 0 or not self.queue.is_idle
 
     async def rest_async(self) -> None:
-        """Waits until nothing runs, and nothing waits that may have run.
+        """Waits until no closure runs, and no closure waits that a worker may have run
+        before.
 
         Raises:
-            PSUnavailableError, UnavailableError: It cannot: a parameter server, or
-                every worker, is lost.
+            PSUnavailableError, UnavailableError: That cannot happen now: a parameter
+                server, or every worker, is lost.
         """
         await self.waiters.wait(self._try_rest)
 
     def cancel_waiting(self, request: Cancelling | None) -> bool:
-        """Cancels waiting closures, for a request or else because one has failed.
+        """Cancels waiting closures, for ``request``, or because a closure has failed.
 
         Returns:
             Whether workers have to drop the closures that they have not started.
@@ -254,7 +263,7 @@ class ClosureEngine:
         return cancels
 
     def fetched(self, error: Exception) -> None:
-        """Notes that a fetch raises the error of a value."""
+        """Notes that a fetch raises the ``error`` of a value."""
         with self.lock:
             before = self.queue.phase
             self.queue.fetched(error)
@@ -263,13 +272,14 @@ class ClosureEngine:
             self.waiters.notify()
 
     def settle(self, ended: Iterable[Ended]) -> None:
-        """Settles the values of closures that the queue ended. Lock held."""
+        """Settles the values of closures that the queue ended, each with its error.
+        Lock held."""
         for item in ended:
             item.closure.value._settle_error(item.error)
 
     def _blame_outage(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Replaces the error of cancelled closures that had started when a parameter
-        server was lost: it is not known whether they were applied there."""
+        """Gives cancelled closures that had started when a parameter server was lost
+        the error of that loss: it is not known whether the server applied them."""
         outage = self.outage_error
         return [
             item
@@ -279,8 +289,8 @@ class ClosureEngine:
         ]
 
     def fail(self, error: ZstratError, *, lasting: bool = False) -> None:
-        """Fails the run with an error that belongs to no closure. A ``lasting`` one is
-        raised by every call until `end_outage`."""
+        """Fails the run with an error that belongs to no closure. Every call raises a
+        ``lasting`` error until `end_outage`."""
         with self.lock:
             if lasting:
                 self.outage_error = error
@@ -313,7 +323,7 @@ class ClosureEngine:
 
     def give_way(self, reason: str) -> str | None:
         """Closes the coordinator if all its closures have ended, else returns a
-        description of the others. Its later calls raise an error with the
+        description of the unfinished ones. After that, calls raise an error with the
         ``reason``."""
         with self.lock:
             queue = self.queue
@@ -327,7 +337,7 @@ class ClosureEngine:
         return None
 
     def closed_error(self) -> ClosedError:
-        """Returns the error of calls after `close`."""
+        """Returns the error that calls raise after `close`."""
         return ClosedError(
             self.taken_over or "the coordinator is shut down; make a new one"
         )
@@ -337,10 +347,12 @@ class ClosureEngine:
         self.waiters.notify()
 
     def _enqueue(self, closure: Closure) -> bool:
-        """Queues the closure if the queue takes it, and wakes the loop if needed.
+        """Queues the closure, and wakes the loop if needed. Returns whether the queue
+        took the closure.
 
         Ctrl-C may strike between any two of these lines. `must_wake` is reset last, so
-        that the next call wakes the loop if this one was interrupted (`remind`)."""
+        that the next call wakes the loop if this one was interrupted (`remind`).
+        """
         if not self.queue.put(closure):
             return False
         if self.must_wake:
@@ -349,7 +361,8 @@ class ClosureEngine:
         return True
 
     def remind(self) -> None:
-        """Wakes the loop if an interrupted call did not. Lock held."""
+        """Wakes the loop if a call that should have done so was interrupted. Lock
+        held."""
         if self.must_wake and self.queue.waiting_fresh:
             self.loop.wake()
 
@@ -396,8 +409,9 @@ class ClosureEngine:
         return None
 
     def _try_ended(self) -> Ready | None:
-        """Returns None when all cancelled closures have ended. The queue is open then,
-        unless an error is to be raised."""
+        """Returns None when all cancelled closures have ended, else the condition to
+        wait for. When they have ended the queue is open, unless an error is to be
+        raised."""
         queue = self.queue
         if queue.phase is QueuePhase.CANCELLING and not queue.is_quiet:
             return lambda: queue.phase is not QueuePhase.CANCELLING or queue.is_quiet

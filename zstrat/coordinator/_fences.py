@@ -1,11 +1,12 @@
 """Fences: close steps on all parameter servers, even if a lost worker still runs one.
 
 A lost worker may be frozen, or cut off from the program only, and push later. After a
-*fence* its pushes have no effect. To raise one, the servers finish the pushes that they
-have, and answer which steps they applied.
+*fence* its pushes have no effect. To raise a fence, the servers finish the pushes that
+they have, and answer which steps they applied.
 
-A server remembers which closures have pushed. *Marks* say below which step all have
-ended, so that it can forget them. Only the program sends marks; a worker's are ignored.
+A server remembers which closures have pushed. *Marks* tell it a step below which all
+have ended, so that it can forget them. Only the program sends marks; a worker's are
+ignored.
 
 On the loop thread. The law of this file: each fence ends, with an answer of every
 server or a reason.
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 STEPS_PER_MESSAGE: Final = 4096
-"""Steps, or runs of steps, per message: they easily fit a header."""
+"""The most steps, or runs of steps, in one message: they easily fit a header."""
 LOOK_AGAIN_SECONDS: Final = 1.0
 """Seconds between two checks whether a server that does not answer is lost for good."""
 
@@ -49,7 +50,7 @@ class Fences:
     """Raises the fences of one session.
 
     Args:
-        client: Of the parameter servers.
+        client: The client of the parameter servers.
         ps: The sessions with the parameter servers.
         absent: By store, why a server is lost for good.
         timeout: Seconds for a server to answer.
@@ -69,7 +70,7 @@ class Fences:
         self._raising: set[asyncio.Task[None]] = set()
 
     def enter(self, session: int) -> None:
-        """Sends fences for another session from now on, in which nothing was pushed
+        """Makes later fences belong to another session, in which nothing was pushed
         yet."""
         self._session = session
 
@@ -83,8 +84,9 @@ class Fences:
 
         Args:
             doubtful: Steps that a lost worker may have pushed.
-            done: Called when all servers have answered or are lost, with what is known
-                of the doubtful steps that were, or may have been, applied.
+            done: Called when all servers have answered or are lost, with those of the
+                doubtful steps that were, or may have been, applied, and what is known
+                of each.
         """
 
         async def raise_fence() -> None:
@@ -104,7 +106,7 @@ class Fences:
             PSUnavailableError: A server is lost.
             DeadlineExceededError: A server does not answer.
 
-        Cancellation: some servers may have closed them.
+        Cancellation: some servers may have closed the steps.
         """
         runs = list(over)
         await asyncio.gather(
@@ -118,8 +120,8 @@ class Fences:
         await asyncio.gather(*self._raising, return_exceptions=True)
 
     async def _ask(self, end: int, asked: list[int]) -> dict[int, Effect]:
-        """Closes all steps below ``end`` on every server; returns what is known of
-        those of ``asked`` that were, or may have been, applied."""
+        """Closes all steps below ``end`` on every server. Returns those of the steps
+        ``asked`` that were, or may have been, applied, and what is known of each."""
         # All are asked, also when one of them fails: each answer makes a step less
         # doubtful.
         outcomes = await asyncio.gather(
@@ -144,7 +146,8 @@ class Fences:
         }
 
     def _describe(self, applied: Sequence[str], silent: Sequence[str]) -> str:
-        """Describes what is known of a step's updates."""
+        """Describes what is known of a step's updates: applied on some servers, while
+        the ``silent`` servers have not answered."""
         others = [
             task.name
             for task in self._ps
@@ -164,7 +167,8 @@ class Fences:
     async def _one(
         self, task: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
-        """Closes steps on one server; returns which of ``asked`` it applied."""
+        """Closes steps on one server; returns which of the steps ``asked`` it
+        applied."""
         # One deadline for all messages to this server, however often they are repeated.
         deadline = asyncio.get_running_loop().time() + self._timeout
         applied: list[int] = []
@@ -182,8 +186,9 @@ class Fences:
     async def _answer(
         self, task: TaskSession, fence: Fence, deadline: float
     ) -> list[int]:
-        """Sends a fence through the client, which repeats it after a broken connection,
-        after a failover, or when a lost server returns: fences are idempotent. It stays
+        """Sends a fence through the client, and returns the steps that the server
+        applied. The client repeats the request after a broken connection, after a
+        failover, or when a lost server returns: fences are idempotent. The fence stays
         in order with the updates of the program."""
         asked = [(task.place, fence)]
         while True:
@@ -203,7 +208,7 @@ class Fences:
         """Waits a moment for a lost server to return.
 
         Raises:
-            DeadlineExceededError: It did not return until the deadline.
+            DeadlineExceededError: The server did not return until the deadline.
         """
         now = asyncio.get_running_loop().time()
         try:
@@ -216,25 +221,27 @@ class Fences:
 
 
 INTERVAL: Final = 0.25
-"""Seconds between two marks to each server. At most about ten thousand closures end in
-that time, a hundredth of what a server can remember."""
+"""Seconds between two marks (the step below which all have ended) to each server. At
+most about ten thousand closures end in that time, a hundredth of what a server can
+remember."""
 
 
 @final
 class Marking:
-    """Sends the marks of one session to its servers. On the loop."""
+    """Sends the marks of one session to its servers: the step below which all have
+    ended. On the loop."""
 
     def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
         self._session, self._tasks = session, tasks
         self._next_at = 0.0
 
     def enter(self, session: int) -> None:
-        """See `Fences.enter`."""
+        """Makes later marks belong to another session; see `Fences.enter`."""
         self._session = session
 
     def send(self, low_water: int, now: float) -> None:
-        """Sends ``low_water`` to all servers, unless one was sent a moment ago. A lost
-        mark does no harm, as the next one replaces it."""
+        """Sends ``low_water`` to all servers, unless a mark was sent a moment ago. A
+        lost mark does no harm, as the next one replaces it."""
         if now < self._next_at:
             return
         self._next_at = now + INTERVAL

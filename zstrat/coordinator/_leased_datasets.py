@@ -1,9 +1,9 @@
 """Leased datasets: each example is applied once in each epoch.
 
 One dataset serves all workers. The coordinator leases ranges of its examples to steps
-as it hands these out, and a worker reads the examples of its leases; `LeaseBook` has
-what is open and done. A step that runs again, on any worker, reads the same examples,
-and parameter servers apply each step once.
+as it hands the steps out, and a worker reads the examples of its leases; a `LeaseBook`
+records which ranges are leased and which are done. A step that runs again, on any
+worker, reads the same examples, and parameter servers apply each step once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ._resources import Record
 
 _KEY: Final = "leases"
-"""Of the state of an iterator in a checkpoint."""
+"""The key of the leases in the state of an iterator in a checkpoint."""
 
 
 @final
@@ -44,8 +44,8 @@ class LeasedDataset(DatasetHandle):
     """A dataset that all workers share; ``iter()`` starts a pass through its epochs.
 
     Args:
-        maker: The `LeasedSource`, pickled.
-        book: Makes the book of a pass.
+        maker: The pickled `LeasedSource`.
+        book: Makes the `LeaseBook` of a pass.
         kind: See `PerWorkerDataset`.
     """
 
@@ -65,7 +65,8 @@ class LeasedDataset(DatasetHandle):
         return self.begin()
 
     def begin(self, *, from_start: bool = False) -> LeasedIterator:
-        """See ``iter()``; ``from_start``: starts in any case."""
+        """Starts a pass like ``iter()``; with ``from_start`` never continues that of an
+        earlier program."""
         book = self._book()
         record = self._core.create_resource(
             "iterator",
@@ -79,7 +80,7 @@ class LeasedDataset(DatasetHandle):
 
     @property
     def epochs(self) -> LeasedEpochs:
-        """The epochs of a new pass."""
+        """The epochs of a new pass, to iterate over."""
         return iter(self).epochs
 
     def refuse(self) -> NoReturn:
@@ -88,8 +89,8 @@ class LeasedDataset(DatasetHandle):
 
 @final
 class LeasedIterator(PerWorkerIterator):
-    """One pass through a leased dataset, for ``next()`` in scheduled functions, and for
-    checkpoints, which hold what is not done."""
+    """One pass through a leased dataset, for ``next()`` in scheduled functions. A
+    checkpoint of the iterator has the ranges that are not done."""
 
     is_leased = True
 
@@ -105,12 +106,12 @@ class LeasedIterator(PerWorkerIterator):
 
     @property
     def epochs(self) -> LeasedEpochs:
-        """The epochs from the first one that is not over."""
+        """The epochs of this pass that are not over, to iterate over."""
         return LeasedEpochs(self)
 
     def progress(self) -> AbstractContextManager[object]:
-        """Shows a bar in the terminal, in ``with iterator.progress():``, with the
-        examples of all epochs that are done, and the time that is left."""
+        """Shows a progress bar in the terminal, in ``with iterator.progress():``, with
+        the number of examples done in all epochs, and the time that is left."""
         return _progress_bar(self._read)
 
     def _read(self, look: Callable[[LeaseBook], object]) -> None:
@@ -118,8 +119,8 @@ class LeasedIterator(PerWorkerIterator):
             look(self._book)
 
     async def get_state_async(self) -> dict[str, Any]:
-        """Returns the examples that are not done as JSON types, for `set_state_async`:
-        after all steps that have ended."""
+        """Returns the ranges of examples that are not done, as JSON types for
+        `set_state_async`. Waits until the running steps have ended."""
         async with self.session.at_rest():
             return await self.position_async()
 
@@ -133,13 +134,14 @@ class LeasedIterator(PerWorkerIterator):
         """Does nothing: a worker that returns has no position to return to."""
 
     async def set_state_async(self, state: Mapping[str, Any]) -> None:
-        """Continues at a state of `get_state_async`, of any number of workers.
+        """Continues the pass from a state of `get_state_async`, which may be of another
+        number of workers.
 
         Raises:
-            InvalidArgumentError: It is of other data, of another ``shuffle_seed``, or
-                of an epoch that this pass does not have.
+            InvalidArgumentError: The state is of other data, of another
+                ``shuffle_seed``, or of an epoch that this pass does not have.
 
-        Cancellation: it may continue there all the same.
+        Cancellation: the pass may continue from the state all the same.
         """
         await self.require_fit_async(state)
         engine = self._core.engine
@@ -173,7 +175,8 @@ class LeasedIterator(PerWorkerIterator):
         return self._book.misfit(state[_KEY])
 
     def _state(self) -> dict[str, Any]:
-        """On the loop: in between no step has ended and not yet contributed."""
+        """Returns the state of the pass. Call it on the loop, where every step that has
+        ended has also contributed to its round."""
         engine = self._core.engine
         with engine.lock:
             waiting = engine.queue.leases.waiting_for_rounds(self._book)
@@ -193,8 +196,8 @@ class LeasedIterator(PerWorkerIterator):
 
 @final
 class LeasedEpochs:
-    """The epochs of a pass, from the first one that is not over, in ``for`` and
-    ``async for``. Waits for all closures before each of them, so that it is whole, and
+    """The epochs of a pass, from the first one that is not over, in ``for`` and ``async
+    for``. Before each epoch waits for all closures, so that the epoch is complete, and
     raises what `join` raises.
 
     Raises (while iterating):
@@ -222,10 +225,12 @@ class LeasedEpochs:
 
 @final
 class LeasedEpoch:
-    """One epoch of a pass: ``for _ in epoch`` yields once for each step to be
-    scheduled, of steps that draw one batch, and ends when the epoch is over.
+    """One epoch of a pass. ``for _ in epoch`` yields once for each step that the body
+    of the loop has to schedule, if a step draws one batch, and ends when the epoch is
+    over.
 
-    What fails or is lost is yielded again. ``async for`` awaits instead of blocking.
+    Yields again for a step that failed or was lost. ``async for`` awaits instead of
+    blocking.
 
     Raises (while iterating):
         RuntimeError: The body of the loop has scheduled no step that draws.
@@ -239,29 +244,31 @@ class LeasedEpoch:
         number: int,
     ) -> None:
         self.iterator: Final = iterator
-        """The argument of its steps."""
+        """The iterator of the pass, which is an argument of the epoch's steps."""
         self.number: Final = number
-        """From 0."""
+        """The number of the epoch, from 0."""
         self._core, self._book = core, book
 
     @property
     def steps(self) -> int:
-        """The number of batches that no step has yet."""
+        """The number of batches that no step has leased yet."""
         with self._core.engine.lock:
             return self._book.left_of(self.number)
 
     @property
     def examples(self) -> int:
-        """The number of examples, those of a last batch that is left out included."""
+        """The number of examples of the epoch, including those of a last batch that is
+        left out."""
         with self._core.engine.lock:
             return self._book.size
 
     def require_leased(self, before: int) -> int:
-        """Returns how many leases the pass has given so far; a loop continues only if
-        these are more than ``before``, or it would have no end.
+        """Returns how many leases the pass has given so far. A loop over epochs passes
+        the number from ``before`` its body ran: without more leases the loop would have
+        no end.
 
         Raises:
-            RuntimeError: They are not.
+            RuntimeError: There are no more leases than ``before``.
         """
         if (leased := self._book.leased) == before:
             raise RuntimeError(
@@ -272,11 +279,12 @@ class LeasedEpoch:
         return leased
 
     def steps_of(self, call: ScheduledCall) -> int:
-        """Returns how many closures of a call draw all batches that no step has yet.
+        """Returns how many closures of a call draw all batches that no step has leased
+        yet.
 
         Raises:
-            ValueError: The step does not draw from the iterator, or a number of batches
-                that does not divide them.
+            ValueError: The step does not draw from the iterator, or draws a number of
+                batches that does not divide those left.
         """
         draws = {draw.resource: draw.batches for draw in call.draws}
         count = draws.get(self.iterator.resource, 0)
@@ -321,12 +329,14 @@ def _progress_bar(
     read: Callable[[Callable[[LeaseBook], object]], None],
     console: Console | None = None,
 ) -> Progress:
-    """Returns a bar, for ``with``: how many examples of the pass are done or skipped,
-    and when it will be over. In a file or a pipe only its last state is printed.
+    """Returns a progress bar, for ``with``: how many examples of the pass are done or
+    skipped, and when the pass will be over. In a file or a pipe only its last state is
+    printed.
 
     Args:
-        read: Calls a function with the book, which does not change meanwhile.
-        console: Where it is shown; None: on standard output.
+        read: Calls a function with the `LeaseBook` of the pass, which does not change
+            meanwhile.
+        console: Where the bar is shown; None: on standard output.
     """
     # Here, as most programs show none, and importing rich takes 65 ms.
     from rich.progress import (
@@ -340,7 +350,7 @@ def _progress_bar(
 
     class LeaseProgress(Progress):
         def get_renderables(self) -> Iterable[RenderableType]:
-            """Looks at the pass each time that the bar is drawn."""
+            """Reads the state of the pass each time that the bar is drawn."""
             # It may be drawn before its task is added.
             if self.tasks:
                 read(self.look)
@@ -372,11 +382,12 @@ def _progress_bar(
 
 
 def current_epoch(iterator: Any) -> LeasedEpoch:
-    """Returns the first epoch of a pass that is not over, when all closures have ended.
+    """Returns the first epoch of a pass that is not over. Waits until all closures have
+    ended.
 
     Raises:
-        TypeError: It is not the iterator of a leased dataset.
-        OutOfRangeError: All are over.
+        TypeError: ``iterator`` is not the iterator of a leased dataset.
+        OutOfRangeError: All epochs are over.
         Exception: See `ClusterCoordinator.join`.
     """
     if not isinstance(iterator, LeasedIterator):
@@ -394,7 +405,7 @@ def begin_evaluation(data: Any) -> LeasedIterator:
     """Starts a pass through all examples of a leased dataset.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: ``data`` is not a leased dataset.
     """
     if not isinstance(data, LeasedDataset):
         raise TypeError(
@@ -412,7 +423,8 @@ def make_leased_dataset(
     kind: type[RemoteValue] = RemoteValue,
     **options: Any,
 ) -> LeasedDataset:
-    """See `ClusterCoordinator.create_leased_dataset`; ``options`` are those of
+    """Creates one dataset for all workers; see
+    `ClusterCoordinator.create_leased_dataset`. ``options`` are those of
     `Dataset.from_indexed`.
 
     Raises:

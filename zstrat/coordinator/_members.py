@@ -33,22 +33,24 @@ if TYPE_CHECKING:
     from ._queue import Closure
 
 WORK_AHEAD: Final = 0.020
-"""Seconds of work that a worker holds: hides a round trip and the up to 5 ms for which
-a busy user thread keeps Python's interpreter lock from our loop."""
+"""Seconds of work that a worker holds ahead of time. That hides a round trip, and the
+up to 5 ms for which a busy user thread keeps Python's interpreter lock from our
+loop."""
 MOST_AHEAD: Final = 0.4
-"""The most for a worker that is far away, which holds two round trips of work: a third
-of that ends before it gets more. No two places on earth are further apart; a longer
-round trip was one to a busy process."""
+"""The most seconds of work for a worker that is far away, which holds two round trips
+of work: a third of that ends before it gets more. No two places on earth are further
+apart; a longer round trip was one to a busy process."""
 MIN_DEPTH: Final = 2
-"""One that runs, and one that is prepared before this has ended and been acknowledged.
-"""
+"""The least number of closures that a worker may hold: one runs, and the next one is
+prepared before the first has ended and been acknowledged."""
 MAX_DEPTH: Final = 512
 MOST_IN_FLIGHT: Final = 16384
-"""What a worker takes at a time, and more than half a second of the quickest steps."""
+"""The most closures that a worker takes at a time: more than half a second of the
+quickest steps."""
 HORIZON: Final = 0.25
-"""Seconds after which what was measured of a worker's rate counts for a third. Outcomes
-come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
-quotients, which one short interval would blow up."""
+"""Seconds after which measurements of a worker's rate count for a third. Outcomes come
+in bursts: a rate is a sum of closures over a sum of seconds, never a mean of quotients,
+which one short interval would blow up."""
 
 
 class MemberState(enum.Enum):
@@ -58,59 +60,61 @@ class MemberState(enum.Enum):
     BUILDING = "building"
     OPEN = "open"
     LEAVING = "leaving"
-    """It finishes what it runs, and takes no more closures."""
+    """The worker finishes the closures that it runs, and takes no more."""
     LOST = "lost"
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One worker. Only `Members` changes it."""
+    """One worker: its state, its closures and its rate. Only `Members` changes it."""
 
     place: int
     name: str
     fixed_depth: int | None = None
     prefetch: int = 0
-    """Steps whose variables it pulls while another step runs."""
+    """Steps whose variables the worker pulls while another step runs."""
     state: MemberState = MemberState.CONNECTING
     reason: str = "not connected yet"
-    """Why it is not connected, for errors."""
+    """Why the worker is not connected, for errors."""
     epoch: int = 0
-    """The entry of its task into the session (`TaskSession.entry`)."""
+    """Number of the task's entry into the session (`TaskSession.entry`)."""
     in_flight: dict[int, Closure] = field(default_factory=dict)
-    """By step, in the order of dispatch."""
+    """Closures that the worker has, by step, in the order of dispatch."""
     started: int = 0
-    """Closures that it got and did not give back, from the number on that the slowest
-    worker had ended when it joined, or got closures again."""
+    """Number of closures that the worker got and did not give back. When the worker
+    joins, or gets closures again, the count begins with the number that the slowest
+    worker had ended by then."""
     alone: bool = False
-    """Whether it runs a suspect, which runs alone."""
+    """Whether the worker runs a suspect (a closure that may kill workers), which runs
+    alone."""
     retired: bool = False
-    """Whether it is being removed, and gets no closures whatever its state."""
+    """Whether the worker is being removed, and gets no closures whatever its state."""
     avoided: bool = False
-    """Whether closures fail on it, so that it gets some only if all others are avoided,
-    too."""
+    """Whether closures fail on this worker, so that it gets closures only if all other
+    workers are avoided, too."""
     building: int = 0
-    """Number of resources that it is building."""
+    """Number of resources that the worker is building."""
     completed: int = 0
     losses: int = 0
     has_contributed: bool = False
-    """Whether it has contributed to the open round of an optimizer."""
+    """Whether the worker has contributed to the open round of an optimizer."""
     last_error: str = ""
-    """The error of the last step that failed there."""
+    """The error of the last step that failed on this worker."""
     round_trip: float = 0.0
-    """Seconds; 0 if not measured yet."""
+    """Seconds of a round trip to the worker; 0 if not measured yet."""
     _measured_at: float = 0.0
     _count: float = 0.0
     _seconds: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Closures that end here per second while it has some; 0 if not measured
-        yet."""
+        """Closures that end on this worker per second while it has some; 0 if not
+        measured yet."""
         return self._count / self._seconds if self._seconds else 0.0
 
     @property
     def depth(self) -> int:
-        """The most closures that it may have in flight."""
+        """The most closures that the worker may have in flight."""
         if self.fixed_depth is not None:
             return self.fixed_depth
         at_work = MIN_DEPTH + self.prefetch
@@ -119,18 +123,19 @@ class Member:
 
     @property
     def finished(self) -> int:
-        """Number of closures of `started` that have ended: its clock for bounded
-        staleness."""
+        """Number of closures in `started` that have ended: the worker's clock for
+        bounded staleness."""
         return self.started - len(self.in_flight)
 
     @property
     def is_open(self) -> bool:
-        """Whether it may get closures."""
+        """Whether the worker may get closures."""
         return self.state is MemberState.OPEN and not self.retired
 
     @property
     def free(self) -> int:
-        """Number of closures that it may get now, in addition to those that it has."""
+        """Number of closures that the worker may get now, in addition to those in
+        flight."""
         if not self.is_open or self.alone:
             return 0
         has, depth = len(self.in_flight), self.depth
@@ -146,8 +151,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permission to send a number of closures to a member; ``alone``: one suspect
-    closure."""
+    """Permission to send ``count`` closures to a member; ``alone``: one suspect
+    closure, which runs alone."""
 
     member: Member
     count: int
@@ -155,13 +160,14 @@ class Grant:
 
 
 class Members:
-    """All workers of the session, and the decision which of them get closures. Each one
-    prefetches ``prefetch`` steps.
+    """All workers of the session, and the decision which of them get closures. Each
+    worker prefetches ``prefetch`` steps.
 
     Args:
-        staleness: A worker gets its closure c + staleness + 1 when every sound worker
-            has ended c of them (Ho et al., "More Effective Distributed ML via a Stale
-            Synchronous Parallel Parameter Server", 2013). None: no such bound.
+        staleness: A worker gets its closure c + staleness + 1 when every worker that is
+            not avoided has ended c of its own (Ho et al., "More Effective Distributed
+            ML via a Stale Synchronous Parallel Parameter Server", 2013). None: workers
+            do not wait for each other.
     """
 
     def __init__(
@@ -181,22 +187,22 @@ class Members:
         self._depth, self._prefetch = closures_in_flight, prefetch
         self._is_paced, self.staleness = False, staleness
         self.largest_lead: int | None = None if staleness is None else 0
-        """The most closures by which a worker that got one was ahead of the slowest;
-        None: it is not bounded, and not measured."""
+        """The most closures by which a worker was ahead of the slowest one when it got
+        closures; None without ``staleness``, when this is not measured."""
         self._perhaps_free: dict[int, Member] = {}
-        """Members that may have room, so that a turn need not look at a thousand busy
-        workers."""
+        """Members that may get closures, so that a turn need not look at a thousand
+        busy workers."""
         self.members: list[Member] = []
-        """Present members, in the order in which they joined. Replaced as a whole, as
-        other threads read it."""
+        """Present members, in the order in which they joined. The list is replaced as a
+        whole, as other threads read it."""
         self._at: dict[int, Member] = {}
         self._ended = 0
-        """Closures that ended on removed members."""
+        """Number of closures that ended on members removed since."""
         self._lost = 0
         for place, name in enumerate(names):
             self.add(place, name)
         self.alone_since: float | None = None
-        """Since when there is no worker; None while there is one."""
+        """Time since which there is no worker; None while there is one."""
         self._reserved: Member | None = None
         self._throughput = Throughput()
         self._rates = 0.0
@@ -212,8 +218,8 @@ class Members:
 
     @property
     def sound(self) -> list[Member]:
-        """Those of `usable` that get closures; others do not wait for an avoided
-        one."""
+        """The usable members that are not avoided, or all of them if all are avoided.
+        Only these get closures, and no worker waits for any other."""
         return _sound(self.usable)
 
     @property
@@ -222,16 +228,17 @@ class Members:
 
     @property
     def completed(self) -> int:
-        """Closures that ended on all members, including removed ones."""
+        """Number of closures that ended on all members, including removed ones."""
         return self._ended + sum([member.completed for member in self.members])
 
     @property
     def losses(self) -> int:
-        """Losses of all members, including removed ones."""
+        """Number of times that a member was lost, including removed ones."""
         return self._lost + sum([member.losses for member in self.members])
 
     def rate(self, now: float) -> float:
-        """Closures that ended per second on all members, over the last seconds."""
+        """Returns the number of closures that ended per second on all members, over the
+        last seconds."""
         return self._throughput.rate(now, self.completed)
 
     def start(self, now: float) -> None:
@@ -265,7 +272,7 @@ class Members:
         return f" (the oldest: step {closure.step}, {closure.name}, on {member.name})"
 
     def add(self, place: int, name: str) -> Member:
-        """Adds a worker, which is not connected yet."""
+        """Adds a worker that is not connected yet."""
         assert place not in self._at, place
         depth = MIN_DEPTH if self._depth is None and self._is_paced else self._depth
         member = Member(place, name, depth, self._prefetch)
@@ -274,8 +281,8 @@ class Members:
         return member
 
     def pace(self) -> None:
-        """Limits each worker to two steps, as steps contribute to rounds from now on:
-        one that runs, and one that waits for its round to be closed."""
+        """Limits each worker to two steps, from when steps contribute to rounds: one
+        step runs, and one waits for its round to be closed."""
         self._is_paced = True
         for member in self.members:
             if self._depth is None:
@@ -296,13 +303,13 @@ class Members:
             member.has_contributed = member.place in places
 
     def retire(self, place: int, reason: str, now: float) -> None:
-        """Gives the worker no more closures. It may end those that it has."""
+        """Gives the worker no more closures. It may end the closures that it has."""
         member = self._at[place]
         member.retired, member.reason = True, reason
         self._note_unusable(member, now)
 
     def remove(self, place: int) -> None:
-        """Removes a worker after `lost`."""
+        """Removes a worker. Call it after `lost`."""
         member = self._at.pop(place)
         assert not member.in_flight, member
         self._perhaps_free.pop(place, None)
@@ -311,7 +318,8 @@ class Members:
         self._lost += member.losses
 
     def connected(self, place: int, epoch: int) -> None:
-        """Notes that the worker has joined, and builds its resources."""
+        """Notes that the worker has joined with the entry number ``epoch``, and starts
+        to build its resources."""
         member = self._at[place]
         assert member.state in (MemberState.CONNECTING, MemberState.LOST), member
         assert not member.in_flight, member
@@ -327,14 +335,14 @@ class Members:
         member.started = self._slowest(besides=member)
 
     def measured(self, place: int, epoch: int, round_trip: float) -> None:
-        """Notes the seconds of a round trip on the connection ``epoch``."""
+        """Notes the seconds of a round trip on the connection with this ``epoch``."""
         member = self._at.get(place)
         if member is not None and member.epoch == epoch:
             member.round_trip = round_trip
 
     def build(self, place: int, count: int = 1) -> None:
-        """Notes that the worker builds ``count`` resources; it gets no closure before
-        they are built."""
+        """Notes that the worker builds ``count`` resources; until they are built the
+        worker gets no closure."""
         member = self._at[place]
         assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count
@@ -363,10 +371,10 @@ class Members:
     def lost(
         self, place: int, reason: str, now: float, *, counts: bool = True
     ) -> list[Closure]:
-        """Notes a lost worker; returns its closures in flight, in order of dispatch.
+        """Notes a lost worker; returns the closures that it had, in order of dispatch.
 
         Args:
-            counts: Count it as a loss; False if it was removed.
+            counts: Count this as a loss; False if the worker was removed.
         """
         member = self._at[place]
         # The loss of one connection may be noticed twice, by its session and by a send.
@@ -389,7 +397,8 @@ class Members:
         """Distributes waiting closures over the members, the least loaded first.
 
         Args:
-            running: Closures that are in flight on all members.
+            ordinary, suspects: Numbers of waiting closures; suspects run alone.
+            running: Number of closures in flight on all members.
         """
         grants = self._grant_alone(suspects)
         if not ordinary:
@@ -411,7 +420,7 @@ class Members:
         return grants + (_round_robin(given) if self._is_paced else given)
 
     def _with_room(self) -> list[tuple[Member, int]]:
-        """Returns the members that have room, and how many closures each may get."""
+        """Returns the members that may get closures, and how many each may get."""
         if (staleness := self.staleness) is not None:
             # Any of them may have room when the slowest has ended a closure.
             most = self._slowest() + staleness + 1
@@ -426,10 +435,10 @@ class Members:
         self, takers: Sequence[tuple[Member, int]], left: int
     ) -> list[tuple[Member, int]]:
         """Limits members to their share, by rate, of the closures that are ``left``.
-        Before the end of an epoch that is more than they may hold. There a slow worker
-        with more would be waited for by all others: it gets a k-th closure if it ends
-        k of them before the others end the rest. An idle one always gets one, as rates
-        of closures of another kind may mislead."""
+        Before the end of an epoch the share is more than a member may hold. Near the
+        end all workers would wait for a slow one with more: so a member gets a k-th
+        closure if it ends k of them before the others end the rest. An idle member
+        always gets one, as rates of closures of another kind may mislead."""
         found = []
         for member, free in takers:
             if rate := member.rate:
@@ -443,7 +452,8 @@ class Members:
         return found
 
     def _slowest(self, besides: Member | None = None) -> int:
-        """Returns how many closures the slowest sound worker has ended."""
+        """Returns how many closures the slowest worker that is not avoided has ended,
+        leaving out ``besides``."""
         others = _sound([member for member in self.usable if member is not besides])
         default = 0 if besides is None else besides.finished
         return min([member.finished for member in others], default=default)
@@ -473,8 +483,8 @@ class Members:
             self.largest_lead = max(self.largest_lead, lead)
 
     def ended(self, member: Member, count: int, now: float) -> None:
-        """Notes that ``count`` closures of the member ended. Call this whenever it has
-        fewer in flight, as it may take more then."""
+        """Notes that ``count`` closures of the member ended. Call this whenever the
+        member has fewer closures in flight, as it may then take more."""
         self._perhaps_free[member.place] = member
         if not member.in_flight:
             member.alone = False
@@ -493,12 +503,12 @@ class Members:
         self._rates += member.rate - before
 
     def failed(self, member: Member, error: str) -> None:
-        """Notes the error of a step that failed on the member for good."""
+        """Notes the error of a step that failed on the member and is not retried."""
         member.last_error = error
 
     def avoid(self, place: int, avoided: bool) -> None:
-        """Avoids the worker, so that it gets closures only if all others are avoided,
-        too; or ends that."""
+        """Avoids the worker, so that it gets closures only if all other workers are
+        avoided, too; with False ends that."""
         if (member := self._at.get(place)) is not None:
             if member.avoided and not avoided:  # as one that joins
                 started = self._slowest(besides=member) + len(member.in_flight)
@@ -519,8 +529,9 @@ class Members:
             self.alone_since = now
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
-        """Reserves one worker for suspects: gives it nothing else until it is empty,
-        then one suspect after the other, until none waits."""
+        """Reserves one worker for suspects (closures that may kill workers): gives it
+        no other closure until it is empty, then one suspect after the other, until none
+        waits."""
         if not suspects:
             self._reserved = None
             return []
@@ -550,8 +561,8 @@ def _sound(usable: list[Member]) -> list[Member]:
 
 
 def _round_robin(grants: Sequence[Grant]) -> list[Grant]:
-    """Gives each member one closure, then each a second one, and so on: closures of one
-    round follow each other."""
+    """Gives each member one closure, then each a second one, and so on, so that
+    closures of one round of an optimizer follow each other."""
     most = max([grant.count for grant in grants], default=0)
     return [Grant(g.member, 1) for at in range(most) for g in grants if g.count > at]
 

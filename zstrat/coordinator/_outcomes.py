@@ -1,13 +1,14 @@
-"""`Outcomes`: ends the closures that workers report, or has them retried. On the loop.
+"""`Outcomes`: ends the closures that workers report, or returns them to be retried. On
+the loop.
 
 One message may report hundreds of closures, and the engine's lock is taken once for all
 of them. Results are not decoded: their bytes are stored for a fetch.
 
 Workers may fail to reach a parameter server, with hundreds of closures at a time. While
 the program's own connection to that server is fine, the closures are retried, all after
-the same pause. All failures until then are one *strike*; failures after it are the next
-one, with a longer pause. Old strikes are forgotten, so that three hiccups in a month do
-not end a job. Too many in a short time, from all workers, do.
+the same pause. All failures until then are one *strike*; failures after that pause are
+the next strike, with a longer pause. Old strikes are forgotten, so that three hiccups
+in a month do not end a job. Too many strikes in a short time, on all workers, do.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
 WINDOW_SECONDS: Final = 60.0
 """Age at which a strike is forgotten."""
 STRIKES: Final = 6
-"""The most strikes. With the pauses below, the sixth comes after about six seconds of
-failures: longer than the program's own link takes to notice a lost server."""
+"""The most strikes of a worker at one server. With the pauses below, the sixth comes
+after about six seconds of failures: longer than the program's own link takes to notice
+a lost server."""
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 5.0
 BUSY_SECONDS: Final = 300.0
 """Seconds of retries after which a closure fails because a task is busy. Without a
-limit a step that raises that error by itself would be retried without end."""
+limit a step that raises `BusyError` by itself would be retried without end."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class RetryBackoff:
     retry."""
 
     strikes: deque[float] = field(default_factory=lambda: deque(maxlen=STRIKES))
-    """When each of the last strikes began."""
+    """Times at which the last strikes began."""
     pause_end: float = 0.0
     """End of the pause of the last strike."""
 
@@ -68,7 +70,8 @@ class RetryBackoff:
         return self.pause_end - now
 
     def is_exhausted(self, now: float) -> bool:
-        """Returns whether there are too many strikes to retry on this worker."""
+        """Returns whether there are too many strikes for a further retry on this
+        worker."""
         self._forget(now)
         return len(self.strikes) >= STRIKES
 
@@ -81,18 +84,19 @@ OK: Final = int(Outcome.OK)
 CANCELLED: Final = int(Outcome.CANCELLED)
 FAILED: Final = int(Outcome.FAILED)
 MAX_STRUCK: Final = 65536
-"""Steps with a strike that have not succeeded; if there are more, those that ended
-otherwise are dropped."""
+"""The most steps with a strike whose success is awaited; if there are more, those that
+have ended in another way are forgotten."""
 ERROR_CHARACTERS: Final = 1000
-"""Characters of an error that `metrics` shows."""
+"""The most characters of an error that `metrics` shows."""
 
 
 @final
 class Outcomes:
-    """Ends closures, or has them retried after failures that are not their own fault.
+    """Ends closures, or puts them back into the queue after failures that are not their
+    own fault.
 
     Args:
-        abandoned: Gets the kept results whose remote value was dropped.
+        abandoned: Receives the kept results whose remote value was dropped.
     """
 
     def __init__(
@@ -102,12 +106,14 @@ class Outcomes:
         self._backoffs: dict[tuple[int, str], RetryBackoff] = {}
         self._avoided: dict[int, str] = {}
         self._struck: dict[int, tuple[int, RetryBackoff]] = {}
-        """By step: the worker on which it had a strike, and its backoff."""
+        """By step: the worker on which the step had a strike, and the backoff of that
+        worker."""
         self.stale = 0
-        """Number of outcomes that came after the closure went to another worker."""
+        """Number of outcomes that came after the closure was given to another
+        worker."""
 
     def handle(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
-        """Ends the closures of a message, or has them retried.
+        """Ends the closures of a message, or puts them back into the queue.
 
         Returns:
             Whether closures wait for a worker.
@@ -215,8 +221,8 @@ class Outcomes:
         settle([Ended(closure, error)])
 
     def _step_succeeded(self, step: int, worker: int) -> None:
-        """Clears the strikes of a worker when a step with a strike succeeds there: any
-        number of outages that pass do not end a job."""
+        """Clears the strikes of a worker when a step with a strike succeeds there, so
+        that any number of short outages does not end a job."""
         struck_on, backoff = self._struck.pop(step, (-1, None))
         if backoff is not None and struck_on == worker:
             backoff.strikes.clear()
@@ -224,11 +230,11 @@ class Outcomes:
     def _retry_delay(
         self, worker: int, closure: Closure, error: Exception, now: float
     ) -> float | None:
-        """Returns the seconds after which to retry a closure; None: it fails.
+        """Returns the seconds after which to retry a closure; None: the closure fails.
 
         The program's own link knows whether a parameter server is lost. If only workers
-        fail to reach it, the closure is retried until all of them fail. A busy server
-        is not lost, and gets more time.
+        fail to reach the server, the closure is retried until all workers fail. A busy
+        server is not lost, and gets more time.
         """
         if self._engine.queue.suspended and isinstance(
             error, PSUnavailableError | StaleSessionError
@@ -269,7 +275,7 @@ class Outcomes:
             self._struck = {s: at for s, at in self._struck.items() if s >= low_water}
 
     def _stop_avoiding(self, now: float) -> None:
-        """Gives closures again to workers whose strikes are old."""
+        """Lets workers whose strikes are old get closures again."""
         for worker, task in list(self._avoided.items()):
             if not self._backoff(worker, task).is_exhausted(now):
                 del self._avoided[worker]

@@ -2,8 +2,8 @@
 program.
 
 A step that is a method is pickled with its object, which may have a coordinator or a
-dataset as an attribute. Unpickled on the worker, a coordinator has its strategy only,
-and everything else raises an error that says so. In the program, `Unfetched` refuses to
+dataset as an attribute. Unpickled on the worker, a coordinator has its strategy only;
+any other use of it raises an error that says so. In the program, `Unfetched` refuses to
 compute with a result that was not fetched.
 """
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @final
 class CoordinatorOnWorker:
-    """A coordinator on a worker: it has its ``strategy``, and refuses all else."""
+    """A coordinator on a worker: has its ``strategy``, and raises an error at any other
+    use."""
 
     def __init__(self, strategy: Any, kind: type) -> None:
         self.strategy = strategy
@@ -41,13 +42,14 @@ class CoordinatorOnWorker:
 
 @functools.cache
 def coordinator_on_worker(strategy: Any, kind: type) -> CoordinatorOnWorker:
-    """Returns the placeholder of this process: one per strategy, as in the program."""
+    """Returns the placeholder of a coordinator in this process: one per strategy, as in
+    the program."""
     return CoordinatorOnWorker(strategy, kind)
 
 
 @final
 class DatasetOnWorker:
-    """A `PerWorkerDataset` on a worker: refuses all use, as steps take its
+    """A `PerWorkerDataset` on a worker: raises an error at any use, as steps take its
     iterators."""
 
     def __init__(self, name: str) -> None:
@@ -57,12 +59,12 @@ class DatasetOnWorker:
         raise RuntimeError(in_step(f"iter() of {self._name}"))
 
     def build(self) -> NoReturn:
-        """Raises; see the class."""
+        """Raises RuntimeError: a step runs on a worker and cannot use the dataset."""
         raise RuntimeError(in_step(f"build() of {self._name}"))
 
     @property
     def element_spec(self) -> NoReturn:
-        """Raises; see the class."""
+        """Raises RuntimeError: a step runs on a worker and cannot use the dataset."""
         raise RuntimeError(in_step(f"element_spec of {self._name}"))
 
 
@@ -87,13 +89,13 @@ def _refused(what: str) -> Callable[..., NoReturn]:
 
 class Unfetched(abc.ABC):
     """A value of another process. Operators, numpy and conversions raise an error that
-    says how to fetch it, instead of waiting for it."""
+    says how to fetch the value, instead of waiting for it."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def _advice(self) -> str:
-        """Describes the value, and how to get its result."""
+        """Describes the value, and how to fetch its result."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
         del dtype, copy

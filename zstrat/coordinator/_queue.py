@@ -6,7 +6,7 @@ cancelled, and only the queue ends one.
 
 New closures wait in a bounded first-in-first-out queue. A closure that comes back (its
 worker was lost, or a parameter server was unreachable) waits in a separate queue
-*outside* the bound, which goes first. So handing closures back never waits for a free
+*outside* the bound, which goes first. So returning closures never waits for a free
 slot, and a full queue cannot lock up when all workers fail.
 
 A closure that was in flight on a lost worker is retried at once. From its second loss
@@ -27,8 +27,8 @@ becomes OPEN again, and nothing is cancelled.
 
 A lost worker may have applied the closure that it had, or may still run it (a
 *zombie*). So before the error is raised, a fence notifies all parameter servers that
-every step so far is over, and they say which of these *doubtful* closures they applied.
-The others are cancelled, and when the error is raised nothing runs.
+every step so far is over, and they answer which of these *doubtful* closures they
+applied. The others are cancelled, and when the error is raised nothing runs.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 
 
 class QueueLeft(NamedTuple):
-    """The state of the queue for workers: the number of closures that are left after
-    some were handed out, and whether it was full before. ``metrics`` are for observers;
-    None: unchanged."""
+    """The state of the queue, as workers get it with closures: the number of closures
+    left (``waiting``), whether the queue was ``full`` before, and ``metrics`` for
+    observers (None: unchanged)."""
 
     waiting: int = 0
     full: bool = False
@@ -70,23 +70,23 @@ class QueueLeft(NamedTuple):
 
 
 MAX_QUEUED: Final = 262_144
-"""TensorFlow's bound: about 100 MB of waiting closures."""
+"""Default for the most closures that wait, as in TensorFlow: about 100 MB."""
 MAX_QUEUED_BYTES: Final = 2**30
-"""Bytes of the arguments of waiting closures, which are copies: batches would fill the
-memory of the program long before there are too many closures."""
+"""The most bytes in the arguments of waiting closures, which are copies: batches would
+fill the memory of the program long before there are too many closures."""
 MAX_AHEAD: Final = 2**19
-"""How many steps may overtake the oldest unfinished one: half of the steps that a
+"""The most steps that may overtake the oldest unfinished one: half of the steps that a
 parameter server can remember (`zstrat.ps.store._ledger`)."""
 MAX_ATTEMPTS: Final = 5
 SUSPECT_AFTER: Final = 2
-"""One loss is bad luck, as machines are preempted. Two of the same closure are a clue.
-"""
+"""Number of losses from which a closure is a suspect. One loss is bad luck, as machines
+are preempted. Two of the same closure are a clue."""
 FIRST_DELAY: Final = 0.1
-"""Seconds that a suspect waits after its second loss; doubled by each further one, up
-to `LONGEST_DELAY`."""
+"""Seconds that a suspect waits after its second loss. Each further loss doubles them,
+up to `LONGEST_DELAY`."""
 LONGEST_DELAY: Final = 5.0
 HANDBACK_DELAY: Final = 0.05
-"""Seconds before a closure is retried that its worker gave back without running it."""
+"""Seconds before a closure is retried that its worker returned without running it."""
 
 
 class QueuePhase(enum.Enum):
@@ -102,7 +102,7 @@ class QueuePhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Closure:
-    """One scheduled call. The queue does not look into ``call`` and ``value``."""
+    """One scheduled call. The queue uses neither ``call`` nor ``value``."""
 
     call: ScheduledCall
     value: RemoteValue
@@ -111,22 +111,23 @@ class Closure:
     """Keeps resources alive until the closure has ended."""
     site: CallSite | None = None
     inputs: bytes = b""
-    """The bytes of its own arrays among the arguments."""
+    """The bytes of the arrays among the arguments of this closure."""
     nbytes: int = 0
-    """Memory of arguments that it shares with no other closure."""
+    """Memory in bytes of arguments that no other closure shares."""
     step: int = -1
     attempt: int = 0
-    """How often it was handed to a worker."""
+    """How often the closure was handed to a worker."""
     busy_since: float | None = None
-    """When a task was first too busy for it."""
+    """Time at which a task first was too busy for the closure; None if none was."""
     losses: tuple[str, ...] = ()
-    """The workers that were lost while they had it."""
+    """Names of the workers that were lost while they had the closure."""
     draws: Sequence[Draw] = ()
-    """What it draws from leased datasets."""
+    """Number of batches that the closure draws from each leased dataset."""
     leases: bytes = b""
-    """Its leases, packed, from when it is first handed out."""
+    """The packed leases of the closure, from when it is first handed out."""
     begun: bool = False
-    """A worker may have sent its updates without reporting its success."""
+    """Whether a worker may have sent the closure's updates without reporting
+    success."""
 
     @property
     def is_suspect(self) -> bool:
@@ -139,15 +140,16 @@ class Closure:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A closure that the queue ended by itself; the caller settles its value."""
+    """A closure that the queue ended by itself; the caller settles the value with
+    ``error``."""
 
     closure: Closure
     error: Exception
 
 
 class Effect(NamedTuple):
-    """What is known of the updates of a step whose worker was lost: ``is_certain`` if a
-    server has confirmed that it applied some."""
+    """What is known of the updates of a step whose worker was lost, as text for
+    messages. ``is_certain``: a server has confirmed that it applied some of them."""
 
     words: str
     is_certain: bool
@@ -157,7 +159,8 @@ _Waiting = tuple[float, int, Closure]
 
 
 class Queue:
-    """The queue of a coordinator. See the docstring of the module."""
+    """The closures of a coordinator and their order. See the docstring of the
+    module."""
 
     def __init__(
         self,
@@ -179,48 +182,52 @@ class Queue:
         self.phase = QueuePhase.OPEN
         self.running = 0
         self._failures = PendingErrors(errors_once)
-        """The errors since the last one was raised."""
+        """The errors since the last one was raised to the user."""
         self._pending = False
         self._cause: str | None = None
-        """Why waiting closures are cancelled, while they are."""
+        """Why waiting closures are cancelled, while they are being cancelled."""
         self.cancelled = 0
         """Number of closures cancelled so far."""
         self._fresh: deque[Closure] = deque()
         self._nbytes = 0
-        """Bytes of the fresh and the parked closures."""
+        """Bytes of arguments of the fresh (never handed out) and the parked
+        closures."""
         self._retries: list[_Waiting] = []
         self._suspects: list[_Waiting] = []
         self._returned: list[_Waiting] = []
-        """Closures that came back before they had started."""
+        """Closures that workers returned before starting them."""
         self._doubtful: list[Closure] = []
         self.leases: Final = SessionLeases[Closure]()
         self.exhausted: list[Ended] = []
-        """Closures that ended as there are no data for them, to be settled."""
+        """Closures that ended because no data are left for them; their values are not
+        settled yet."""
         self.held = False
-        """Hands out only closures that may have started before (see `is_at_rest`)."""
+        """Whether only closures that may have started before are handed out (see
+        `is_at_rest`)."""
         self.suspended = False
-        """Hands out nothing, while a lost parameter server is awaited or restored."""
+        """Whether no closures are handed out, while a lost parameter server is awaited
+        or restored."""
 
     @property
     def errors(self) -> list[Exception]:
-        """The errors since the last one was raised, oldest first."""
+        """The errors since the last one was raised to the user, oldest first."""
         return self._failures.errors
 
     @property
     def queued(self) -> int:
-        """Closures that wait for a worker, including those that came back."""
+        """Number of closures that wait for a worker, including those that came back."""
         back = len(self._retries) + len(self._suspects) + len(self._returned)
         return len(self._fresh) + back + self.parked
 
     @property
     def parked(self) -> int:
-        """Closures that wait until leases of other closures have ended, or come
-        back."""
+        """Number of closures that wait for data: until leases of other closures have
+        ended, or come back."""
         return self.leases.parked
 
     @property
     def runs_again(self) -> bool:
-        """Whether a closure waits that a worker may have run before."""
+        """Whether a closure is waiting that a worker may have run before."""
         return bool(self._retries or self._suspects)
 
     @property
@@ -230,12 +237,12 @@ class Queue:
 
     @property
     def waiting_fresh(self) -> int:
-        """Closures that wait for their first worker."""
+        """Number of closures that wait for their first worker."""
         return len(self._fresh)
 
     @property
     def is_full(self) -> bool:
-        """Whether too many closures, or bytes, wait for their first worker."""
+        """Whether too many closures, or too many bytes, wait for their first worker."""
         waiting = len(self._fresh) + self.leases.parked
         return waiting >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
@@ -251,12 +258,12 @@ class Queue:
 
     @property
     def runs(self) -> bool:
-        """Whether closures are handed out."""
+        """Whether closures may be handed out in this phase."""
         return self.phase in (QueuePhase.OPEN, QueuePhase.FAILED)
 
     def put(self, closure: Closure) -> bool:
-        """Numbers a new closure and appends it; returns False if the queue is full or
-        not open."""
+        """Gives a new closure its step number and appends it; returns False if the
+        queue is full or not open."""
         if self.phase is not QueuePhase.OPEN or self.is_full:
             return False
         # Numbered here, not when it is handed out: `join` waits for all numbers up to
@@ -267,14 +274,15 @@ class Queue:
         return True
 
     def cancel_waiting(self, cause: str | None = None) -> list[Ended]:
-        """Cancels the waiting closures; running ones continue. → CANCELLING."""
+        """Cancels the waiting closures; running ones continue. OPEN or FAILED →
+        CANCELLING."""
         assert self.runs, f"cancelled while {self.phase.value}"
         self.phase, self._cause = QueuePhase.CANCELLING, cause
         return self._cancel_queued(cause)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is cancelling, and no connected worker runs a closure."""
+        """Whether the phase is CANCELLING, and no connected worker runs a closure."""
         return self.phase is QueuePhase.CANCELLING and self.running == 0
 
     @property
@@ -328,13 +336,13 @@ class Queue:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether nothing runs, and the first error, if any, is to be raised now."""
+        """Whether no closure runs, and the first error, if any, is to be raised now."""
         return self.phase is QueuePhase.FENCED
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing runs, and nothing waits that may have run: every step was
-        applied on all servers or on none."""
+        """Whether no closure runs, and none is waiting that may have run before: every
+        step was applied on all servers or on none."""
         waits = self._retries or self._suspects or self._doubtful
         return self.running == 0 and not waits and self.phase is not QueuePhase.FENCING
 
@@ -356,7 +364,7 @@ class Queue:
         return self._failures.first if pending else None
 
     def fetched(self, error: Exception) -> None:
-        """Notes that a fetch raises the error."""
+        """Notes that a fetch has raised the error."""
         self._failures.fetched(error)
         # Nothing was cancelled yet, as no call of the user has come: so the run simply
         # continues (`errors_once`).
@@ -369,14 +377,16 @@ class Queue:
         return self._cancel_queued(cause)
 
     def ready(self, now: float) -> tuple[int, int]:
-        """Returns how many ordinary closures and suspects may go to a worker now."""
+        """Returns how many ordinary closures, and how many suspects, a worker may get
+        now."""
         if not self.runs or self.suspended:
             return 0, 0
         fresh = 0 if self.held else _due(self._returned, now) + self._reachable
         return _due(self._retries, now) + fresh, _due(self._suspects, now)
 
     def next_due(self) -> float | None:
-        """Returns when the next closure that came back may be handed out."""
+        """Returns the time at which the next closure that came back may be handed out;
+        None if none waits."""
         heaps = [self._retries, self._suspects]
         if not self.held:  # else these wait until it ends
             heaps.append(self._returned)
@@ -403,7 +413,7 @@ class Queue:
         return self._lease(taken) if self.leases.books else taken
 
     def take_suspect(self, now: float) -> Closure:
-        """Hands out a closure that has to run alone."""
+        """Hands out a suspect, which has to run alone."""
         due, _, closure = heapq.heappop(self._suspects)
         assert due <= now, "it has to wait longer"
         assert self.runs, f"nothing is handed out while {self.phase.value}"
@@ -412,7 +422,8 @@ class Queue:
         return closure
 
     def end(self, closure: Closure, error: Exception | None = None) -> None:
-        """Ends a closure that ran to its end. The first error is kept to be raised."""
+        """Ends a closure that ran to its end. The first ``error`` is kept for the next
+        call of the user, which raises it."""
         self._stopped(closure)
         self.steps.end(closure.step)
         skipped = False
@@ -432,7 +443,8 @@ class Queue:
                 self.fail(error, closure)
 
     def fail(self, error: Exception, closure: Closure | None = None) -> None:
-        """Keeps an error for the next call of the user, which raises the first one."""
+        """Keeps an error for the next call of the user. If there are several, the call
+        raises the first one."""
         if not self.runs:
             return  # an effect of cancelling, which only its own value raises
         if self.phase is QueuePhase.OPEN:
@@ -444,10 +456,11 @@ class Queue:
     def retry(
         self, closure: Closure, now: float, delay: float = 0.0, *, begun: bool
     ) -> list[Ended]:
-        """Takes back a closure that did not end, through no fault of its own.
+        """Puts a closure that did not end, through no fault of its own, back into the
+        queue. Returns closures that ended instead, for the caller to settle.
 
         Args:
-            begun: Its updates may have been applied.
+            begun: The closure's updates may have been applied.
         """
         self._stopped(closure)
         closure.begun |= begun
@@ -473,8 +486,9 @@ class Queue:
         return []
 
     def lost(self, closure: Closure, worker: str, now: float) -> list[Ended]:
-        """Takes back a closure whose worker was lost; retries it, or fails it as the
-        likely cause."""
+        """Puts a closure whose worker was lost back into the queue, or fails it as the
+        likely cause of the losses. Returns closures that ended, for the caller to
+        settle."""
         closure.losses = (*closure.losses, worker)
         closure.begun = True
         lost = len(closure.losses)
@@ -496,8 +510,8 @@ class Queue:
 
     @property
     def _reachable(self) -> int:
-        """Number of fresh closures that are not too far ahead of the oldest unfinished
-        step."""
+        """Returns how many fresh closures may be handed out without getting too far
+        ahead of the oldest unfinished step."""
         if not self._fresh:
             return 0
         # Fresh closures have consecutive steps, but for a few that were parked. So one
@@ -506,17 +520,19 @@ class Queue:
         return min(len(self._fresh), max(0, self.max_ahead - ahead))
 
     def leases_changed(self, resource: int) -> None:
-        """Lets closures try again that wait for leases of the dataset."""
+        """Puts closures that wait for leases of the dataset ``resource`` back into the
+        queue, so that they try again."""
         self._fresh.extendleft(reversed(self.leases.unpark(resource)))
 
     def give_leases_back(self, resource: int) -> None:
-        """Takes the leases of the dataset back from closures that have not started, for
-        a pass that is moved while nothing runs."""
+        """Takes the leases of the dataset ``resource`` from closures that have not
+        started, because the pass is about to continue at another position. Nothing may
+        run."""
         self.leases.give_back(resource, [item[2] for item in self._returned])
 
     def _lease(self, taken: list[Closure]) -> list[Closure]:
-        """Leases the data that these closures draw; returns those that have their
-        leases. The others wait, or end."""
+        """Leases the data that these closures draw. Returns the closures that have
+        their leases. The others wait for leases, or end as no data are left."""
         leased = self.leases.lease(taken)
         if leased is None:
             return taken
@@ -571,7 +587,8 @@ def _due(heap: list[_Waiting], now: float) -> int:
 
 
 def cancellation(cause: str | None = None, *, begun: bool = False) -> CancelledError:
-    """Returns the error of the value of a cancelled closure."""
+    """Returns the error for the value of a cancelled closure; ``begun``: its updates
+    may have been applied."""
     words = "The corresponding function is cancelled. Please reschedule the function."
     if begun:
         words = (

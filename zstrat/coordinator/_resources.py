@@ -1,12 +1,13 @@
-"""Per-worker resources, which every worker builds before it runs closures.
+"""Per-worker resources (datasets, iterators, values), which every worker builds before
+it runs closures.
 
 A `Record` has what it takes to build a resource (code and arguments), a value for the
-outcome on each worker, and the share of a dataset that each one reads. It outlives
+outcome on each worker, and the share of a dataset that each worker reads. It outlives
 connections: when a worker (re)joins, all records are built there before its next
 closure, with iterators at their start or at their position in a checkpoint.
 
 A record has no reference to the user's handle. When the handle is dropped, the number
-of the record goes to the dispatcher, which has all workers drop the resource.
+of the record is sent to the dispatcher, which makes all workers drop the resource.
 
 A worker gets no closures while it builds. If building fails, the closures that need the
 resource fail on that worker with the error. `Builder` runs on the loop thread.
@@ -92,17 +93,18 @@ class Record:
         book: LeaseBook | None = None,
     ) -> None:
         self.book = book
-        """The leases of its elements, if these are leased."""
+        """The `LeaseBook` of a leased dataset; None for other resources."""
         self.number = next(_numbers)
         self.name, self.purpose = name, purpose
         self.maker, self.arguments = maker, arguments
         self.layout: LayoutMessage | None = None
-        """Of an element (or the value), once a worker has built it."""
+        """The layout of an element (or of the value), once a worker has built the
+        resource."""
         self.pipelines = InputPipelines(workers)
         self.states: dict[int, str] = {}
-        """By input pipeline: the position at which its iterator starts, from the last
-        checkpoint that was saved or restored; without one, at the start of the data.
-        Replaced as a whole."""
+        """By input pipeline (a share of the dataset): the position at which its
+        iterator starts, from the last checkpoint that was saved or restored; without an
+        entry, at the start of the data. Replaced as a whole."""
         self._make_value = partial(kind, engine, Result(name, None))
         self._values = {place: self._make_value() for place in workers}
         if book is not None:
@@ -110,23 +112,24 @@ class Record:
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """One value per present worker, in the order of their places."""
+        """One value per present worker, in the order of their places (indices in the
+        session)."""
         return tuple([value for _, value in sorted(self._values.items())])
 
     @property
     def is_known(self) -> bool:
-        """Whether a worker has built it, so that its layout is known."""
+        """Whether a worker has built the resource, so that its layout is known."""
         return self.layout is not None
 
     @property
     def is_settled(self) -> bool:
-        """Whether no worker is building it."""
+        """Whether no worker is building the resource."""
         return all(value.state is not NOT_READY for value in self.values)
 
     @property
     def failure(self) -> Exception | None:
-        """The error of the first worker that failed, once no worker is building it.
-        Lost workers do not count."""
+        """The error of the first worker that failed to build the resource; None while a
+        worker is building it. Lost workers do not count."""
         if not self.is_settled:
             return None
         errors = (value.error for value in self.values if value.state is READY)
@@ -134,7 +137,7 @@ class Record:
 
     @property
     def workers(self) -> list[int]:
-        """The places of the workers that have a value."""
+        """The places (indices in the session) of the workers that have a value."""
         return list(self._values)
 
     def add_worker(self, worker: int, task: str, reason: str) -> None:
@@ -145,12 +148,12 @@ class Record:
         self.aborted(worker, task, reason)
 
     def remove_worker(self, worker: int) -> None:
-        """Removes a worker. Its value stays aborted."""
+        """Removes a worker, whose value stays aborted."""
         self.pipelines.leave(worker)
         self._values = {n: value for n, value in self._values.items() if n != worker}
 
     def begin_build(self, worker: int) -> None:
-        """Notes that the worker starts to build it."""
+        """Notes that the worker starts to build the resource."""
         self._values[worker]._begin_again()
 
     def is_building(self, worker: int) -> bool:
@@ -158,7 +161,7 @@ class Record:
 
     def start_at(self, states: Sequence[str]) -> None:
         """Sets the positions at which iterators start when they are built. For leased
-        data: leases again what a lost server has lost."""
+        data: leases again the examples whose updates a lost server has lost."""
         if self.book is not None:
             # Leases belong to no worker, so there is one state, and nothing to begin
             # at.
@@ -167,7 +170,8 @@ class Record:
         self.states = {n: state for n, state in enumerate(states) if state}
 
     def misfit(self, examples: int) -> InvalidArgumentError | None:
-        """Returns why a leased dataset cannot have so many examples on a worker."""
+        """Returns the error if a leased dataset cannot have this number of examples on
+        a worker; None if it can."""
         why = "" if self.book is None else self.book.built(examples)
         return InvalidArgumentError(f"{self.name}: {why}") if why else None
 
@@ -177,10 +181,10 @@ class Record:
         self._values[worker]._settle_built()
 
     def failed(self, worker: int, task: str, error: Exception) -> Exception:
-        """Notes that building failed, and returns the error for closures that use it
-        there. An empty dataset is at its end, like one that was read to its end: the
-        worker reports it by an `OutOfRangeError` of its own, never by one that the
-        user's function raised."""
+        """Notes that building failed on a worker, and returns the error for closures
+        that use the resource there. An empty dataset is at its end, like one that was
+        read to its end: the worker reports that by its own `OutOfRangeError`, never by
+        one that the user's function raised."""
         wrapped: Exception
         if isinstance(error, OutOfRangeError):
             wrapped = OutOfRangeError(
@@ -196,13 +200,15 @@ class Record:
         return wrapped
 
     def ended(self, cause: str) -> None:
-        """Aborts the values that are not built yet, as building has stopped."""
+        """Makes the values that are not built yet raise `ClosureAbortedError`, as
+        building has stopped because of ``cause``."""
         for value in self.values:
             if value.state is NOT_READY:
                 value._abort(ClosureAbortedError(f"{self.name} is not built: {cause}"))
 
     def aborted(self, worker: int, task: str, reason: str) -> None:
-        """Aborts the value of a worker that is lost or has not joined yet."""
+        """Makes the value of a worker that is lost, or has not joined yet, raise
+        `ClosureAbortedError`."""
         self._values[worker]._abort(
             ClosureAbortedError(
                 f"{self.name} is not on {task} ({reason}); it is built when that task "
@@ -217,7 +223,7 @@ BUILD_DEADLINE: Final = 600.0
 
 @final
 class Builder:
-    """Has workers build the resources of all records. On the loop thread."""
+    """Makes workers build the resources of all records. On the loop thread."""
 
     def __init__(
         self,
@@ -232,12 +238,11 @@ class Builder:
         self._new: deque[Record] = deque()
         self._dropped: deque[int] = deque()
         self._why_stopped: str | None = None
-        """Why building has stopped, after `stop`. Guarded by the lock."""
+        """Why building has stopped, after `stop`. Guarded by the engine's lock."""
 
     def add_soon(self, record: Record) -> None:
-        """Adds a resource, from any thread. Closures that are scheduled later wait for
-        it.
-        """
+        """Adds a resource. Closures that are scheduled later wait for it. Callable from
+        any thread."""
         with self._engine.lock:
             if self._why_stopped is None:
                 self._new.append(record)
@@ -271,7 +276,7 @@ class Builder:
                     self._engine.waiters.notify()
 
     def drop_soon(self, number: int) -> None:
-        """Drops a resource, from any thread. Takes no lock."""
+        """Drops a resource. Takes no lock. Callable from any thread."""
         self._dropped.append(number)
 
     def dropped(self) -> list[int]:
@@ -297,8 +302,8 @@ class Builder:
         return numbers
 
     def stop(self, cause: str) -> None:
-        """Stops building, aborts the values that are not built, and drops all
-        resources. Lock held."""
+        """Stops building, makes the values that are not built raise
+        `ClosureAbortedError`, and drops all resources. Lock held."""
         self._why_stopped = cause
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
@@ -306,7 +311,8 @@ class Builder:
         self._dropped.extend(self._records)
 
     def build_all(self, channel: WorkerChannel) -> None:
-        """Builds all resources on a worker that (re)joined; then it gets closures."""
+        """Builds all resources on a worker that (re)joined; after that the worker gets
+        closures."""
         records = list(self._records.values())
         self._members.build(channel.member.place, len(records))
         with self._engine.lock:
@@ -318,9 +324,9 @@ class Builder:
         self._built(channel, 0)
 
     async def states(self, record: Record) -> list[str]:
-        """Returns the positions of the iterators of all input pipelines, as JSON; ""
-        is the start. If the worker of one is lost, or builds it, the position at which
-        it will start.
+        """Returns the positions of the iterators of all input pipelines (shares of the
+        dataset), as JSON; "" is the start. If the worker of a pipeline is lost, or is
+        building its iterator: the position at which the iterator will start.
 
         Raises:
             InvalidArgumentError: A dataset has no position that can be saved.
@@ -349,7 +355,7 @@ class Builder:
 
     async def require_fit(self, record: Record, states: Sequence[str]) -> None:
         """Checks with the connected workers that their iterators can continue at
-        positions of `states`.
+        positions that `states` returned.
 
         Raises:
             InvalidArgumentError: An iterator cannot continue there; says why.
@@ -368,16 +374,16 @@ class Builder:
         )
 
     def start_at(self, states: Mapping[int, Sequence[str]]) -> None:
-        """Sets the positions at which the iterators of these numbers start when they
-        are built."""
+        """Sets the positions at which iterators start when they are built, by number of
+        the resource."""
         with self._engine.lock:
             for number in states.keys() & self._records.keys():
                 self._records[number].start_at(states[number])
                 self._engine.queue.leases_changed(number)
 
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
-        """Rebuilds the iterators at positions of `states`. Closures that are scheduled
-        later wait for them."""
+        """Rebuilds the iterators at positions that `states` returned. Closures that are
+        scheduled later wait for this."""
         # Before they are rebuilt, which sends these positions.
         record.start_at(states)
         for channel in self._channels.values():
@@ -389,7 +395,9 @@ class Builder:
                 self._build(channel, record)
 
     def abort_worker(self, channel: WorkerChannel, reason: str) -> None:
-        """Aborts the values of a lost worker. Lock held."""
+        """Makes the values that resources have on a lost worker raise
+        `ClosureAbortedError`, and lets closures that wait for leases try again. Lock
+        held."""
         for record in self._records.values():
             # With it the last worker may be gone that was building: closures that wait
             # for the size of a leased dataset end then with the error of the others.
@@ -408,8 +416,8 @@ class Builder:
             self._engine.queue.leases_changed(record.number)
 
     def _channels_with(self, record: Record) -> dict[int, WorkerChannel]:
-        """Returns the connected workers that have the resource, or build it, by
-        place."""
+        """Returns the connected workers that have the resource, or build it, by place
+        (index in the session)."""
         return {
             place: channel
             for place, channel in sorted(self._channels.items())
@@ -438,7 +446,8 @@ class Builder:
 
     @staticmethod
     def _request(channel: WorkerChannel, record: Record) -> asyncio.Future[Message]:
-        """Asks a worker to build a resource. Raises what sending raises."""
+        """Sends a worker the request to build a resource; returns the future of the
+        answer. Raises what sending raises."""
         channel.put_code(record.maker)
         arguments = channel.put_arguments(record.arguments)
         pipeline = record.pipelines[channel.member.place]
@@ -479,7 +488,8 @@ class Builder:
     def _outcome(
         self, channel: WorkerChannel, record: Record, outcome: Message | BaseException
     ) -> None:
-        """Takes the answer of a worker, or why the resource is not built there."""
+        """Handles a worker's answer to the request to build a resource, or the error in
+        its place."""
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
             # Of an earlier attempt: a position may have been set since (`go_to`).

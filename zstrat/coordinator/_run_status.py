@@ -1,4 +1,4 @@
-"""`RunStatus`: what the tasks of a run report, and their last lines of output.
+"""`RunStatus`: the reports of all tasks of a run, and their last lines of output.
 
 Laws of this file: it is written on the loop and read from any thread, and blocks
 neither. A new report of a task replaces the old one, which is dropped when the task is
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from .connecting import TaskSession
 
 KEPT_LINES: Final = 200
-"""Lines of output that are kept, of all tasks together."""
+"""The most lines of output that are kept, of all tasks together."""
 LINE_CHARACTERS: Final = 1000
-"""Characters of a line; the rest is cut off."""
+"""The most characters of a line; the rest is cut off."""
 KEPT_POINTS: Final = 1000
-"""Points of a scalar that are kept."""
+"""The most points of a scalar that are kept."""
 SCALAR_NAMES: Final = 256
 """The most scalars. More names are a mistake, such as a step number in the name."""
 _LOGGERS: Final = ("zstrat.coordinator", "zstrat.transport")
-"""Loggers whose lines are kept. A filter that passes everything takes them: with a
-handler Python would no longer show warnings of programs that do not set up logging."""
+"""Loggers whose lines are kept, by a filter that passes everything: with a handler
+Python would no longer show warnings of programs that do not set up logging."""
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
 
 
@@ -48,17 +48,17 @@ def short(task: str) -> str:
 @final
 class Scalars:
     """Scalars that a program logs: the last `KEPT_POINTS` of each of at most
-    `SCALAR_NAMES`. From any thread."""
+    `SCALAR_NAMES`. Usable from any thread."""
 
     def __init__(self) -> None:
         self._points: Final[dict[str, deque[tuple[int, float, float]]]] = {}
         self._lock: Final = threading.Lock()
 
     def add(self, name: str, value: float, step: int | None = None) -> None:
-        """Adds a point. Default step: one after the last point.
+        """Adds a point to a scalar. Default step: one after the last point.
 
         Raises:
-            ValueError: There are `SCALAR_NAMES` others.
+            ValueError: There are `SCALAR_NAMES` other scalars.
         """
         with self._lock:
             points = self._points.get(name)
@@ -98,7 +98,7 @@ SCALARS: Final = Scalars()
 
 @final
 class RunStatus:
-    """The reports, losses and output of the tasks of one session."""
+    """The reports, losses and output of all tasks of one session."""
 
     def __init__(self) -> None:
         self._since: Final = time.monotonic()
@@ -109,11 +109,11 @@ class RunStatus:
         )
 
     def telemetry_received(self, task: str, values: Mapping[str, PlainTree]) -> None:
-        """Keeps the report of a task."""
+        """Stores the report of a task, in place of its previous one."""
         self._reports[short(task)] = values
 
     def task_lost(self, task: str, reason: str) -> None:
-        """Notes a loss, and drops the report of the task except for the name of its
+        """Notes that a task is lost, and drops its report except for the name of its
         log."""
         # The log outlives the process, and says why it ended.
         report = self._reports.pop(short(task), {})
@@ -121,19 +121,19 @@ class RunStatus:
         self._losses[short(task)] = reason[:LINE_CHARACTERS]
 
     def printed(self, task: str, texts: Iterable[PrintedText]) -> None:
-        """Keeps lines that a step or a dataset printed."""
+        """Stores lines that a step or a dataset of the task printed."""
         for stream, text, _ in texts:
             # A step may print megabytes, of which no more would be kept.
             for line in text.splitlines()[-KEPT_LINES:]:
                 self._line(short(task), _STREAMS.get(stream, "stdout"), line)
 
     def begin(self) -> None:
-        """Starts to keep what zstrat logs."""
+        """Starts to keep lines that zstrat logs."""
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(self._logged)
 
     def end(self) -> None:
-        """Stops keeping what zstrat logs."""
+        """Stops keeping lines that zstrat logs."""
         for name in _LOGGERS:
             logging.getLogger(name).removeFilter(self._logged)
 
@@ -197,16 +197,16 @@ def _server(task: TaskSession) -> str:
 def log_scalar(
     name: str, value: SupportsFloat, step: SupportsIndex | None = None
 ) -> None:
-    """Logs a point of a curve, such as the loss. It appears under ``scalars`` in
+    """Logs a point of a curve, such as the loss. The curve appears under ``scalars`` in
     `ClusterCoordinator.metrics`, and in everything that shows a run. The last 1,000
     points of each of 256 names are kept. Takes about a microsecond, and never blocks.
 
     Args:
-        value: A number, or an array of one. Fetch the value of a step first.
-        step: Where on the axis it is; default: one after the last point.
+        value: A number, or an array with one number. Fetch the value of a step first.
+        step: The position of the point on the axis; default: one after the last point.
 
     Raises:
-        RuntimeError: Called in a step, on a worker, where nobody would see it.
+        RuntimeError: Called in a step, on a worker, where nobody would see the point.
         TypeError: The value is not a number, or the step not an integer.
         ValueError: The name is empty, or there are too many names.
     """

@@ -1,8 +1,8 @@
 """`ParameterServers`: requests of a program to its parameter servers, as coroutines.
 
-It translates variable specs, which say where a variable is, to requests. The law of
+Translates variable specs, which name the server of a variable, to requests. The law of
 this file: no request is sent while a parameter server is lost, as a part of the model
-is missing; it fails, or waits until the server is restored (`recovery/`).
+is missing; the request fails, or waits until the server is restored (`recovery/`).
 
 `session_of` asks a parameter server for the session that another program opened.
 """
@@ -51,17 +51,18 @@ SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, the operation, the number of the optimizer (0: none) and the operands."""
 
 ANSWER_SECONDS: Final = 5.0
-"""Seconds for a server to answer that what it waited for did not come."""
+"""Seconds, beyond the timeout, for a server to answer that the awaited variables were
+not created."""
 
 _AWAITED: Final = 512
-"""Variables that one message waits for: their names easily fit the header."""
+"""The most variables that one message waits for: their names easily fit the header."""
 
 _RATE: Final = 32 * 2**20
-"""Bytes per second that an initializer fills at least: numpy draws ten times as many
-normal numbers on a slow core."""
+"""The least bytes per second with which an initializer fills a variable: numpy draws
+ten times as many normal numbers on a slow core."""
 
 _PIECE: Final = 4 * 2**20
-"""Bytes of a slot that one message reads."""
+"""Bytes of an optimizer slot that one message reads."""
 
 
 P = ParamSpec("P")
@@ -71,7 +72,7 @@ T = TypeVar("T")
 def repeated(
     method: Callable[Concatenate[ParameterServers, P], Awaitable[T]],
 ) -> Callable[Concatenate[ParameterServers, P], Coroutine[Any, Any, T]]:
-    """Repeats an idempotent request when lost servers have returned."""
+    """Decorates an idempotent request: repeats it when lost servers have returned."""
 
     @wraps(method)
     async def repeat(self: ParameterServers, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,18 +102,19 @@ class ParameterServers:
 
     @property
     def repeater(self) -> Recovery | Replication | None:
-        """Repeats requests when lost servers have returned; None: they fail."""
+        """Repeats requests when lost servers have returned; None: such requests
+        fail."""
         return self._cluster.recovery or self._cluster.replication
 
     @property
     def _inventory(self) -> Inventory | None:
-        """Records what the servers have, for restores; None without restores."""
+        """Records what the servers hold, for restores; None without restores."""
         recovery = self._cluster.recovery
         return None if recovery is None else recovery.inventory
 
     @property
     def client(self) -> PsClient:
-        """The client of the session.
+        """The client of the session's parameter servers.
 
         Raises:
             PSUnavailableError: A parameter server is lost, with its variables.
@@ -139,8 +141,8 @@ class ParameterServers:
     async def initialize_variables(
         self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
     ) -> None:
-        """Has the servers create variables with a pickled initializer, so that no value
-        is sent.
+        """Creates variables with a pickled initializer, which the servers run, so that
+        no value is sent.
 
         Raises:
             InvalidArgumentError: The initializer failed, or its result has another
@@ -160,8 +162,8 @@ class ParameterServers:
     async def create_tables(
         self, entries: Sequence[tuple[VariableSpec, TableEntry]], code: bytes
     ) -> None:
-        """Has the servers create parts of tables of any id, without rows; ``code`` is
-        the pickled initializer."""
+        """Creates parts of tables (which take any id), without rows, on the servers;
+        ``code`` is the pickled initializer of rows."""
         if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in entries], [], self._timeout)
             return
@@ -175,7 +177,9 @@ class ParameterServers:
     async def table_sizes(
         self, specs: Sequence[VariableSpec]
     ) -> list[tuple[int, int, int, int]]:
-        """Returns rows, bytes, cut, and ids that wait, of each part of a table."""
+        """Returns four numbers for each part of a table: its rows, their bytes, its
+        current cut (a number with which to ask later which rows have changed), and the
+        ids that wait for a row."""
         return await self.client.table_sizes([Ref(s.ps, s.key) for s in specs])
 
     @repeated
@@ -187,14 +191,15 @@ class ParameterServers:
         since: int = -1,
         ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
-        """Returns ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part of a
-        table; with ``since`` or ``ids`` as `PullTable` says."""
+        """Returns ids ``[n]`` and rows ``[n, ...]`` of the buckets from ``first`` to
+        before ``last`` of a part of a table; for ``since`` and ``ids`` see
+        `PullTable`."""
         ref = Ref(spec.ps, spec.key)
         return await self.client.pull_table(ref, first, last, since, ids)
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
-        """Keeps the initial values of new variables that cannot be saved: a restore
-        gives them these values again."""
+        """Stores here the initial values of new variables that cannot be saved; a
+        restore gives the variables these values again."""
         if self._inventory is not None:
             values = await self.read(specs)
             self._inventory.note_initial(specs, values)
@@ -213,7 +218,8 @@ class ParameterServers:
 
     @repeated
     async def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
-        """Returns the values in order, as read-only arrays. One request per server."""
+        """Returns the values of variables in order, as read-only arrays. One request
+        per server."""
         return await self.client.pull([Ref(spec.ps, spec.key) for spec in specs])
 
     @repeated
@@ -276,7 +282,7 @@ class ParameterServers:
     async def read_slots(
         self, optimizer: int, specs: Sequence[VariableSpec]
     ) -> list[dict[str, np.ndarray]]:
-        """Returns the slots of an optimizer for each variable, by name, from one
+        """Returns the optimizer's slots of each variable, by name of the slot, from one
         snapshot of each server."""
         # A random number names the snapshot.
         client, number = self.client, secrets.randbits(62)
@@ -307,7 +313,7 @@ class ParameterServers:
     async def write_slot(
         self, optimizer: int, spec: VariableSpec, name: str, value: np.ndarray
     ) -> None:
-        """Assigns a slot of an optimizer for a variable."""
+        """Assigns a value to an optimizer's slot of a variable."""
         entry = StoreEntry(spec.key, optimizer, name, 0)
         await self.client.store(spec.ps, [entry], [value])
 
@@ -315,7 +321,7 @@ class ParameterServers:
     async def bind_optimizer(self, optimizer: int, data: bytes) -> None:
         """Binds an optimizer to its variables on all parameter servers. ``data`` is
         `zstrat.optimizers.Binding.encoded`. Idempotent. Every program that applies
-        gradients does so before its first gradient."""
+        gradients calls this before its first gradient."""
         await self.client.bind(optimizer, data)
         if self._inventory is not None:
             self._inventory.bound(optimizer, data)
@@ -324,7 +330,8 @@ class ParameterServers:
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
-        """Removes what a failed creation left on the servers."""
+        """Removes the variables and optimizers that a failed creation left on the
+        servers."""
         # In the session of another program, this one has created nothing.
         if not self._cluster.options.joins:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
@@ -335,7 +342,8 @@ class ParameterServers:
 
     @contextlib.contextmanager
     def _explain_resume(self) -> Iterator[None]:
-        """Explains errors for variables that a resumed session already has."""
+        """Adds an explanation to errors for variables that a resumed session already
+        has."""
         try:
             yield
         except AlreadyExistsError as error:
@@ -353,7 +361,8 @@ class ParameterServers:
             self._inventory.created(specs)
 
     async def _once(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeats work that must not be done twice only after a restore."""
+        """Carries out work that must not be done twice; repeats it only after a
+        restore, which undid it."""
         if self.repeater is None:
             await work()
         else:
@@ -365,11 +374,12 @@ class ParameterServers:
         optimizers: list[AwaitedOptimizer],
         timeout: float,
     ) -> None:
-        """Waits until the program that opened the session has created these.
+        """Waits until the program that opened the session has created these variables
+        and optimizers.
 
         Raises:
             DeadlineExceededError: Something was not created in time; names it.
-            InvalidArgumentError: It created something else in their place.
+            InvalidArgumentError: The program created something else in their place.
         """
         client, session = self.client, self._cluster.session
         awaited: dict[int, list[Awaited]] = {}
@@ -391,8 +401,8 @@ class ParameterServers:
 def initializing_timeout(
     entries: Sequence[tuple[VariableSpec, InitialEntry]], request: float
 ) -> float:
-    """Returns the seconds for servers to initialize variables: ``request``, and time
-    for the bytes of the busiest server."""
+    """Returns the seconds within which servers initialize variables: ``request``, and
+    time for the bytes of the busiest server."""
     nbytes: Counter[int] = Counter()
     for spec, _ in entries:
         nbytes[spec.ps] += spec.nbytes
@@ -400,8 +410,8 @@ def initializing_timeout(
 
 
 async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:
-    """Waits until a live program has a session on ps 0, and returns its number; after
-    ``timeout`` seconds that of a session whose program has ended.
+    """Waits until a live program has a session on ps 0, and returns the number of that
+    session; after ``timeout`` seconds that of a session whose program has ended.
 
     Raises:
         DeadlineExceededError: There was no session for ``timeout`` seconds.

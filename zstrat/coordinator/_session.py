@@ -1,7 +1,8 @@
 """`ClusterSession`: a program's session with its cluster, from connect to close.
 
 A strategy owns one, which `connect_session` and its kin make. The `Cluster`, which runs
-on the loop, has no reference to it: dropping the strategy closes the session.
+on the loop, has no reference to the `ClusterSession`: dropping the strategy closes the
+session.
 """
 
 from __future__ import annotations
@@ -84,12 +85,13 @@ class ClusterSession:
         self.core: Any = None
         """The `CoordinatorCore` of this session, if there is one. Guarded by `lock`."""
         self.staleness: int | None = None
-        """By how many steps a worker may be ahead of the slowest; None: any."""
+        """The most steps by which a worker may be ahead of the slowest one; None: any
+        number."""
         self.taken_over: str | None = None
-        """Message that names the strategy of this program that took the cluster
-        over."""
+        """Message that names the strategy of this program that took the cluster over;
+        None if none did."""
         self.next_step = 1
-        """Number of the next coordinator's first step: steps are unique in a
+        """Number of the next coordinator's first step: step numbers are unique in a
         session."""
         # However the portal is closed, the sessions on the tasks are closed before.
         portal.at_close(partial(cluster.close, False))
@@ -114,13 +116,13 @@ class ClusterSession:
 
     @property
     def origin(self) -> int:
-        """The number that keys and optimizer numbers are counted from: the number of
+        """The number from which keys and optimizer numbers are counted: the number of
         the first session, if this one resumes that of another program."""
         return self.cluster.renewal.origin
 
     @property
     def resumed(self) -> bool:
-        """Whether it resumes the session of another program."""
+        """Whether this session resumes that of another program."""
         return self.cluster.renewal.resumed
 
     @property
@@ -150,7 +152,8 @@ class ClusterSession:
     def run(
         self, work: Coroutine[Any, Any, T], what: str, timeout: float | None = None
     ) -> T:
-        """Runs a coroutine on the loop that owns the links; blocks until it has ended.
+        """Runs a coroutine on the loop that owns the links; blocks until the coroutine
+        has ended, and returns its result.
 
         Args:
             what: Names the work in errors.
@@ -169,7 +172,7 @@ class ClusterSession:
             raise
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """`run`, awaited on any event loop.
+        """Runs a coroutine like `run`, awaited on any event loop.
 
         Cancellation: requests that were sent are carried out.
         """
@@ -182,14 +185,15 @@ class ClusterSession:
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[SessionCut | None]:
         """Pauses training between two steps: variables that are read inside are of one
-        moment, with each step applied on all servers or on none. From any event loop.
+        moment, with each step applied on all servers or on none. Usable from any event
+        loop.
 
         Waits for the steps that run, while new steps and updates of the program wait.
         So training stands still for the slowest running step, and for the block.
 
         Yields:
             The steps that were applied. None if other programs share the servers: those
-            are not paused, and each server is read at a moment of its own.
+            programs are not paused, and each server is read at a moment of its own.
 
         Raises:
             UnavailableError: A step whose worker was lost needs another worker, and
@@ -210,18 +214,19 @@ class ClusterSession:
             self.portal.call_soon(pause.end, holder)
 
     def forget_rounds(self, optimizer: int) -> None:
-        """Forgets the rounds of an optimizer that has no handle, if it has any. From
-        any thread."""
+        """Forgets the rounds of an optimizer that no longer has a handle, if it has
+        rounds. Callable from any thread."""
         self.portal.call_soon(self.cluster.rounds.remove, optimizer)
 
     async def restart_rounds(self, restored: Mapping[int, RestoredRounds]) -> None:
         """Drops contributions that wait for rounds, as they would change values that
-        were restored; the session has to be `at_rest`. Workers also drop what windows
-        keep there, and what formats of gradients have left out so far.
+        were restored; the session has to be `at_rest`. Workers also drop what they keep
+        for windows of local steps, and the parts of gradients that their formats have
+        left out so far.
 
         Args:
-            restored: By outer optimizer: the rounds from which its windows, which begin
-                again with nothing, continue.
+            restored: By outer optimizer: the rounds from which its windows of local
+                steps continue; they begin again without any local step.
 
         Raises:
             PSUnavailableError: A parameter server is lost.
@@ -237,27 +242,27 @@ class ClusterSession:
             )
 
     def open_round(self, optimizer: int) -> int | None:
-        """Returns the number of the open round of an optimizer; None if it has no
-        rounds here."""
+        """Returns the number of the optimizer's open round; None if the optimizer has
+        no rounds here."""
         rounds = self.cluster.rounds.rounds.get(optimizer)
         return None if rounds is None else rounds.number
 
     @property
     def workers(self) -> list[int]:
-        """The places of the workers that are connected."""
+        """The places (indices in the session) of the workers that are connected."""
         return [worker.place for worker in self.cluster.workers if worker.is_ready]
 
     async def ask_worker(
         self, worker: int, message: Callable[..., Message], *fields: Any
     ) -> Any:
-        """Sends a message of this session to the worker at a place; returns the answer,
-        or None if the worker is lost or has left, or does not know what it is asked
-        for, as it is another process than before.
+        """Sends a message of this session to the worker at a place; returns the answer.
+        Returns None if the worker is lost or has left, or if another process has taken
+        its place that does not know what it is asked for.
 
         Raises:
-            DeadlineExceededError: It did not answer in ten minutes.
+            DeadlineExceededError: The worker did not answer in ten minutes.
 
-        Cancellation: it may be carried out.
+        Cancellation: the worker may carry out the request.
         """
 
         async def ask() -> Message | None:
@@ -274,7 +279,7 @@ class ClusterSession:
 
     def recover(self, timeout: float) -> None:
         """Enables restores of lost parameter servers, when they return, from the last
-        checkpoint of `remember`.
+        checkpoint that `remember` got.
 
         Args:
             timeout: Seconds for a lost server to return.
@@ -326,11 +331,11 @@ class ClusterSession:
     async def remember(
         self, point: RestorePoint, cut: SessionCut, restores: int
     ) -> list[str]:
-        """Keeps a complete checkpoint to restore servers from.
+        """Stores a complete checkpoint from which servers can be restored.
 
         Args:
-            cut: The steps that are in it.
-            restores: `restores` at the moment of the cut.
+            cut: The steps whose effects are in the checkpoint.
+            restores: The value of `restores` when the checkpoint's values were read.
 
         Returns:
             Names of what servers need and the checkpoint does not have.
@@ -360,7 +365,7 @@ class ClusterSession:
         self.portal.close(self.taken_over or _CLOSED)
 
     def forget(self) -> None:
-        """Refuses all use of the cluster, in a forked process."""
+        """Refuses all further use of the cluster, in a forked process."""
         self.lock = cast("threading.Lock", _ForkedLock())
         if self.core is not None:
             self.core.engine.lock = self.lock
@@ -400,7 +405,8 @@ class ClusterSession:
         return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns the metrics of the coordinator, if there is one. From any thread."""
+        """Returns the metrics of the coordinator, {} without one. Callable from any
+        thread."""
         core = self.core
         return {} if core is None else {"coordinator": core.metrics()}
 
@@ -408,7 +414,8 @@ class ClusterSession:
         return self.cluster.pause.is_held and self.cluster.outage_error is None
 
     def _close_core(self, reason: str) -> str | None:
-        """Closes the coordinator unless work is unfinished; returns what is."""
+        """Closes the coordinator if no work is unfinished, else returns a description
+        of that work."""
         # On the loop, as `at_rest` posts the end of a pause to it.
         with contextlib.suppress(ClosedError):
             if self.run(self._is_paused(), "checking for an unfinished checkpoint"):

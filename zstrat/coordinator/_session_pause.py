@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SessionCut:
-    """The steps that have ended: all below ``end``, and the runs ``besides``. So many
-    of them are ``waiting`` for the round to which they have contributed."""
+    """The steps that have ended: all below ``end``, and the runs of steps ``besides``.
+    Of these, ``waiting`` steps have contributed to a round that is not closed."""
 
     end: int = 1
     besides: tuple[StepRun, ...] = ()
@@ -46,7 +46,7 @@ def cut_of(queue: Queue) -> SessionCut:
 
 
 class Gate:
-    """Lets updates of the program start while it is open."""
+    """Holds back updates of the program while it is closed."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -74,7 +74,7 @@ class Gate:
         return await asyncio.shield(update)
 
     async def close(self) -> None:
-        """Stops new updates, and waits until those that have started end."""
+        """Stops new updates, and waits until those that have started have ended."""
         self._open.clear()
         await self._empty.wait()
 
@@ -103,19 +103,20 @@ class SessionPause:
         return bool(self._holders)
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """Uses the session's new dispatcher."""
+        """Sets the dispatcher of the session, which a new coordinator has made."""
         self._dispatcher = dispatcher
         # A coordinator that is made during a pause must not start steps either.
         if self._holders:
             dispatcher.hold()
 
     async def begin(self, holder: object) -> SessionCut:
-        """Waits until the session is paused. `end` has to follow in any case.
+        """Waits until the session is paused; returns the steps that have ended. `end`
+        has to follow in any case.
 
         Raises:
             PSUnavailableError: A parameter server is lost.
             UnavailableError: There is no worker for a step whose worker was lost; or a
-                server that is away may lack a round that others have closed.
+                server that is away may lack a round that other servers have closed.
             DeadlineExceededError: A parameter server does not answer.
 
         Cancellation: like an error.

@@ -60,18 +60,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 ROUND_TRIPS: Final = 4
-"""Round trips that are timed; the shortest counts, as the others waited somewhere."""
+"""Number of round trips that are timed; the shortest counts, as the others waited
+somewhere."""
 CLOSURES_PER_MESSAGE: Final = 2048
-"""Closures of different functions take about 60 bytes each."""
+"""The most closures in a message. Those of different functions take about 60 bytes
+each."""
 NUMBERS_PER_MESSAGE: Final = 16384
-"""Numbers of what a worker is to drop take at most nine bytes each."""
+"""The most numbers of things to drop in a message; a number takes at most nine
+bytes."""
 INPUTS_PER_MESSAGE: Final = 2**20
-"""Bytes. A worker starts the closures of a message when it has received all of it."""
+"""The most bytes of array inputs in a message. A worker starts the closures of a
+message when it has received all of it."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerChannel:
-    """The connection to one worker, and a record of what was sent on it."""
+    """The connection to one worker, and a record of the code, arguments and resources
+    that were sent on it."""
 
     session: int
     task: TaskSession
@@ -80,12 +85,12 @@ class WorkerChannel:
     arguments: set[int] = field(default_factory=set)
     resources: set[int] = field(default_factory=set)
     failed: dict[int, Exception] = field(default_factory=dict)
-    """Resource number to the error with which building it failed."""
+    """The errors with which building resources failed, by number of the resource."""
     pending_drops: deque[Message] = field(default_factory=deque)
-    """Messages that drop things, which the worker was too busy to receive."""
+    """Messages that drop things, to be sent when the worker is no longer too busy."""
 
     def clear(self) -> None:
-        """Forgets what was sent, for a new connection."""
+        """Forgets the record of what was sent, for a new connection."""
         for held in (self.codes, self.arguments, self.resources):
             held.clear()
         self.failed.clear()
@@ -97,8 +102,8 @@ class WorkerChannel:
         left: int = ROUND_TRIPS,
         shortest: float = math.inf,
     ) -> None:
-        """Measures the round trip to the worker, and calls ``report`` with its seconds.
-        Does not call it if the worker is lost first."""
+        """Measures the round trip to the worker, and calls ``report`` with its seconds,
+        unless the worker is lost first."""
         loop = asyncio.get_running_loop()
         began = loop.time()
 
@@ -117,7 +122,7 @@ class WorkerChannel:
             asked.add_done_callback(answered)
 
     def put_code(self, code: Code) -> None:
-        """Sends the code, unless the worker has it."""
+        """Sends code to the worker, unless it has the code already."""
         if code.digest in self.codes:
             return
         # A request, not a notice as arguments are: a worker may refuse code, and says
@@ -127,8 +132,8 @@ class WorkerChannel:
         self.codes.add(code.digest)
 
     def put_arguments(self, arguments: PickledArguments | None) -> int:
-        """Sends the arguments, unless the worker has them; returns their number, 0 if
-        there are none."""
+        """Sends arguments to the worker, unless it has them already; returns their
+        number, 0 if there are none."""
         if arguments is None:
             return 0
         number = arguments.number
@@ -201,8 +206,8 @@ class WorkerChannel:
     def send_drops(
         self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]
     ) -> None:
-        """Has the worker free what no closure and no value needs, with the drops that
-        it could not receive before.
+        """Makes the worker free arguments, resources and results that no closure and no
+        value needs. Also sends earlier drops for which the worker was too busy.
 
         Raises:
             PeerLostError, ClosedError: The worker is not connected.
@@ -224,8 +229,8 @@ class WorkerChannel:
             pending.popleft()
 
     def keeps(self, kept: Kept) -> bool:
-        """Returns whether the worker still has a result: it has not reconnected
-        since."""
+        """Returns whether the worker still has a result, because it has not reconnected
+        since it kept that."""
         return self.task.is_ready and self.task.entry == kept.epoch
 
     async def fetch(self, step: int) -> list[np.ndarray]:
@@ -259,7 +264,8 @@ class WorkerChannel:
         could not build the iterator, is not checked.
 
         Raises:
-            InvalidArgumentError: It cannot; the message says why.
+            InvalidArgumentError: The iterator cannot continue there; the message says
+                why.
             DeadlineExceededError: See `iterator_state`.
         """
         await self._request(AskIteratorFit(self.session, number, state), deadline)
@@ -316,7 +322,7 @@ class ClosureShipping:
 
         Args:
             low_water: All steps below it have ended.
-            left: What still waits in the queue.
+            left: The closures that still wait in the queue.
             now: Loop time.
         """
         # Before they are sent: if sending shows that the worker is lost, others get
@@ -340,8 +346,8 @@ class ClosureShipping:
     def _send_calls(
         self, channel: WorkerChannel, closures: list[Closure]
     ) -> list[Closure]:
-        """Sends what the closures need. Fails those for which that is impossible, and
-        returns the others."""
+        """Sends the code and arguments that the closures need. Fails the closures for
+        which that is impossible, and returns the others."""
         # Closures of one call need the same, so each call is checked once.
         checked: dict[int, Exception | None] = {}
         good: list[Closure] = []
@@ -390,7 +396,7 @@ class ClosureShipping:
         self._turn_soon()
 
     def _end(self, channel: WorkerChannel, bad: list[Ended]) -> None:
-        """Fails closures that could not be sent to their worker."""
+        """Ends closures that could not be sent to their worker with an error."""
         now = asyncio.get_running_loop().time()
         with self._engine.lock:
             for item in bad:
@@ -403,7 +409,7 @@ class ClosureShipping:
 
 
 def _pieces(numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yields the numbers in order, as many at a time as fit one message."""
+    """Yields the numbers in order, in lists that fit one message."""
     ordered = sorted(numbers)
     for at in range(0, len(ordered), NUMBERS_PER_MESSAGE):
         yield ordered[at : at + NUMBERS_PER_MESSAGE]

@@ -1,13 +1,14 @@
-"""Step numbers of closures with the lowest step that has not ended, and the errors of
-steps that the next call of the user raises, with the line that scheduled each.
+"""Numbers of steps (runs of closures), with the lowest step that has not ended; and the
+errors of steps that the next call of the user raises, with the line that scheduled each
+step.
 
 A parameter server remembers which steps it has applied, so that a step that runs twice
 is applied once. It may forget all steps below the *low water*, the lowest step that has
 not ended. `join` uses the same number: everything scheduled before step n has ended
 when the low water reaches n.
 
-Ended steps above the low water are kept as runs of neighbours, as one slow closure may
-be overtaken by millions of quick ones.
+Ended steps above the low water are stored as runs of neighbours, as millions of quick
+closures may overtake one slow one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Issues step numbers, and knows the lowest that has not ended."""
+    """Issues step numbers, and finds the lowest step that has not ended."""
 
     __slots__ = ("_end_of", "_first_of", "low_water", "next")
 
@@ -28,14 +29,14 @@ class Steps:
         self.next = first
         """The number of the next step."""
         self.low_water = first
-        """The lowest step that has not ended; ``next`` if all have."""
+        """The lowest step that has not ended; ``next`` if all steps have."""
         # A run of ended steps [first, end) above the low water, found from both sides.
         self._end_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
 
     @property
     def runs(self) -> int:
-        """Number of runs: at most one more than unfinished steps."""
+        """Number of runs of ended steps: at most one more than unfinished steps."""
         return len(self._end_of)
 
     @property
@@ -50,10 +51,10 @@ class Steps:
         return step
 
     def end(self, step: int) -> None:
-        """Notes that the step has ended. Each step ends once.
+        """Notes that the step has ended. Call it once for each step.
 
         Raises:
-            AssertionError: It was not issued, or is already below the low water.
+            AssertionError: The step was not issued, or is already below the low water.
         """
         assert self.low_water <= step < self.next, f"step {step} is not open"
         # 0 stands for no run there: numbers start at 1.
@@ -72,16 +73,17 @@ class Steps:
 
 
 KEPT_ERRORS: Final = 1024
-"""The most errors that are kept: the oldest, and the newest."""
+"""The most errors that are kept: the oldest one, and the newest ones."""
 
 
 CallSite = tuple["CodeType", int]
-"""Where `schedule` was called: the code, and the offset of the instruction. A tuple is
-quick to make; `line_of` finds the line when it is needed."""
+"""The place in the user's code that called `schedule`: the code object, and the offset
+of the instruction. A tuple is quick to make; `line_of` finds the line when it is
+needed."""
 
 
 def line_of(site: CallSite) -> str:
-    """Returns "FILE:LINE" of a call."""
+    """Returns the "FILE:LINE" of a call site."""
     code, instruction = site
     for begin, end, line in code.co_lines():
         if begin <= instruction < end and line is not None:
@@ -95,7 +97,7 @@ _SHARED: Final = "Other steps failed with the same error."
 
 @dataclass(frozen=True, slots=True)
 class ClosureSource:
-    """Names a closure in messages."""
+    """The step, name and call site of a closure, which name it in messages."""
 
     step: int
     name: str
@@ -106,8 +108,9 @@ class ClosureSource:
         return f"step {self.step} ({self.name}{at})"
 
     def sign(self, error: Exception) -> None:
-        """Adds a note to the error that names the closure. Closures may share an error,
-        such as that of a dataset; the note then names the first, and says so."""
+        """Adds a note to the error that names the closure. Several closures may share
+        an error, such as that of a dataset; the note then names the first closure, and
+        says so."""
         notes: list[str] = getattr(error, "__notes__", [])
         signature = f"{_SIGNED} {self}."
         if signature in notes:
@@ -126,7 +129,7 @@ class PendingError:
     source: ClosureSource | None = None
     """The closure that failed; None if the error belongs to no closure."""
     was_fetched: bool = False
-    """A fetch has raised it."""
+    """Whether a fetch has raised the error."""
 
     def raised_by(self, call: str) -> Exception:
         """Returns the error, for ``call`` to raise, with a note that names the call."""
@@ -148,7 +151,7 @@ class PendingError:
 
 
 class PendingErrors:
-    """The first error and those after it, until the first is raised.
+    """The first error of a failure and those after it, until the first is raised.
 
     Args:
         once: Errors that a fetch has raised are not raised again.
@@ -187,7 +190,7 @@ class PendingErrors:
         self._all.append(failure)
 
     def fetched(self, error: Exception) -> None:
-        """Notes that a fetch raises the error."""
+        """Notes that a fetch has raised the error."""
         for failure in self._all:
             if failure.error is error:
                 failure.was_fetched = True

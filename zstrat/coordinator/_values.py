@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class RemoteValueStatus(enum.Enum):
-    """NOT_READY: not settled; ABORTED: lost with its worker; READY: a result or an
-    error."""
+    """The state of a value. NOT_READY: not settled; ABORTED: lost with its worker;
+    READY: a result or an error."""
 
     NOT_READY = "NOT_READY"
     ABORTED = "ABORTED"
@@ -56,7 +56,7 @@ class Kept(NamedTuple):
 
 
 class ClosureRun(NamedTuple):
-    """One run of a step: the ``attempt``-th, on ``worker``."""
+    """One run of a step on a ``worker``; ``attempt`` counts the runs from 1."""
 
     step: int
     worker: str
@@ -72,7 +72,7 @@ class Result:
 
 
 class ValueSource(Protocol):
-    """The part of `ClosureEngine` that a value needs."""
+    """The part of `ClosureEngine` that a remote value needs."""
 
     fetch_kept: Callable[[Kept], list[np.ndarray]]
     fetch_kept_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
@@ -119,7 +119,8 @@ class RemoteValue(Unfetched):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether its worker is lost, so that `fetch` raises until that returns."""
+        """Whether the worker of the value is lost, so that `fetch` raises until the
+        worker returns."""
         return self.state is _ABORTED
 
     @property
@@ -172,11 +173,13 @@ class RemoteValue(Unfetched):
         )
 
     def get(self, timeout: float | None = None) -> Any:
-        """Like `fetch`, with jax arrays as leaves."""
+        """Waits for the result like `fetch`, and returns it with jax arrays as
+        leaves."""
         return joined.mapped(_on_device, self.fetch(timeout))
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """Awaitable `fetch`. Cancellation: loses nothing; await it again."""
+        """Returns what `fetch` returns, awaited. Cancellation: loses nothing; await it
+        again."""
         return self._fetch_async().__await__()
 
     async def _fetch_async(self) -> Any:
@@ -239,7 +242,8 @@ class RemoteValue(Unfetched):
             self._bells.remove(bell)
 
     def _settled(self, fetch_kept: Any) -> _Opened:
-        """Returns the arrays, or raises the error. Two threads may do so at once."""
+        """Returns the arrays of a settled value, or raises its error. Two threads may
+        call this at once."""
         if self.state is _ABORTED:
             raise CancelledError(
                 "The corresponding function is aborted. Please reschedule the function."
@@ -292,7 +296,8 @@ class AsyncRemoteValue(RemoteValue):
         return f"{self!r}, a result that was not awaited; use await value"
 
     async def fetch(self, timeout: float | None = None) -> Any:
-        """Awaitable `RemoteValue.fetch`; raises the same errors.
+        """Waits for the result like `RemoteValue.fetch`, without blocking; raises the
+        same errors.
 
         Cancellation: loses nothing; await it again.
         """
@@ -306,7 +311,8 @@ class AsyncRemoteValue(RemoteValue):
             raise DeadlineExceededError(late) from None
 
     async def get(self, timeout: float | None = None) -> Any:
-        """Like `fetch`, with jax arrays as leaves."""
+        """Waits for the result like `fetch`, and returns it with jax arrays as
+        leaves."""
         return joined.mapped(_on_device, await self.fetch(timeout))
 
 
@@ -317,7 +323,7 @@ class _Opened:
 
 
 def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:
-    """Returns the leaves in ``data``, one after the other, as read-only arrays."""
+    """Splits ``data`` into the leaves of a layout, as read-only arrays."""
     leaves, offset = [], 0
     for name, shape in zip(layout.dtypes, layout.shapes, strict=True) if layout else ():
         dtype, count = dtype_named(name), math.prod(shape)
@@ -335,8 +341,8 @@ def _on_device(leaf: Any) -> Any:
 
 class Claim:
     """Keeps a resource alive. The handle of the resource, and closures that use it,
-    hold one claim; when that is collected, ``drop`` gets the number of the resource.
-    ``drop`` must not take a lock."""
+    hold one shared claim; when that is collected, ``drop`` is called with the number of
+    the resource. ``drop`` must not take a lock."""
 
     __slots__ = ("__weakref__",)
 
@@ -352,16 +358,16 @@ class PerWorker(Resource, abc.ABC):
     require_kept: Callable[[], None]
     """Raises `ClosedError` if a newer strategy took the cluster over."""
     is_leased = False
-    """Whether its elements are leased to steps as these are handed out."""
+    """Whether elements of the resource are leased to steps as these are handed out."""
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
-        """Returns the placeholder of a trace; None if no worker could build the
-        resource."""
+        """Returns the placeholder of the resource for a trace; None if no worker could
+        build the resource."""
 
 
 class StandIn(StepIterator):
-    """The placeholder of an iterator while a step is traced."""
+    """The placeholder of an iterator while a step function is traced."""
 
     is_resource = True
 
@@ -377,15 +383,15 @@ class DatasetHandle(abc.ABC):
 
     _name: str
     _spec: Any = None
-    """The element spec, once a worker has built an iterator."""
+    """The structure of an element, once a worker has built an iterator."""
 
     @abc.abstractmethod
     def __iter__(self) -> Any: ...
 
     @property
     def element_spec(self) -> Any:
-        """The structure of an element, or of a whole batch: a pytree of
-        `jax.ShapeDtypeStruct`.
+        """The structure of an element (a whole batch, if elements are batches): a
+        pytree of `jax.ShapeDtypeStruct`.
 
         Waits until a worker has built an iterator; starts a pass for that if needed.
         """
@@ -397,7 +403,7 @@ class DatasetHandle(abc.ABC):
 
     @abc.abstractmethod
     def refuse(self) -> NoReturn:
-        """Raises the error for its use as an argument.
+        """Raises the error for use of the dataset as an argument.
 
         Raises:
             TypeError: Says what to pass instead.
@@ -406,12 +412,14 @@ class DatasetHandle(abc.ABC):
 
 @final
 class PerWorkerValues(PerWorker):
-    """A value on every worker; a scheduled function gets that of its own worker.
+    """A value on every worker; a scheduled function gets that of the worker that runs
+    it.
 
     Args:
         values: One `RemoteValue` per worker, in the order of the workers; from an
             `AsyncClusterCoordinator` an `AsyncRemoteValue`.
-        living: Returns the values of the present workers; None: ``values`` stay.
+        living: Returns the values of the present workers; None: ``values`` never
+            change.
 
     Raises:
         AssertionError: A value is not a `RemoteValue`.
@@ -439,7 +447,7 @@ class PerWorkerValues(PerWorker):
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """The outcome of building the value on each present worker."""
+        """The outcome of building the value, for each present worker."""
         return self._values if self._living is None else self._living()
 
     def _stand_in(self) -> object | None:

@@ -1,9 +1,9 @@
 """Lets calls of the user wait for the loop thread, blocking or in asyncio.
 
 A call repeats a short *attempt* under the lock of the engine. An attempt that cannot
-succeed yet returns a condition. The thread that makes it true, often the loop's, rings
-the bell of the call (`Waiters.notify`). Threads block on a bell and coroutines await
-one; all else is the same.
+succeed yet returns a condition. The thread that makes the condition true, often the
+loop's, rings the bell of the call (`Waiters.notify`). Threads block on a bell and
+coroutines await one; all else is the same.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from ._values import Kept, RemoteValue
 
 Ready = Callable[[], bool]
-"""Whether an attempt is worth repeating. Called with the lock held."""
+"""A condition: whether an attempt is worth repeating. Called with the lock held."""
 Attempt = Callable[[], Ready | None]
-"""Returns None if it succeeded, else the condition for the next attempt."""
+"""One attempt of a call: returns None if it succeeded, else the condition for the next
+attempt. Called with the lock held."""
 
 B = TypeVar("B", bound=Bell)
 
@@ -50,14 +51,14 @@ class Cancelling:
     """A request to cancel waiting closures, and its outcome."""
 
     cause: str
-    """Why, for the errors of the cancelled values."""
+    """Why closures are cancelled, for the errors of their values."""
     is_done: bool = False
     waited: int = 0
-    """Closures that waited, and were cancelled."""
+    """Number of waiting closures that were cancelled."""
     running: int = 0
-    """Closures that workers had."""
+    """Number of closures that workers had at that time."""
     before: int = 0
-    """`Queue.cancelled` before."""
+    """The value of `Queue.cancelled` before the request."""
 
 
 class LoopSide(Protocol):
@@ -65,25 +66,27 @@ class LoopSide(Protocol):
     three are called with the lock held: they take no lock, and return at once."""
 
     def wake(self) -> None:
-        """Wakes the loop, as closures wait. Called only if it had taken all of them."""
+        """Wakes the loop, as closures wait. Called only if the loop had taken all
+        closures before."""
         ...
 
     def cancel_waiting(self, request: Cancelling | None = None) -> None:
-        """Has the loop call `ClosureEngine.cancel_waiting`, and workers drop what they
-        have not started. On the loop, where Ctrl-C cannot interrupt it."""
+        """Makes the loop call `ClosureEngine.cancel_waiting`, and workers drop closures
+        that they have not started. Runs on the loop, where Ctrl-C cannot interrupt
+        it."""
         ...
 
     def fence(self, end: int, doubtful: list[int]) -> None:
-        """Has the parameter servers end all steps below ``end`` and report which of the
-        doubtful ones they applied, to `ClosureEngine.fenced`."""
+        """Makes the parameter servers end all steps below ``end``, and report to
+        `ClosureEngine.fenced` which of the doubtful ones they applied."""
         ...
 
     def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
-        """Fetches a result that its worker keeps; blocks."""
+        """Fetches a result that its worker keeps. Blocks."""
         ...
 
     async def fetch_kept_async(self, kept: Kept) -> list[np.ndarray]:
-        """Awaitable `fetch_kept`, on any event loop."""
+        """Fetches a result like `fetch_kept`, awaited on any event loop."""
         ...
 
 
@@ -91,12 +94,13 @@ class GuardedQueue(Protocol):
     """The part of `ClosureEngine` that `Waiters` uses."""
 
     lock: Lock
-    """Held during attempts."""
+    """The lock that is held during attempts."""
     notes: ProgramNotes | None
-    """Records the events of the program while a time line is taken."""
+    """Records the program's part of a time line, while one is recorded; else None."""
 
     def remind(self) -> None:
-        """Wakes the loop if an interrupted call did not. Lock held."""
+        """Wakes the loop if a call that should have done so was interrupted. Lock
+        held."""
         ...
 
     def unfinished(self) -> str:
@@ -104,33 +108,37 @@ class GuardedQueue(Protocol):
         ...
 
     def fetched(self, error: Exception) -> None:
-        """Notes that a fetch raises the error. Takes the lock."""
+        """Notes that a fetch has raised the error. Takes the lock."""
         ...
 
     @property
     def standstill(self) -> Exception | None:
-        """Why waiting closures are not handed out, while none runs. Lock held."""
+        """The reason why waiting closures are not handed out, while none runs; None if
+        they are. Lock held."""
         ...
 
 
 @final
 class Waiters:
-    """The waiting calls of the user. Law: ``watchers`` changes with the lock held."""
+    """The waiting calls of the user. Law: ``watchers`` changes only with the lock
+    held."""
 
     def __init__(self, guarded: GuardedQueue) -> None:
         self.watchers: dict[Bell, Ready] = {}
-        """The condition of each call that waits."""
+        """The bell and the condition of each call that waits."""
         self.echo: Final = Echo()
-        """The output of workers, shown at the latest when a wait for them ends."""
+        """Prints the output of workers, at the latest when a wait for their closures
+        ends."""
         self.fetches = 0
-        """Number of values fetched."""
+        """Number of values fetched so far."""
         self._guarded = guarded
         self._fetching: WeakSet[Bell] = WeakSet()
-        """The fetches that wait. They are rung only at a standstill. Weak, as a loop
-        that was closed does not remove its bells."""
+        """The bells of fetches that wait. These are rung only at a standstill (no
+        closure can run now). Weak, as a loop that was closed does not remove its
+        bells."""
 
     def notify(self) -> None:
-        """Wakes the calls whose condition is true. Lock held."""
+        """Rings the bells of the calls whose condition is true. Lock held."""
         if self._fetching and self._guarded.standstill is not None:
             # Fetches have no condition here, as settling their value rings them. So
             # only a standstill, when no value can be settled, has to wake all of them.
@@ -144,7 +152,7 @@ class Waiters:
             bell.ring()
 
     def show(self) -> None:
-        """Shows the pending output of workers."""
+        """Prints the pending output of workers."""
         self.echo.place = None
         if self.echo.is_behind:
             self.echo.show()
@@ -156,11 +164,13 @@ class Waiters:
         what: str,
         notice_after: float | None = None,
     ) -> None:
-        """Blocks until the attempt succeeds. Logs once if that takes more than
-        ``notice_after`` seconds.
+        """Blocks until the attempt succeeds. ``what`` names the wait in errors. Logs
+        once if the wait takes more than ``notice_after`` seconds.
+
 
         Raises:
-            DeadlineExceededError: It did not within ``timeout`` seconds.
+            DeadlineExceededError: The attempt did not succeed within ``timeout``
+                seconds.
         """
         deadline, notice_at = _deadline(timeout), _deadline(notice_after)
         while (bell := self._attempted(attempt, ThreadBell)) is not None:
@@ -181,14 +191,15 @@ class Waiters:
                     )
 
     async def wait(self, attempt: Attempt) -> None:
-        """Awaitable `block`. Cancellation: the attempt is not repeated."""
+        """Waits until the attempt succeeds, like `block`. Cancellation: the attempt is
+        not repeated."""
         while (bell := self._attempted(attempt, LoopBell)) is not None:
             with self._watched(bell):
                 await bell.future
 
     def _attempted(self, attempt: Attempt, make_bell: Callable[[], B]) -> B | None:
-        """Makes the attempt. Returns the bell that rings when it may succeed, or None
-        if it has."""
+        """Makes the attempt. Returns the bell that rings when another attempt may
+        succeed, or None if this one has."""
         with self._guarded.lock:
             ready = attempt()
             if ready is None:
@@ -203,7 +214,8 @@ class Waiters:
 
     @contextmanager
     def _watched(self, bell: Bell) -> Iterator[None]:
-        """Shows the output of workers in the context of the call while it waits."""
+        """Prints the output of workers in the context of the call while the call
+        waits."""
         self.echo.place = copy_context()
         try:
             # So a notebook shows the text in the cell that waits.
@@ -214,12 +226,12 @@ class Waiters:
             self.echo.place = None
 
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
-        """Blocks until the value is settled.
+        """Blocks until the value is settled (has a result or an error).
 
         Raises:
             PSUnavailableError, UnavailableError: No closure can run now; the value may
                 be settled later.
-            DeadlineExceededError: It took more than ``timeout`` seconds.
+            DeadlineExceededError: The value was not settled within ``timeout`` seconds.
         """
         self._begin_fetch()
         deadline = _deadline(timeout)
@@ -238,7 +250,8 @@ class Waiters:
                 )
 
     async def wait_value_async(self, value: RemoteValue) -> None:
-        """Awaitable `wait_value`. Cancellation: loses nothing."""
+        """Waits until the value is settled, like `wait_value`. Cancellation: loses
+        nothing."""
         self._begin_fetch()
         while (bell := self._bell_of(value, LoopBell)) is not None:
             began = time.monotonic()
@@ -254,8 +267,8 @@ class Waiters:
             self.echo.show()
 
     def _bell_of(self, value: RemoteValue, make_bell: Callable[[], B]) -> B | None:
-        """Returns a bell that rings when the value is settled or cannot be; None if it
-        is settled."""
+        """Returns a bell that rings when the value is settled, or when no closure can
+        run; None if the value is settled."""
         if value.state is not _NOT_READY:
             # Without the lock: most values are settled by the time that they are
             # fetched.

@@ -1,4 +1,5 @@
-"""Starting tasks: in this process, as daemons on this machine, and looking at them."""
+"""Starts tasks (parameter servers and workers), in this process, as daemons on this
+machine or on other machines, and observes them."""
 
 from zstrat.doors import fetched_late
 

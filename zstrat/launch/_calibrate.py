@@ -1,5 +1,5 @@
-"""Measures the algorithms of collectives, on processes of this machine or on the tasks
-of a cluster.
+"""Measures the algorithms of collective calls (such as all-reduce), on processes of
+this machine or on the tasks of a cluster.
 
 All calls go by messages: in shared memory there is only one algorithm. Measurements on
 one host apply to groups on one host without shared memory, those on several hosts to
@@ -37,23 +37,24 @@ if TYPE_CHECKING:
 KiB: Final = 1024
 
 SIZES: Final = (4 * KiB, 32 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB)
-"""Bytes: from sizes at which only the number of hops matters to sizes at which only the
-bandwidth does."""
+"""Sizes of measured arrays in bytes: from sizes at which only the number of hops
+matters to sizes at which only the bandwidth does."""
 
 _LONGEST: Final = 3600.0
-"""Seconds that ranks wait for others that measure without them. A lost rank is reported
-at once, so that this only bounds the duration of a measurement."""
+"""Seconds that ranks outside a group wait while that group is measured. A lost rank is
+reported at once, so that this only bounds the duration of a measurement."""
 
 _TAIL: Final = 20
 """Lines of output that an error quotes."""
 
 
 _WARM: Final = 2
-"""Calls before the first measured one, to open TCP windows and touch memory pages."""
+"""Number of calls before the first measured one, to open TCP windows and touch memory
+pages."""
 
 _FEW: Final = 4
 _MANY: Final = 24
-"""Repetitions for large and small arrays."""
+"""Number of repetitions for large arrays, and for small ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Calibration:
     processes, arrays of ``sizes`` bytes, over "ipc" or "tcp" ``sockets``.
 
     Raises:
-        ValueError: Fewer than 2 ranks, or no size, or one below 1.
+        ValueError: There are fewer than 2 ranks, or no size, or a size is below 1.
     """
 
     ranks: int = 4
@@ -77,7 +78,7 @@ class Calibration:
 
     @property
     def groups(self) -> list[int]:
-        """The numbers of ranks, ascending."""
+        """The numbers of ranks of the measured groups, ascending."""
         # Between two of them the choice changes at their geometric mean (`fitted`).
         doubled = [2**n for n in range(1, self.ranks.bit_length())]
         return sorted({*doubled, self.ranks})
@@ -86,8 +87,8 @@ class Calibration:
 async def calibrate(
     plan: Calibration, begins: Callable[[int], None] = lambda ranks: None
 ) -> list[Measurement]:
-    """Measures on processes of this machine, group by group; ``begins`` is called with
-    the number of ranks of the next group.
+    """Measures the collective algorithms in groups of processes of this machine, group
+    by group; ``begins`` is called with the number of ranks of the next group.
 
     Cancellation: ends all processes.
 
@@ -109,7 +110,8 @@ def calibrate_tasks(
     settings: Settings,
     begins: Callable[[int], None] = lambda ranks: None,
 ) -> list[Measurement]:
-    """Measures on the tasks of a cluster, first on the first few of them; blocks.
+    """Measures the collective algorithms on the tasks of a cluster, in groups of its
+    first 2, 4, 8, ... tasks; blocks.
 
     Args:
         whole: A group of all tasks. All of them call this, with the same plan.
@@ -161,7 +163,7 @@ async def _measure(plan: Calibration, ranks: int) -> list[Measurement]:
 
 
 def _parse(line: str) -> list[Measurement]:
-    """Parses a line of rank 0; returns nothing for other lines."""
+    """Parses a line of output of rank 0; returns [] for a line without measurements."""
     name, _, text = line.partition(" | ")
     if name != "worker:0" or not text.startswith("["):
         return []
@@ -169,8 +171,8 @@ def _parse(line: str) -> list[Measurement]:
 
 
 def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
-    """Measures every algorithm of every call that has several, on arrays of each size
-    in bytes. All ranks iterate over this together, and get the same results.
+    """Measures every algorithm of every collective call that has several, on arrays of
+    each size in bytes. All ranks iterate over this together, and get the same results.
 
     Raises:
         ZstratError: A rank is lost; see `Group.all_reduce`.
@@ -190,8 +192,8 @@ def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
 def measure_call(
     group: Group, kind: CallKind, algorithm: str, nbytes: int
 ) -> list[float]:
-    """Measures the seconds from the arrival of all ranks until the last one has its
-    result, several times."""
+    """Measures one collective call several times: the seconds from the arrival of all
+    ranks until the last one has its result."""
     call = _call(group, kind, algorithm, nbytes)
     for _ in range(_WARM):
         call()
@@ -211,7 +213,9 @@ def measure_call(
 def _call(
     group: Group, kind: CallKind, algorithm: str, nbytes: int
 ) -> Callable[[], object]:
-    """Binds a call to an array of ``nbytes`` bytes in all, as tables count them."""
+    """Binds the arguments of a collective call to an array of ``nbytes`` bytes; the
+    result takes no argument. For an all-gather the array is the result, of which each
+    rank has a part."""
     count = max(nbytes // 4, 1)
     whole = np.ones(count, np.float32)
     match kind:

@@ -1,7 +1,7 @@
 """A daemon that runs as a child process of this one.
 
-Law: a child never outlives this process. Two mechanisms ensure it: the kernel closes
-the pipe at the child's standard input when this process ends, and sends it the
+Law: a child never outlives this process. Two mechanisms ensure that: the kernel closes
+the pipe at the child's standard input when this process ends, and sends the child the
 parent-death signal that it asked for (`zstrat.daemons`). The child reports the address
 that it bound through a second pipe, so that no port has to be guessed.
 
@@ -41,7 +41,7 @@ _OF_THIS_PROCESS: Final = (
     "ZSTRAT_HTTP",
     "ZSTRAT_HTTP_TOKEN",
 )
-"""Variables that describe this process and would be wrong for a child."""
+"""Names of variables that describe this process and would be wrong for a child."""
 
 
 def inherited_environment() -> dict[str, str]:
@@ -78,8 +78,8 @@ class KeptLogs:
 class Child:
     """A daemon process with its log and its pipes.
 
-    ``address`` is "" until the child reports it. A restarted child binds the same
-    address, so that its peers find the task again.
+    ``address`` is "" until the child reports its address. A restarted child binds the
+    same address, so that its peers find the task again.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Child:
         return False
 
     def signal(self, number: int) -> None:
-        """Sends a signal if the process still runs."""
+        """Sends a signal to the process if it still runs."""
         process = self._process
         if process is not None and process.poll() is None:
             # Noted first: Ctrl-C between the two lines must not make our signal look
@@ -204,8 +204,8 @@ class Child:
         self._close_report()
 
     def keep_log(self) -> None:
-        """Keeps the log file, if any, when the folder is removed (`KeptLogs`). Call it
-        when the process has ended."""
+        """Moves the log file, if any, to where it stays when the folder is removed
+        (`KeptLogs`). Call this when the process has ended."""
         if self.log is not None:
             self.log = self._kept.keep(self.log)
 
@@ -216,7 +216,8 @@ class Child:
         return quoted_end(self.log)
 
     def fileno(self) -> int:
-        """Returns the descriptor of the report pipe, for a selector."""
+        """Returns the file descriptor of the report pipe, so that a selector can wait
+        for the pipe."""
         assert self._report is not None
         return self._report.fileno()
 

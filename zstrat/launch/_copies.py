@@ -1,12 +1,12 @@
-"""Runs programs of the user: several copies of one as a cluster, like ``mpirun`` and
-``torchrun``, or one program that uses a fleet.
+"""Runs programs of the user: several copies of one program as a cluster, like
+``mpirun`` and ``torchrun``, or one program that uses a fleet.
 
 Each copy finds its task and the addresses of the others in TF_CONFIG. Law: the copies
 live and die together. The first copy that fails ends the others, the end of this
 process ends all of them, and its exit code is that of the copy that failed.
 
-Each copy leads a process group of its own, so that the processes that it starts end
-with it, and Ctrl-C in the terminal reaches it only once, through this process.
+Each copy leads its own process group, so that the processes that it starts end with it,
+and Ctrl-C in the terminal reaches it only once, through this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
 
     Write = Callable[[str], None]
-    """Takes one line of output, without its end."""
+    """A function that takes one line of output, without its line end."""
 
 _WATCH_PARENT: Final = """
 import ctypes, os, signal, sys
@@ -56,12 +56,12 @@ FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR
 both processes."""
 
 _LONGEST_LINE: Final = 2**20
-"""Bytes; a longer line of output is split."""
+"""Bytes of the longest line of output; a longer line is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A command and how to run its copies.
+    """A command, and how to run copies of it.
 
     Args:
         command: The command line of each copy.
@@ -69,8 +69,8 @@ class Copies:
         sockets: "ipc" (in a folder that only this user can enter) or "tcp" (loopback).
         restarts: Number of restarts of failed copies, of all copies together.
         drain: Seconds from SIGTERM to SIGKILL.
-        notice: Seconds that the others have, once a copy has failed for good, to end by
-            themselves and report which peer they lost.
+        notice: Seconds that the other copies have, once one has failed for good, to end
+            by themselves and report which peer they lost.
     """
 
     command: tuple[str, ...]
@@ -90,7 +90,8 @@ class Copies:
 
 
 async def run_copies(copies: Copies, write: Write) -> int:
-    """Runs all copies to their end; returns 0, or the code of the first that failed.
+    """Runs all copies to their end; returns 0, or the exit code of the first copy that
+    failed.
 
     The code of a copy that a signal ended is 128 + its number, as in a shell. A missing
     command is a failure of its copy. ``write`` receives every line of output, prefixed
@@ -109,13 +110,14 @@ async def run_copies(copies: Copies, write: Write) -> int:
 
 def run_with_cluster(spec: ClusterSpec, keys: Path, command: Sequence[str]) -> int:
     """Runs a program of the user with a cluster in its environment, and forwards
-    signals to it; returns its exit code, or 128 + the number of its signal.
+    signals to the program; returns its exit code, or 128 + the number of the signal
+    that ended it.
 
-    Call it on the main thread. The program inherits the standard streams.
+    Call this on the main thread. The program inherits the standard streams.
 
     Args:
         spec: The cluster, for TF_CONFIG.
-        keys: The folder of its keys, for ZSTRAT_KEYS.
+        keys: The folder of the cluster's keys, for ZSTRAT_KEYS.
 
     Raises:
         OSError: The program cannot be started.
@@ -187,8 +189,8 @@ class _CopiesRun:
             await self._end(tasks)
 
     async def _copy(self, index: int) -> int:
-        """Runs one copy, with its restarts; returns its last exit code, as of a
-        shell."""
+        """Runs one copy, with its restarts; returns its last exit code, converted as in
+        a shell (128 + N for signal N)."""
         while True:
             code = await self._process(index)
             if not code or self._is_ending:
@@ -232,7 +234,7 @@ class _CopiesRun:
                 self._write(f"worker:{index} | {text}")
 
     async def _end(self, tasks: Sequence[asyncio.Task[int]]) -> None:
-        """Ends the copies that still run: SIGTERM, then SIGKILL."""
+        """Ends the copies that still run: sends SIGTERM, and later SIGKILL."""
         self._is_ending = True
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a frozen process would not see SIGTERM
@@ -259,8 +261,8 @@ class _CopiesRun:
 def _start_copy(
     command: tuple[str, ...], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a copy. Not by the loop, as uvloop forks, which runs the fork hooks of all
-    loaded libraries."""
+    """Starts a copy. Not through the event loop: uvloop forks, which runs the fork
+    hooks of all loaded libraries."""
     return subprocess.Popen(
         [*WATCHING_PARENT, *command],
         stdin=subprocess.DEVNULL,
@@ -272,7 +274,7 @@ def _start_copy(
 
 
 async def _line_of(reader: asyncio.StreamReader) -> bytes:
-    """Reads the next line, or a part of a line that is too long; empty at the end."""
+    """Reads the next line, or a part of a line that is too long; b"" at the end."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError as end:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 SKEW: Final = 5.0
-"""Seconds of clock skew above which the logs of two machines are hard to merge. zstrat
-itself never compares the clocks of two machines."""
+"""Seconds of clock skew between two machines above which their logs are hard to merge.
+zstrat itself never compares the clocks of two machines."""
 
 MUST_AGREE: Final = ("jax", "jaxlib", "numpy", "python")
 """Packages whose major and minor versions should be equal everywhere, as programs are

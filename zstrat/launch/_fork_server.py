@@ -1,9 +1,9 @@
 """Starts daemons of this machine by forking a process that has imported their modules.
 
 A new Python process that imports jax and zstrat takes a second of processor time. A
-*fork server* (`zstrat.daemons.fork_server`) does that once for all daemons of this
-program, which then start within milliseconds and share its memory. It is kept for the
-next cluster, and ends with this program, together with its daemons.
+*fork server* (`zstrat.daemons.fork_server`) imports both once for all daemons of this
+program, which then start within milliseconds and share its memory. The fork server is
+kept for the next cluster, and ends with this program, together with its daemons.
 
 Law: a forked daemon behaves as if it were started with its environment. If a variable
 differs that Python, jax or another library reads when it is imported, there is a new
@@ -43,17 +43,17 @@ _READ_LATER: Final = (
     # No library reads it. pytest sets it for each test, which would need a new server.
     "PYTEST_CURRENT_TEST",
 )
-"""Variables that a daemon reads, or passes to jax, after the fork; those of zstrat are
-such variables as well."""
+"""Variables that a daemon reads, or passes to jax, only after the fork. Those of zstrat
+belong to them, too."""
 
 _SET_BY_JAX: Final = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """Variables that jax sets at import if they are unset. A program that imported jax
 after it started the fork server has them, and still suits that server."""
 
 REQUEST: Final = b"\0"
-"""The bytes of a request on the socket; its text is in the last descriptor that comes
-with them. So a request interrupted by Ctrl-C is sent as a whole or not at all; half a
-request would be taken for the beginning of the next one."""
+"""The bytes of a request on the socket; the text of the request is in the last file
+descriptor that is sent with them. So a request interrupted by Ctrl-C is sent as a whole
+or not at all; half a request would be taken for the beginning of the next one."""
 WORD: Final = struct.Struct("!i")
 """A report about a daemon: first its process id, then `STOPPED` and `CONTINUED` as
 often as that happens, and at the end its exit code, or -N for signal N."""
@@ -66,8 +66,8 @@ class ForkServer:
     """The process from which daemons are forked.
 
     Args:
-        environment: Its environment.
-        program: The arguments of Python.
+        environment: Environment of the process.
+        program: Arguments of Python that make it run the fork server.
 
     Raises:
         OSError: Python cannot be started.
@@ -109,8 +109,9 @@ class ForkServer:
         return self._process.pid
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Returns whether the server runs, belongs to this process, and imported its
-        modules with the same variables."""
+        """Returns whether the fork server can fork daemons with this environment: it
+        runs, belongs to this process, and imported its modules with the same
+        variables."""
         is_ours = self._identity == _identity(environment)
         return is_ours and self._process.poll() is None
 
@@ -127,10 +128,11 @@ class ForkServer:
         """Requests a daemon, which is forked as soon as the imports are done.
 
         Args:
-            arguments: The arguments of its command line.
-            output: The descriptor of its standard output and standard error; it stays
-                open in this process.
-            report: The descriptor to which it reports its address; stays open as well.
+            arguments: The arguments of the daemon's command line.
+            output: The descriptor of its standard output and standard error, which
+                stays open in this process.
+            report: The descriptor to which the daemon reports its address, which stays
+                open as well.
             folder: Its working folder.
 
         Raises:
@@ -179,16 +181,16 @@ class ForkedProcess:
         self._pid: int | None = None
         self._is_stopped = False
         self._received: list[bytes] = []
-        """All bytes of the status pipe, as they were read."""
+        """All parts that were read from the status pipe."""
         self._parsed = 0
-        """Number of entries of ``_received`` that are parsed."""
+        """Number of parts in ``_received`` that are parsed."""
         self._reading = threading.Lock()
         # Not at exit: there, a cluster that was made earlier still waits for this.
         weakref.finalize(self, os.close, status).atexit = False
 
     @property
     def pid(self) -> int:
-        """The process id; waits until the daemon is forked.
+        """The process id of the daemon; waits until the daemon is forked.
 
         Raises:
             ProcessLookupError: The fork server ended before it forked the daemon.
@@ -202,7 +204,8 @@ class ForkedProcess:
         return self._pid
 
     def poll(self) -> int | None:
-        """Returns the exit code, or -N for signal N; None while the daemon runs."""
+        """Returns the exit code of the daemon, or -N for signal N; None while the
+        daemon runs."""
         while self.returncode is None and self._read_status(0.0):
             pass
         return self.returncode
@@ -211,7 +214,8 @@ class ForkedProcess:
         """Waits for the end of the daemon; returns the same as `poll`.
 
         Raises:
-            subprocess.TimeoutExpired: It did not end within ``timeout`` seconds.
+            subprocess.TimeoutExpired: The daemon did not end within ``timeout``
+                seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
@@ -221,8 +225,8 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Sends a signal if the daemon runs, after it is forked. For SIGSTOP and
-        SIGCONT waits until it has stopped or continued."""
+        """Sends a signal to the daemon if it runs, after it is forked. After SIGSTOP
+        and SIGCONT waits until the daemon has stopped or continued."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, sig)
@@ -233,8 +237,8 @@ class ForkedProcess:
                 self._read_status(None)
 
     def _read_status(self, timeout: float | None) -> bool:
-        """Waits for bytes of the status pipe and parses them; False if none came within
-        ``timeout`` seconds."""
+        """Waits for bytes from the status pipe and parses them; returns False if none
+        came within ``timeout`` seconds."""
         if self._parsed < len(self._received):  # Ctrl-C interrupted the last call
             with self._reading:
                 self._parse()
@@ -310,7 +314,8 @@ def start_process(
     output: int,
     report: int,
 ) -> subprocess.Popen[bytes]:
-    """Starts a daemon as a new process; otherwise like `ForkServer.start`."""
+    """Starts a daemon as a new process instead of forking it; otherwise like
+    `ForkServer.start`."""
     # -P: modules in the working folder must not shadow those of the daemon.
     command = [sys.executable, "-P", "-m", f"zstrat.daemons.{job}", *arguments]
     return subprocess.Popen(
@@ -326,7 +331,8 @@ def start_process(
 
 
 def _identity(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Returns what all daemons of one fork server have in common."""
+    """Returns what all daemons of one fork server share: the program, Python, and the
+    variables that are read before the fork."""
     early = {
         name: value
         for name, value in environment.items()

@@ -157,7 +157,8 @@ class LocalCluster(StartedTasks[Child]):
     def resolver(self) -> SimpleClusterResolver:
         """A resolver for strategies, which also accept this object itself.
 
-        It names no task, because the coordinating program is not among the tasks.
+        The resolver names no task for this process, as the coordinating program is not
+        among the tasks.
 
         Raises:
             ClosedError: The cluster is closed.
@@ -190,8 +191,8 @@ class LocalCluster(StartedTasks[Child]):
         """Drains and ends ``task`` (SIGTERM); returns its exit code.
 
         Raises:
-            DeadlineExceededError: It did not end within twice ``timeouts.drain``; for
-                a ps with a state folder also ``timeouts.handover``.
+            DeadlineExceededError: The task did not end within twice ``timeouts.drain``;
+                for a ps with a state folder also ``timeouts.handover``.
         """
         child = self._task(task)
         child.signal(signal.SIGTERM)
@@ -204,8 +205,8 @@ class LocalCluster(StartedTasks[Child]):
         return code
 
     def stop_task(self, task: str) -> None:
-        """Freezes ``task`` (SIGSTOP), so that its peers receive nothing from it, and
-        waits until it is frozen."""
+        """Freezes ``task`` (SIGSTOP), so that its peers receive nothing from it; waits
+        until the task is frozen."""
         self._task(task).signal(signal.SIGSTOP)
 
     def continue_task(self, task: str) -> None:
@@ -213,9 +214,9 @@ class LocalCluster(StartedTasks[Child]):
         self._task(task).signal(signal.SIGCONT)
 
     def restart(self, task: str) -> None:
-        """Restarts ``task`` at its address; kills it first if it runs.
+        """Restarts ``task`` at its address; kills the task first if it runs.
 
-        Returns when it serves. Raises the errors of the constructor.
+        Returns when the task serves. Raises the errors of the constructor.
 
         Raises:
             ClosedError: The cluster is closed.
@@ -260,7 +261,8 @@ def _count(name: str, given: int, least: int) -> int:
 def _end(
     tasks: Mapping[str, Child], drains: Mapping[str, float], folder: Path | None
 ) -> None:
-    """Ends workers first, as their last pushes need the parameter servers.
+    """Ends all tasks, workers first, as their last pushes need the parameter servers;
+    then removes the folder, if one is given.
 
     Args:
         drains: Seconds that a task of each job may take to drain.

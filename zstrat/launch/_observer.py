@@ -1,7 +1,7 @@
 """Reads the statistics of a running cluster without a program.
 
 An observer opens a link with the role "observer" to each task and requests statistics;
-it never owns a task, so that it does not disturb the training run.
+it opens no session on a task, so that it does not disturb the training run.
 
 `ObservedRun` serves these statistics in the format of `ClusterCoordinator.metrics`, for
 the status page and other readers, when the program itself serves no page. It lacks what
@@ -48,12 +48,12 @@ class TaskStatus:
     values: Mapping[str, PlainTree] = field(default_factory=dict)
 
     def number(self, *path: str) -> float:
-        """Returns the number at ``path`` of the values; 0 if it is missing."""
+        """Returns the number at ``path`` in ``values``; 0 if it is missing."""
         value = self._at(path)
         return float(value) if isinstance(value, int | float) else 0.0
 
     def text(self, *path: str) -> str:
-        """Returns the text at ``path`` of the values; "" if it is missing."""
+        """Returns the text at ``path`` in ``values``; "" if it is missing."""
         value = self._at(path)
         return value if isinstance(value, str) else ""
 
@@ -136,14 +136,14 @@ class Observer:
 async def observe(
     spec: ClusterSpec, settings: Settings, timeout: float
 ) -> list[TaskStatus]:
-    """Requests the statistics of all tasks of a cluster once. The status of a task that
-    does not answer in time says so."""
+    """Requests the statistics of all tasks of a cluster once; returns a status for each
+    task. That of a task which does not answer in time says so."""
     async with Observer(spec, settings) as observer:
         return await observer.inspect(timeout)
 
 
 EVERY: Final = 1.0
-"""Seconds between two requests to a task, and for it to answer one."""
+"""Seconds between two requests to a task; also the timeout of each request."""
 LINES: Final = 200
 """Number of log lines that are kept, the newest ones."""
 

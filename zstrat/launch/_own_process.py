@@ -42,7 +42,8 @@ _WARNINGS: Final = "py.warnings"
 
 @final
 class ProcessOutput:
-    """The output streams of this process and their listener."""
+    """The output streams of this process, and the listener to which their output is
+    forwarded."""
 
     def __init__(self) -> None:
         self._listener: Hear | None = None
@@ -70,11 +71,12 @@ class ProcessOutput:
         return ForwardingStream(out, encoding, errors, partial(self._forward, number))
 
     def records(self) -> logging.Handler:
-        """Makes the handler that forwards logging records as standard error."""
+        """Makes the handler that forwards logging records as output to standard
+        error."""
         return ForwardingHandler(partial(self._forward, 2))
 
     def listen(self, listener: Hear | None) -> None:
-        """Sets the listener, None for none. Call it on the thread whose output is
+        """Sets the listener, None for none. Call this on the thread whose output is
         forwarded."""
         current = threading.current_thread()
         # A weak set: a thread that ends must not be kept, nor its number, which the
@@ -103,7 +105,7 @@ class ProcessOutput:
 
 
 class ForwardingStream(io.TextIOWrapper):
-    """A text stream that passes what is written to a callback as well."""
+    """A text stream that passes each written text to a callback as well."""
 
     def __init__(
         self,
@@ -123,8 +125,8 @@ class ForwardingStream(io.TextIOWrapper):
 
 
 class ForwardingHandler(logging.Handler):
-    """Formats records of users' code as a plain program prints them; ignores the
-    records of zstrat."""
+    """A logging handler that formats records of users' code as a plain program prints
+    them, and ignores the records of zstrat."""
 
     def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__()
@@ -162,12 +164,12 @@ def _is_written(record: logging.LogRecord) -> bool:
 @contextlib.contextmanager
 def kept_for_good() -> Iterator[None]:
     """Runs the block without garbage collections, and excludes all objects that exist
-    at its end from later ones.
+    at its end from later collections.
 
     With jax loaded, one collection takes 0.2 s, which blocks the event loop; there are
     a dozen while jax is imported, and one at exit. Garbage of the block is never freed
-    (for imports less than 1 MiB). Only for processes of our own, such as daemons: it
-    affects all objects of the process.
+    (for imports less than 1 MiB). Only for processes of our own, such as daemons,
+    because this affects all objects of the process.
     """
     gc.disable()
     try:
@@ -181,8 +183,8 @@ def kept_for_good() -> Iterator[None]:
 def choose_devices(variables: Mapping[str, str]) -> None:
     """Sets environment variables that select the devices of jax.
 
-    If jax is imported already, as in a forked daemon, its configuration is updated as
-    well; it must not have initialized its devices yet.
+    If jax is imported already, as in a forked daemon, the configuration of jax is
+    updated as well; jax must not have initialized its devices yet.
     """
     for name, value in variables.items():
         set_environment(name, value)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_SOCKET_PATH: Final = 100
-"""Bytes of the path of an ``ipc://`` address; the kernel allows 107."""
+"""The most bytes in the path of an ``ipc://`` address; the kernel allows 107."""
 
 
 def addresses_in(folder: Path, transport: str) -> Callable[[str], str]:

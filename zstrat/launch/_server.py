@@ -1,11 +1,11 @@
-"""TF's ``Server``: a task that a program serves itself, on a thread of its own.
+"""TF's ``Server``: a task that a program serves itself, on a separate thread.
 
-SIGTERM and SIGHUP drain the servers of a
-program before it ends. zstrat handles them only if the program has no handler of its
-own, does not ignore the signal, and starts its servers on the main thread, the only one
-on which Python can set handlers. If the main thread is in `Server.join`, that call
-returns and the program continues, as when a coordinator ends the servers. Otherwise the
-signal ends the program after the drain.
+SIGTERM and SIGHUP drain the servers of a program before it ends. zstrat handles these
+signals only if the program has no handler of its own, does not ignore the signal, and
+starts its servers on the main thread, the only one on which Python can set handlers. If
+the main thread is in `Server.join`, that call returns and the program continues, as
+when a coordinator ends the servers. Otherwise the signal ends the program after the
+drain.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class ShutdownSignals:
-    """Handles the signals of a program that has servers."""
+    """Handles SIGTERM and SIGHUP in a program that has servers."""
 
     def __init__(self) -> None:
         self._joins = 0
 
     def install(self) -> None:
-        """Sets the handlers where the program has none. Idempotent."""
+        """Sets handlers for signals for which the program has none. Idempotent."""
         # Python sets handlers on the main thread only. A server that is started on
         # another one is drained only if the program exits by itself.
         if threading.current_thread() is threading.main_thread():
@@ -111,12 +111,13 @@ class ServerDef:
 
 
 class Server:
-    """Serves one ps or worker from this process until it is stopped, or the program
-    ends.
+    """Serves one ps or worker from this process until the server is stopped, or the
+    program ends.
 
-    SIGTERM and SIGHUP drain it, if it was started on the main thread and the program
-    has no handlers of its own. Then `join` returns, or if the main thread is not in
-    `join`, the program ends by the signal. A second SIGTERM ends the program at once.
+    SIGTERM and SIGHUP drain the server, if it was started on the main thread and the
+    program has no handlers of its own. Then `join` returns, or if the main thread is
+    not in `join`, the program ends by the signal. A second SIGTERM ends the program at
+    once.
 
     Args:
         server_or_cluster_def: A `ServerDef`, or a `ClusterSpec` or its dictionary.
@@ -170,7 +171,7 @@ class Server:
 
     def start(self) -> None:
         """Starts to serve, also after `stop`; returns when the task answers. Does
-        nothing if it serves already.
+        nothing if the server serves already.
 
         Cancellation: Ctrl-C stops the server again, then raises.
 
@@ -205,7 +206,7 @@ class Server:
             self._run.thread.join()
 
     def stop(self) -> None:
-        """Finishes the accepted requests and closes; then `join` returns.
+        """Finishes the accepted requests and closes the server; then `join` returns.
         Idempotent."""
         if self._run is None:
             return
@@ -232,7 +233,7 @@ class ServerRun:
     def __init__(self, definition: ServerDef, settings: Settings) -> None:
         self.started: Promise[None] = Promise()
         self.task: Task | None = None
-        """Set once the task serves."""
+        """The task, once it serves; None before."""
         self._def, self._settings = definition, settings
         self._reason = ""
         name = f"zstrat server {definition.job_name}:{definition.task_index}"
@@ -308,9 +309,9 @@ _shutdown_signals: Final = ShutdownSignals()
 
 
 def _end_all() -> None:
-    """Stops all servers at exit, after the sessions of this program that use them.
-    Later the interpreter would kill threads inside the C++ code of jax, which aborts
-    the process."""
+    """Stops all servers at exit, after the sessions of this program that use them. At a
+    later time the interpreter would kill threads inside the C++ code of jax, which
+    aborts the process."""
     running = list(_running)
     # Portals close at exit by themselves. With servers they close first, as sessions
     # of this program would wait for answers of a server that has stopped.
@@ -328,7 +329,7 @@ T = TypeVar("T", str, int)
 
 
 def _given_or_only(name: str, given: T | None, choices: Iterable[T]) -> T:
-    """Returns the given value, or the only possible one."""
+    """Returns ``given``, or if it is None the only one of the choices."""
     known = list(choices)
     if given is not None:
         return given

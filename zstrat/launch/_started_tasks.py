@@ -1,6 +1,7 @@
-"""Tasks that this program starts, and that end with it: environment, and end.
+"""Tasks that this program starts, and that end with it: their environment, and their
+end.
 
-A `LocalCluster` and a `Fleet` have these in common.
+Base of `LocalCluster` and `Fleet`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ log = logging.getLogger("zstrat.launch")
 
 
 def virtual_device_arguments(devices: int) -> tuple[str, ...]:
-    """Returns the arguments of a worker with this many virtual CPU devices."""
+    """Returns the command line arguments that give a worker this many virtual CPU
+    devices."""
     return ("--platform", "cpu", "--devices", str(devices))
 
 
@@ -64,9 +66,9 @@ def environments_with_gpus(
 def daemon_environment(
     settings: Settings, transport: str, extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Makes the environment of the daemons: that of this process, its settings, and
-    ``extra``, the later ones first in priority. The folder of the program is on their
-    ``PYTHONPATH``, as for processes of `multiprocessing`.
+    """Makes the environment of the daemons: the variables of this process, those for
+    the settings, and ``extra``, of which later ones take precedence. The folder of the
+    program is on their ``PYTHONPATH``, as for processes of `multiprocessing`.
 
     Raises:
         TypeError: A name or value of ``extra`` is not a string.
@@ -99,8 +101,8 @@ T = TypeVar("T")
 
 
 class StartedTasks(ABC, Generic[T]):
-    """Tasks by name, parameter servers first. Ends them once, and only in the process
-    that made this object.
+    """Tasks by name, parameter servers first. Ends the tasks once, and only in the
+    process that made this object.
 
     Args:
         by: How the tasks were started or are reached, for `repr`.
@@ -122,11 +124,11 @@ class StartedTasks(ABC, Generic[T]):
 
     @abstractmethod
     def _log_file(self, task: str) -> Path | None:
-        """Returns the log file of the task; None: it logs to the terminal."""
+        """Returns the log file of the task; None if the task logs to the terminal."""
 
     @property
     def spec(self) -> ClusterSpec:
-        """The current addresses of the tasks."""
+        """The current addresses of the tasks, as a cluster spec."""
         jobs: dict[str, list[str]] = {}
         for task in self._tasks:
             jobs.setdefault(task.partition(":")[0], []).append(self._address(task))
@@ -134,7 +136,7 @@ class StartedTasks(ABC, Generic[T]):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names such as "ps:0", parameter servers first."""
+        """Names of the tasks, such as "ps:0", parameter servers first."""
         return tuple(self._tasks)
 
     def log(self, task: str) -> str:

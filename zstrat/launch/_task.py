@@ -1,8 +1,8 @@
 """One task of this process: an endpoint and the service that answers its requests.
 
-Law: the differences between a ps and a worker are decided here and nowhere above. A
-worker imports jax when its service is made, and a ps when it receives its first
-optimizer; importing this module does not import jax.
+Law: the differences between a ps and a worker are decided here, and in no module that
+uses this one. A worker imports jax when its service is made, and a ps when it receives
+its first optimizer; importing this module does not import jax.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Task:
 
     Args:
         is_alone: Whether this process does nothing else.
-        listen: Sets the listener of what this process prints (`ProcessOutput`).
+        listen: Sets the listener that receives the output of this process
+            (`ProcessOutput`); None: the output is not forwarded.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class Task:
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
         self._ps: PsProcess | None = None
-        """None for a worker."""
+        """The parameter server that this task serves; None for a worker."""
         self.worker: WorkerService | None = None
-        """None for a ps."""
+        """The worker that this task serves; None for a ps."""
         self._returns = 0.0
-        """Seconds within which another process takes over the state; 0: none does."""
+        """Seconds within which another process takes over the state of the ps; 0: none
+        does."""
         me = hello(place.job, place.index, incarnation or new_incarnation())
         # The service comes before the endpoint: a ps that takes over a state has the
         # incarnation of the process before, with which the endpoint must greet.
@@ -101,7 +103,7 @@ class Task:
 
     def _make_endpoint(self, me: Hello) -> None:
         """Makes the endpoint with the handshake ``me``. A ps that takes over the state
-        of a previous process uses that process's handshake instead."""
+        of a previous process uses the handshake of that process instead."""
         absorb: Absorber | None = None
         on_waited: Callable[[float, float], None] | None = None
         if self._ps is not None:
@@ -157,7 +159,7 @@ class Task:
         Raises:
             Exception: A defect of zstrat ended the service.
 
-        Cancellation: loses nothing; it may be awaited again.
+        Cancellation: loses nothing; the call may be repeated.
         """
         # A waiter that is cancelled must not cancel the end for all others.
         return await asyncio.shield(self._end)
@@ -198,14 +200,15 @@ class Task:
         return drained
 
     def readiness(self) -> str:
-        """Says why no coordinator can open a session; "" if one can."""
+        """Returns why no coordinator can open a session on the task; "" if one can."""
         if not self._end.done():
             return ""
         failed = self._end.cancelled() or self._end.exception() is not None
         return "crashed" if failed else f"ending: {self._end.result()}"
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns the answer to `Inspect`: the process, its links, its service."""
+        """Returns the answer to the request `Inspect`: plain data about the process,
+        its links, and its service."""
         task: dict[str, PlainTree] = {
             "job": self.place.job,
             "index": self.place.index,

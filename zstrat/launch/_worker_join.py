@@ -2,8 +2,9 @@
 
 Such a worker joins the session of the training program: it reports itself to a
 parameter server, the only address that it needs, and the program of that server
-decides. With the addresses of several servers it tries one after the other until one
-answers. When the session ends, it reports itself again for the next program.
+decides. With the addresses of several servers the worker tries one after the other
+until one answers. When the session ends, the worker reports itself again for the next
+program.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.task")
 
 UNNUMBERED: Final = -1
-"""The index of a worker that has none yet."""
+"""The task index of a worker that has none yet."""
 _PROGRAM_WAIT: Final = 86400.0
 """Seconds that a worker waits for the next program before it reports itself again."""
 _TURN: Final = 30.0
-"""Seconds that it waits at one of several servers before it tries the next, because a
-server may have lost its program while the others have one."""
+"""Seconds that a worker waits at one of several servers before it tries the next,
+because a server may have lost its program while the others have one."""
 _SLACK: Final = 5.0
-"""Seconds beyond the deadline for the server to report that the time is up."""
+"""Seconds beyond a report's deadline for the server to answer that the time is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class JoinAddresses:
 
 @final
 class WorkerJoin:
-    """Reports one worker process. ``incarnation`` is that of its task."""
+    """Reports one worker process to the program of a parameter server. ``incarnation``
+    is that of its task."""
 
     def __init__(
         self, addresses: JoinAddresses, settings: Settings, incarnation: int
@@ -83,7 +85,7 @@ class WorkerJoin:
 
         Raises: As `number`.
 
-        Cancellation: it is reported no more.
+        Cancellation: the worker is no longer reported.
         """
         timeout = self._settings.timeouts.connect
         while True:
@@ -104,7 +106,12 @@ class WorkerJoin:
             timeout = _PROGRAM_WAIT
 
     async def _report(self, index: int, timeout: float) -> int:
-        """Tries one server after the other; returns the index from the program."""
+        """Reports the worker to one server after the other; returns the task index that
+        the program of a server answers.
+
+        Raises:
+            DeadlineExceededError: No program answered within ``timeout`` seconds.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         servers = self._addresses.servers
@@ -131,8 +138,9 @@ class WorkerJoin:
     async def _report_at(
         self, server: str, index: int, greeted: float, until: float
     ) -> int:
-        """Reports to this server and waits for its program until ``until``. The server
-        has to complete the handshake by ``greeted``. Both are loop times."""
+        """Reports the worker to this server and waits for the answer of its program
+        until ``until``; returns the task index. The server has to complete the
+        handshake by ``greeted``. Both are loop times."""
         loop = asyncio.get_running_loop()
         link = self._link(server, index)
         link.start()
@@ -150,9 +158,9 @@ class WorkerJoin:
             await link.close()
 
     def _link(self, server: str, index: int) -> Link:
-        """Makes a new link for each report, as the keys may have changed. Its handshake
-        has no index unless the key is bound to one: the program decides which worker
-        has an index, not the order of connections."""
+        """Makes a new link to a server, for each report, as the keys may have changed.
+        The handshake has no index unless the key is bound to one: the program decides
+        which worker has an index, not the order of connections."""
         security = load_keys(self._settings.keys, Job.WORKER, index)
         if security is None or security.index is None:
             index = UNNUMBERED

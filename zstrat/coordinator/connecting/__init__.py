@@ -1,5 +1,5 @@
 """Connects a program to its tasks, one by one and all together: the session on each
-task, its link, and the addresses of stores that workers get."""
+task, the link to it, and the addresses of stores that workers get."""
 
 from __future__ import annotations
 

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 FIRST_WARNING: Final = 2.0
-"""Seconds: all tasks of a cluster that is up answer in much less."""
+"""Seconds until the first warning: all tasks of a cluster that is up answer in much
+less."""
 NEXT_WARNING: Final = 10.0
 
 
 AnyTask: TypeAlias = "TaskSession | ProbedTask"
-"""A task that this program has a link to: with a session on it, or only probed."""
+"""A task to which this program has a link: with a session on it, or only probed."""
 
 
 @final
@@ -65,7 +66,8 @@ class Arrival:
 
     @property
     def awaited(self) -> list[AnyTask]:
-        """The tasks that are missing now; of the workers one is enough."""
+        """The tasks that are missing now. If no worker has answered these include all
+        workers, of which one is enough."""
         ps = [task for task in self._ps if not task.is_ready]
         if any(task.is_ready for task in self._workers):
             return ps
@@ -88,15 +90,15 @@ class Arrival:
 async def arrive(
     ps: Sequence[AnyTask], workers: Sequence[AnyTask], deadline: float
 ) -> None:
-    """Starts all tasks, and waits for all parameter servers and one of the workers, if
-    there are any.
+    """Starts to connect to all tasks, and waits for all parameter servers and one of
+    the workers, if there are any.
 
     Args:
         deadline: Loop time.
 
     Raises:
         DeadlineExceededError: Tasks did not answer in time; names each of them.
-        ZstratError: The refusal of one of them.
+        ZstratError: A task has refused this program.
 
     Cancellation: the tasks stay started.
     """
@@ -150,7 +152,8 @@ async def _any_of(workers: Sequence[AnyTask], deadline: float) -> None:
 
 
 def _raise_all(errors: Sequence[BaseException]) -> None:
-    """Raises one error as it is, and several as one with the texts of all."""
+    """Raises the first refusal of a task, if any; else one error with the texts of all.
+    Does nothing without errors."""
     if not errors:
         return
     # A refusal says more than that others are late.
@@ -166,11 +169,12 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
 
 @final
 class ProbedTask:
-    """A task with a link but without a session: to see whether it answers, or to send a
-    request to the backup of a store. Its notices are ignored: they are for sessions.
+    """A task with a link but without a session: to see whether the task answers, or to
+    send a request to the backup of a store. Its notices are ignored: they are for
+    sessions.
 
     Args:
-        name: Its name in errors; default: the job and the number.
+        name: The name of the task in errors; default: the job and the number.
         incarnation: The process that is expected there; 0: any.
     """
 
@@ -197,7 +201,7 @@ class ProbedTask:
 
     @property
     def hello(self) -> Hello | None:
-        """Its greeting, while the link is open."""
+        """The greeting of the task, while the link is open; else None."""
         return self.link.peer
 
     @property
@@ -213,7 +217,7 @@ class ProbedTask:
         self.link.start()
 
     async def wait_ready(self, deadline: float) -> None:
-        """Waits for its greeting; raises as `TaskLink.wait_open`, and
+        """Waits for the greeting of the task. Raises as `TaskLink.wait_open`, and:
 
         Raises:
             NotPrimaryError: Another process answers at the address.
@@ -233,7 +237,7 @@ async def probe(
     timeout: float,
 ) -> None:
     """Checks that all parameter servers and one worker answer, over links that are
-    closed again. It opens no session, so nothing changes for a program that has the
+    closed again. Opens no session, so nothing changes for a program that uses the
     cluster now.
 
     Args:
@@ -261,10 +265,11 @@ def _ignored(_: object) -> None:
 
 
 def devices_of(workers: Iterable[TaskSession]) -> SessionOpened | None:
-    """Returns the devices that all connected workers report; None if there are none.
+    """Returns the devices that all connected workers report; None if no worker is
+    connected.
 
     Raises:
-        ValueError: They differ (the text is TensorFlow's).
+        ValueError: The workers' devices differ (the text is TensorFlow's).
     """
     there = {task.name: task.opened for task in workers if task.opened is not None}
     if len({opened.devices for opened in there.values()}) > 1:
@@ -283,8 +288,9 @@ def objection_to(
     tasks: Iterable[TaskSession],
     planned: SessionOpened | None,
 ) -> ZstratError | None:
-    """Returns why a task is refused, or None: it is another one of these ``tasks`` by a
-    second address, or a worker with another number of devices than ``planned``."""
+    """Returns the error with which a task is refused, or None: the same process is one
+    of ``tasks`` at a second address, or a worker has another number of devices than
+    ``planned``."""
     for other in tasks:
         if other is task or other.is_closed or not other.is_ready:
             continue

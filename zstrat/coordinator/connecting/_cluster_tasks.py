@@ -2,10 +2,10 @@
 sessions made for them (`SessionMaker`), and the addresses of stores, which workers get
 (`StoreDirectory`).
 
-The message that opens a worker's session has all addresses. When a store moves later,
-each connected worker gets a `MoveServer`; the others get the new address when their
-session is opened again. The law of this file: only it fills in the message that opens a
-session, and only it sends workers the address of a store.
+The message that opens a worker's session has the addresses of all stores. When a store
+moves later, each connected worker gets a `MoveServer`; the others get the new address
+when their session is opened again. The law of this file: only it fills in the message
+that opens a session, and only it sends workers the address of a store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StoreDirectory:
     """The addresses of all stores of one session. On the loop.
 
     Args:
-        addresses: By store, at the beginning.
+        addresses: First address of each store.
         workers: The sessions on the workers, which come and go.
     """
 
@@ -48,13 +48,14 @@ class StoreDirectory:
         # when they are sent: they name the addresses of that moment.
         self.addresses: Final = list(addresses)
         self.views: Final = [1] * len(self.addresses)
-        """By store: its view, by which a worker knows the newer of two addresses."""
+        """By number of the store: a view, a number that grows with each move, by which
+        a worker knows the newer of two addresses."""
         self._workers = workers
         self._unanswered: set[asyncio.Future[Message]] = set()
-        """Messages to workers that they have not answered yet."""
+        """Futures of the answers to messages that workers have not answered yet."""
 
     def publish(self, store: int, view: int, address: str) -> None:
-        """Sends all workers the address where a store is served from now on."""
+        """Sends all workers the address at which a store is served from now on."""
         before, self.addresses[store] = self.addresses[store], address
         self.views[store] = view
         if before == address:  # it stays where it was, without its backup
@@ -66,11 +67,12 @@ class StoreDirectory:
                 self._send(worker, MoveServer(worker.session, store, view, address))
 
     def reset_addresses(self, addresses: Iterable[str]) -> None:
-        """Sets the addresses for another session, with which workers get them."""
+        """Sets the addresses of all stores for another session; workers get them when
+        it opens."""
         self.addresses[:] = addresses
 
     async def wait_workers_notified(self, timeout: float) -> None:
-        """Waits until all connected workers know the addresses, at most ``timeout``
+        """Waits until all connected workers have the addresses, at most ``timeout``
         seconds.
 
         Cancellation: loses nothing.
@@ -146,24 +148,29 @@ class SessionOptions:
     """Options of a program's session on its cluster."""
 
     prefetch: int = 0
-    """Optimizer steps that workers fetch ahead."""
+    """Number of optimizer steps whose variables workers fetch ahead."""
     listens: bool = False
-    """Workers send what their steps print."""
+    """Whether workers send the output of their steps to this program."""
     joins: bool = False
-    """Another program holds the parameter servers, and creates the variables."""
+    """Whether another program holds the parameter servers, and creates the
+    variables."""
     is_held_for_others: bool = False
-    """Other programs join, and the variables stay when this one ends."""
+    """Whether other programs join the session, and the variables stay when this one
+    ends."""
     replicas: int = 0
-    """Copies of what each parameter server holds, in other ones: 0 or 1."""
+    """Number of further copies of what each parameter server holds, in other servers: 0
+    or 1."""
     stores_per_ps: int = 1
-    """Logical servers of each parameter server, which may move."""
+    """Number of stores of each parameter server at first. A store holds a part of the
+    variables, and may move to another server."""
     name: str = ""
-    """Name of the session: it resumes what an earlier program left under the name, and
-    stays for a later one, unless it is ended (`Cluster.end_on_close`)."""
+    """Name of the session, with which it resumes the stores that an earlier program
+    left under the same name. It stays for a later program, unless it is ended
+    (`Cluster.end_on_close`)."""
     restart_partial: bool = False
-    """Begin empty if only a part is left under the name."""
+    """Whether to begin empty if only a part is left of the session to resume."""
     program: str = ""
-    """Name of this program in the errors of others that want the cluster."""
+    """Name of this program in the errors of other programs that want the cluster."""
 
     @property
     def is_shared(self) -> bool:
@@ -188,11 +195,11 @@ class SessionMaker:
     def server(
         self, session: int, store: int, address: str, workers: int
     ) -> TaskSession:
-        """Returns the session on the server of a store.
+        """Returns the session on the server of a store, not started yet.
 
         Args:
-            session: Its number.
-            workers: How many places of workers there are.
+            session: Number of the session.
+            workers: Number of places for workers, which later workers may fill.
         """
         timeouts, joins = self._timeouts, self.options.joins
         opening: OpenSession | JoinSession
@@ -225,13 +232,14 @@ class SessionMaker:
         stores: StoreDirectory,
         objection: Objection,
     ) -> TaskSession:
-        """Returns the session on a worker.
+        """Returns the session on a worker, not started yet.
 
         Args:
-            session: Its number.
-            workers: How many places of workers there are.
-            stores: Where the stores are when the session is opened.
-            objection: Says why the worker is not taken.
+            session: Number of the session.
+            place: Index of the worker in the session.
+            workers: Number of places for workers.
+            stores: The addresses of the stores, as they are when the session is opened.
+            objection: Returns why the worker is refused, or None.
         """
         return TaskSession(
             "worker",

@@ -4,13 +4,13 @@
 parameter servers for several programs, and `join_session` shares those that another
 program holds.
 
-The law of this file: an older session of this program that has some of the same tasks
-is closed only when these have answered once more, so a wrong address leaves it as it
-is; and it is closed before the tasks are asked for the new session, as each task serves
-one. A second strategy, which every rerun of a notebook cell makes, so takes the tasks
-over from the first one, unless that has unfinished work (`OpenSessions`). Of the
-sessions of this program that claim a task, at most one is open, and at most one is
-being opened.
+The law of this file: an older session of this program that uses some of the same tasks
+is closed only when these have answered once more, so that a wrong address leaves it as
+it is; and it is closed before the tasks are asked for the new session, as each task
+serves one session. So a second strategy, which every rerun of a notebook cell makes,
+takes the tasks over from the first one, unless that has unfinished work
+(`OpenSessions`). Of the sessions of this program that claim a task, at most one is
+open, and at most one is being opened.
 """
 
 from __future__ import annotations
@@ -61,17 +61,19 @@ def connect_session(
 
     Blocks for at most ``timeouts.connect``. Other workers join later.
 
-    An older session of this program on the cluster is replaced. It stays open until
-    all parameter servers and a worker have answered once more, which may take another
+    An older session of this program on the cluster is replaced. It stays open until all
+    parameter servers and a worker have answered once more, which may take another
     ``timeouts.connect``; so a wrong address or key, another version, or a dead task
-    leave it as it is. Then it is closed, before the tasks are asked for the new
-    session, as each serves one. An error after that leaves no session: a task dies at
-    that moment, workers differ in their devices, or tasks that the older session did
-    not have belong to another program.
+    leave it as it is. Then the older session is closed, before the tasks are asked for
+    the new one, as each task serves one session. An error after that leaves no session:
+    a task dies at that moment, workers differ in their devices, or tasks that the older
+    session did not have belong to another program.
 
     Args:
-        replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
-        stores_per_ps: Stores of each parameter server. All exist when this returns.
+        replicas: Number of further copies of what each parameter server holds, in other
+            servers: 0 or 1.
+        stores_per_ps: Number of stores (parts of the variables that can move) of each
+            parameter server. All exist when this returns.
         make_link: Makes the link to a task; default: over ZeroMQ.
         resume, restart_partial: ``name`` and ``restart_partial`` of `SessionOptions`.
 
@@ -127,13 +129,13 @@ def join_session(
 ) -> ClusterSession:
     """Waits for the session of a program that calls `hold_session`, and joins it.
 
-    That program has to create the same variables in the same order, with the same
-    name, shape and dtype: this one waits for each for ``timeouts.request``. An older
-    session of this program is replaced as in `connect_session`, before it is known
-    whether the other program is there.
+    That program has to create the same variables in the same order, with the same name,
+    shape and dtype: this program waits for each of them for ``timeouts.request``. An
+    older session of this program is replaced as in `connect_session`, before it is
+    known whether the other program exists.
 
     Args:
-        index: Of this program among the workers of the cluster.
+        index: The index of this program among the workers of the cluster.
 
     Raises:
         DeadlineExceededError: There is no such program, or a ps does not answer.
@@ -189,11 +191,11 @@ def _opened(
     settings: Settings,
     tasks: Iterable[ClaimedTask],
 ) -> ClusterSession:
-    """Opens a session. Closes older ones of this program on the same tasks before that,
-    once ``look`` has found no fault.
+    """Opens a session. Before that, and only after ``look`` has found that the tasks
+    answer, closes older sessions of this program on the same tasks.
 
     Raises:
-        BusyError: One of them has unfinished work.
+        BusyError: An older session has unfinished work.
         ValueError, OSError: The HTTP port is not free (``settings.http``).
     """
     # First: a port that is not free is an error before any task is asked.
@@ -224,7 +226,8 @@ def _connected(
     slack: float,
     claim: SessionClaim,
 ) -> Cluster:
-    """Opens a cluster on the portal, which is closed if this fails.
+    """Opens a cluster on the portal (the loop's thread); closes the portal if that
+    fails.
 
     Args:
         slack: Seconds for each part, longer than the deadlines of the cluster, whose
@@ -256,12 +259,12 @@ def _connected(
 
 
 ClaimedTask = tuple[str, int, str]
-"""The job and the index of this program, and the address of a task that it uses under
-these."""
+"""The job and the index of this program, and the address of a task that it uses in this
+role."""
 
 
 class SessionClaim:
-    """The tasks that one session claims. It does not keep the session alive."""
+    """The tasks that one session claims. Does not keep the session alive."""
 
     def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
         self.tasks = frozenset(tasks)
@@ -293,7 +296,7 @@ class SessionClaim:
         """Closes the session in favour of a newer one.
 
         Args:
-            made_at: The line that makes the newer one.
+            made_at: The line of the program that makes the newer session.
 
         Raises:
             BusyError: The session has unfinished work.
@@ -307,17 +310,17 @@ class SessionClaim:
 
 @final
 class OpenSessions:
-    """The open sessions of this program. From any thread."""
+    """The open sessions of this program. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._claims: list[SessionClaim] = []
 
     def claim(self, tasks: Iterable[ClaimedTask]) -> SessionClaim:
-        """Claims tasks for a session that is being opened. Closes nothing yet.
+        """Claims tasks for a session that is being opened. Closes no other session yet.
 
         Raises:
-            BusyError: Another thread is opening a session of some of them.
+            BusyError: Another thread is opening a session on some of the tasks.
         """
         claim = SessionClaim(tasks)
         with self._lock:
@@ -332,15 +335,16 @@ class OpenSessions:
         return claim
 
     def has_rivals(self, claim: SessionClaim) -> bool:
-        """Returns whether other sessions have some of its tasks."""
+        """Returns whether other sessions use some of the claimed tasks."""
         with self._lock:
             return bool(self._rivals_of(claim))
 
     def take_over(self, claim: SessionClaim) -> None:
-        """Closes the other sessions that have some of its tasks.
+        """Closes the other sessions that use some of the claimed tasks.
 
         Raises:
-            BusyError: One of them has unfinished work. It and those after it stay open.
+            BusyError: One of these sessions has unfinished work. It stays open, and so
+                do those after it.
         """
         with self._lock:
             rivals = self._rivals_of(claim)

@@ -61,7 +61,8 @@ def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
 def check_replicas(
     replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
 ) -> None:
-    """Checks that the cluster can have this number of replicas and of stores per ps.
+    """Checks that the cluster can have this number of replicas, and of stores per
+    parameter server.
 
     Args:
         ps: Number of parameter servers.
@@ -92,7 +93,7 @@ def links_of(
     """Returns a factory of ZeroMQ links, with the key of the job if there are keys.
 
     Args:
-        looks: The links are those of an observer.
+        looks: Whether the links are those of an observer.
     """
     keys = None if settings.keys is None else Security.load(settings.keys, job, index)
     me = hello(Job.OBSERVER if looks else job, index, incarnation)
@@ -106,7 +107,7 @@ T = TypeVar("T")
 class MovableLink:
     """The link to one task, which may move to another address. On the loop.
 
-    A `Link` has one address for life, so each move makes another one. The earlier link
+    A `Link` has one address for life, so each move makes another link. The earlier link
     is closed first: requests that end with it, and are sent again, come first at the
     new address. The law of this class: only the current link calls its owner.
 
@@ -132,7 +133,7 @@ class MovableLink:
         self._moves = 0
         self._is_closed = False
         self._moving: asyncio.Task[None] | None = None
-        """Closes the earlier link, and starts the current one."""
+        """The asyncio task that closes the earlier link, and starts the current one."""
         self._started: TaskLink | None = None
         """The link that was started last."""
         self._has_address = asyncio.Event()
@@ -142,16 +143,16 @@ class MovableLink:
 
     @property
     def is_parked(self) -> bool:
-        """Whether the address is unknown, up to the next `move`."""
+        """Whether no address is known to connect to, until the next `move`."""
         return not self._has_address.is_set()
 
     def start(self) -> None:
-        """Starts to connect to the first address; does nothing if it has moved."""
+        """Starts to connect to the first address; does nothing after a move."""
         if not self._moves:
             self._start(self.now)
 
     def move(self, address: str) -> None:
-        """Moves to another address."""
+        """Closes the current link, and connects to another address."""
         self._has_address.set()
         # First: callbacks of the new link have this number, and those of the earlier
         # one are ignored from now on.
@@ -162,7 +163,7 @@ class MovableLink:
         self._moving = loop.create_task(going, name=f"{self._name} moves")  # see close
 
     def park(self) -> None:
-        """Stops starting links up to the next `move`, as the address is unknown."""
+        """Starts no link until the next `move`, as no address is known."""
         self._has_address.clear()
 
     async def wait_open(self, deadline: float) -> None:
@@ -189,7 +190,7 @@ class MovableLink:
                 return
 
     def stop(self) -> None:
-        """Starts no further link. `close` has to follow."""
+        """Starts no further link. Call `close` after this."""
         self._is_closed = True
 
     async def close(self) -> None:
@@ -210,7 +211,7 @@ class MovableLink:
         )
 
     def _call(self, moves: int, callback: Callable[[T], None], event: T) -> None:
-        """Calls the owner, unless the event is of an earlier link."""
+        """Calls the owner's ``callback``, unless the event is of an earlier link."""
         if moves == self._moves:
             callback(event)
 
@@ -249,8 +250,8 @@ LONGEST_PAUSE_SECONDS: Final = 5.0
 Sent = TypeVar("Sent", OpenSession, CloseSession)
 
 MAX_EARLY_NOTICES: Final = 2048
-"""Notices that are kept until the task has answered: those of all workers that may wait
-there, and some more."""
+"""The most notices that are kept until the task has answered: those of all workers that
+may wait there, and some more."""
 
 
 @final
@@ -258,11 +259,11 @@ class SessionRequest:
     """Opens and closes our session on one task, by requests. On the loop.
 
     Args:
-        opening: What opens the session there.
-        turn: Seconds to wait for a task that another coordinator holds; it is asked
-            after that, too.
-        notice: The same if that coordinator may be dead: as long as the task needs to
-            notice it.
+        opening: The message that opens the session on the task.
+        turn: Seconds to wait for a task that another coordinator holds; the task is
+            asked after that, too.
+        notice: Seconds to wait if that coordinator may be dead: as long as the task
+            needs to notice that.
         on_answer: Called with each request that was answered and not stopped.
     """
 
@@ -279,12 +280,13 @@ class SessionRequest:
             self._reopening = replace(opening, timeout=0.0)
         self._turn, self._notice, self._on_answer = turn, notice, on_answer
         self._close_messages: Sequence[CloseSession] = ()
-        """Sent before the request that opens the session."""
+        """Messages that close earlier sessions, sent before the request that opens this
+        one."""
         self._pause = FIRST_PAUSE_SECONDS
         self._held_since: float | None = None
         """Loop time since which the task answers that another coordinator holds it."""
         self.early: Final[deque[Message]] = deque(maxlen=MAX_EARLY_NOTICES)
-        """Notices of the task before its answer to the last request."""
+        """Notices that the task sent before its answer to the last request."""
         self._sent: asyncio.Future[Message] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -304,8 +306,8 @@ class SessionRequest:
         return self._sent is not None
 
     def keep_origin(self, origin: int) -> None:
-        """Makes later requests open a session whose keys are counted from
-        ``origin``."""
+        """Sets in later requests the number from which keys of the session are
+        counted."""
         assert isinstance(self._opening, OpenSession), self._opening
         self._opening = self._reopening = replace(self._opening, origin=origin)
 
@@ -313,7 +315,7 @@ class SessionRequest:
         """Makes later requests open another session.
 
         Args:
-            close_messages: Close the sessions before.
+            close_messages: Messages that close the sessions before it.
         """
         self._opening = self._reopening = replace(self._opening, session=session)
         self._close_messages = close_messages
@@ -324,7 +326,7 @@ class SessionRequest:
         self._pause = FIRST_PAUSE_SECONDS
 
     def send(self, link: TaskLink, *, resumes: bool) -> None:
-        """Sends the request now.
+        """Sends the request that opens the session now.
 
         Args:
             resumes: The task is in the session as far as we know.
@@ -345,15 +347,15 @@ class SessionRequest:
     def repeat(
         self, send: Callable[[], None], refusal: BusyError | DeadlineExceededError
     ) -> bool:
-        """Calls ``send`` after a pause.
+        """Calls ``send`` after a pause, each time a longer one.
 
         Args:
             refusal: The answer of the task: a `BusyError` if another coordinator holds
                 it.
 
         Returns:
-            Whether that coordinator has held it for a whole turn: so it is alive, and
-            we no longer wait for its end.
+            Whether that coordinator has held the task for a whole turn: so it is alive,
+                and we no longer wait for its end.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -370,13 +372,13 @@ class SessionRequest:
         return now - self._held_since >= max(self._turn, doubt)
 
     def opened(self) -> None:
-        """Notes that the task is in the session. The messages that close earlier ones
+        """Notes that the task is in the session. Messages that close earlier sessions
         are not sent again: this session may have the number of one of them."""
         self._held_since = None
         self._close_messages = ()
 
     def stop(self) -> None:
-        """Stops asking, and ignores the answer to what was asked."""
+        """Stops asking, and ignores the answer to the request that was sent."""
         sent, self._sent = self._sent, None
         if sent is not None:
             sent.cancel()
@@ -385,14 +387,16 @@ class SessionRequest:
             self._timer = None
 
     def withdraw(self, link: TaskLink) -> None:
-        """Closes the session on a task that we refuse, without awaiting its answer."""
+        """Closes the session on a task that we refuse, without waiting for the
+        answer."""
         closing = _sent_now(CloseSession(self.session, False))
         link.submit(closing).add_done_callback(_ignore_outcome)
 
     def close(
         self, link: TaskLink, timeout: float, *, exits: bool
     ) -> asyncio.Future[Message]:
-        """Closes the session, and logs it if the task does not answer.
+        """Closes the session on the task; logs a message if the task does not answer.
+        Returns the future of the answer.
 
         Args:
             timeout: Seconds that the task has to answer.
@@ -419,7 +423,7 @@ _last_sent: WeakKeyDictionary[asyncio.AbstractEventLoop, float] = WeakKeyDiction
 
 def _sent_now(message: Sent) -> Sent:
     """Stamps a message with the present time, later than the stamp of any message
-    before: uvloop's clock has steps of a millisecond, in which a task may be released
+    before. Uvloop's clock has steps of a millisecond, in which a task may be released
     and taken again."""
     loop = asyncio.get_running_loop()
     sent = max(loop.time(), math.nextafter(_last_sent.get(loop, 0.0), math.inf))
@@ -428,7 +432,7 @@ def _sent_now(message: Sent) -> Sent:
 
 
 def _ignore_outcome(answer: asyncio.Future[Message]) -> None:
-    """Ignores an error: the task may no longer serve that session."""
+    """Ignores the error of an answer: the task may no longer serve that session."""
     if not answer.cancelled():
         answer.exception()
 

@@ -2,12 +2,12 @@
 
 A task session opens the session on one worker or parameter server each time its link
 opens (`MovableLink`), and again while another coordinator holds the task or is not yet
-known to be dead (`SessionRequest`). It runs on the loop thread and has no task of its
-own: futures and timers call it back. `SessionPhase` has its drawing.
+known to be dead (`SessionRequest`). It runs on the loop thread without an asyncio task:
+futures and timers call it back. `SessionPhase` has its drawing.
 
 A task with *one life* (a parameter server) keeps our data while its connection is cut
-and while we are away. So its loss is not reported while it may come back with all of
-it: it is asked to resume the session.
+and while we are away. So its loss is not reported while it may come back with all the
+data: it is asked to resume the session.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
 alternate, except that a task that moves while it is in the session is ready again
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     Objection = Callable[
         ["TaskSession", Hello, SessionOpened | None], ZstratError | None
     ]
-    """Returns why a task is refused, or None. Called when the task greets, and when it
-    has opened the session."""
+    """Returns why a task is refused, or None. Called when the task greets, and when the
+    task has opened the session."""
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -91,7 +91,7 @@ _LEFT: Final = (SessionPhase.RELEASED, SessionPhase.CLOSED)
 
 
 class TaskSessionEvents(Protocol):
-    """Called by task sessions, on the loop thread."""
+    """Methods that task sessions call, on the loop thread."""
 
     def task_ready(self, task: TaskSession) -> None:
         """Called when the task has entered our session."""
@@ -115,16 +115,16 @@ class TaskSession:
 
     Args:
         task_number: The number with which the daemon was started (``--index``).
-        place: Its index among the tasks of the job that this program knows, from 0;
-            not ``task_number`` if the cluster leaves numbers out.
+        place: Index of the task, from 0, among those tasks of its job that this program
+            knows; not ``task_number`` if the cluster leaves numbers out.
         opening: The message that opens the session.
         one_life: A task that was restarted, or comes back from another coordinator, has
             lost our data (a parameter server its variables), and is refused.
         grace: Seconds that a task with one life has to return after its link is lost.
         turn: Seconds after which `wait_ready` gives up while another coordinator has
-            the task; it is asked after that, too.
-        notice: The same if that coordinator may be dead: as long as the task needs to
-            notice it.
+            the task; the task is asked after that, too.
+        notice: Seconds after which `wait_ready` gives up if that coordinator may be
+            dead: as long as the task needs to notice that.
         moves: Our data may be in another process: requests wait until `move` or
             `give_up` is called.
         objection: Returns why the task is refused, or None.
@@ -153,28 +153,31 @@ class TaskSession:
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
         self.entry = 0
-        """Number of its last entry into a session, which no other entry has: what a
-        worker keeps is gone after another one."""
+        """Number of the task's last entry into a session; no other entry has the same.
+        What a worker keeps from earlier entries is gone."""
         self.layouts: dict[int, LayoutMessage] = {}
-        """Layouts of results, by number: the task sends each of them once after it has
-        entered, to whichever coordinator of the session is there."""
+        """Layouts of results, by number. After each entry the task sends each layout
+        once, to the coordinator of the session at that time, so they are kept here for
+        later ones."""
         self.refusal: ZstratError | None = None
-        """Why the session was not opened at the last attempt."""
+        """Why the last attempt to open the session failed."""
         self.line: ServerLine | None = None
-        """Where requests wait while the task is away."""
+        """The queue in which requests wait while the task is away."""
         self.phase = SessionPhase.AWAY
-        """Only this class changes it."""
+        """The phase of the session, which only this class changes."""
         self.back_by = 0.0
-        """Loop time until which it has announced to be back, with all our data."""
+        """Loop time until which the task has announced to be back, with all our
+        data."""
         self._request = SessionRequest(opening, turn, notice, self._answered)
         self._events, self._one_life, self._moves = events, one_life, moves
         self._grace, self._objection = grace, objection
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
-        """The incarnation that has our data."""
+        """The incarnation of the task that has our data; None if unknown."""
         self._warned = ""
         self._missed: int | None = None
-        """The level at which its loss was logged: that of its return, too."""
+        """The log level at which the loss of the task was logged, to log its return at
+        the same level."""
         self._entered: asyncio.Event = asyncio.Event()
         self._link = MovableLink(
             make_link,
@@ -188,7 +191,7 @@ class TaskSession:
 
     @property
     def link(self) -> TaskLink:
-        """The link to its present address."""
+        """The link to the present address of the task."""
         return self._link.now
 
     @property
@@ -203,8 +206,8 @@ class TaskSession:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the task is in our session and its link is alive. One whose link is
-        lost may still be back in time, and is not known to live."""
+        """Whether the task is in our session and its link is alive. A task whose link
+        is lost may still be back in time, and is not known to live."""
         return self.is_ready and self.link.is_heard
 
     @property
@@ -215,34 +218,34 @@ class TaskSession:
 
     @property
     def lives_on(self) -> bool:
-        """Whether the process of a worker that is being lost still runs."""
+        """Whether the process of a worker that is being reported as lost still runs."""
         is_kept = self.phase is SessionPhase.RENEWING and not self._one_life
         return is_kept or self.phase in (SessionPhase.RECONNECTED, *_LEFT)
 
     @property
     def is_moved(self) -> bool:
-        """Whether the task is lost because we move it to another session, or let it
-        go."""
+        """Whether the task is lost only because we move it to another session, or leave
+        it."""
         return self.phase in (SessionPhase.RENEWING, *_LEFT)
 
     @property
     def is_closed(self) -> bool:
-        """Whether we have left the task, for good."""
+        """Whether we have left the task for good."""
         return self.phase is SessionPhase.CLOSED
 
     @property
     def is_lost(self) -> bool:
-        """Whether no process answers there now."""
+        """Whether no process answers at the address of the task now."""
         return not self.is_ready and not self.link.is_open
 
     @property
     def is_parked(self) -> bool:
-        """Whether its address is unknown, up to the next `move`."""
+        """Whether the address of the task is unknown, until the next `move`."""
         return self._link.is_parked
 
     @property
     def state(self) -> str:
-        """The progress of connecting, for messages."""
+        """The progress of connecting to the task, for messages."""
         if self.is_ready:
             return "in the session"
         if self.refusal is not None:
@@ -252,16 +255,17 @@ class TaskSession:
         return self.link.trouble
 
     def start(self) -> None:
-        """Begins to connect."""
+        """Begins to connect to the task."""
         self._link.start()
 
     async def wait_ready(self, deadline: float) -> SessionOpened:
-        """Waits until the task is in our session.
+        """Waits until the task is in our session; returns its answer.
 
         Raises:
-            DeadlineExceededError: It did not answer before ``deadline`` (loop time).
-            BusyError: It answered, but belongs to another coordinator.
-            VersionMismatchError, PermissionDeniedError: It will never accept us.
+            DeadlineExceededError: The task did not answer before ``deadline`` (loop
+                time).
+            BusyError: The task answered, but belongs to another coordinator.
+            VersionMismatchError, PermissionDeniedError: The task will never accept us.
         """
         await self._link.wait_open(deadline)
         try:
@@ -289,16 +293,16 @@ class TaskSession:
 
     def reopen(self, reason: str) -> None:
         """Opens the session on the task again, after the task answered that it is not
-        in it."""
+        in the session."""
         if self.is_ready:
             self._leave(reason)
             self._ask()
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """Enters another session of ours, in which any process begins empty.
+        """Enters another session of this program, in which any process begins empty.
 
         Args:
-            close_messages: Close the sessions before.
+            close_messages: Messages that close the sessions before it.
         """
         if self.is_closed:
             return
@@ -317,7 +321,7 @@ class TaskSession:
             self._ask()
 
     def move(self, address: str, *, is_empty: bool = False, life: int = 0) -> None:
-        """Moves to another address, where our data is.
+        """Connects to another address, where our data is now.
 
         Args:
             is_empty: Our data is not there: the task is entered after `renew`.
@@ -346,33 +350,34 @@ class TaskSession:
         self._link.park()
 
     def give_up(self, reason: str) -> None:
-        """Fails the requests that wait for a task that ``moves``."""
+        """Fails the requests that wait for `move`, with a ``reason``."""
         if self.line is not None:
             self.line.lose(reason, gone=self.gone, keep_pushes=not self.gone)
 
     def require_same_process(self, other: TaskSession) -> None:
-        """Expects the incarnation that another session of ours on the same task has: a
-        process that was started since then is empty."""
+        """Expects the incarnation that ``other``, our session on the same task, has
+        met: a process that was started since then is empty."""
         self._life = other._life
 
     def keep_origin(self, origin: int) -> None:
-        """Makes later requests open a session whose keys are counted from
-        ``origin``."""
+        """Sets in later requests the number from which keys of the session are
+        counted."""
         self._request.keep_origin(origin)
 
     def close_session(
         self, timeout: float, *, exits: bool = False
     ) -> asyncio.Future[Message]:
-        """Closes our session on the task, and logs it if the task does not answer.
+        """Closes our session on the task; logs a message if the task does not answer.
+        Returns the future of the answer.
 
         Args:
-            timeout: Seconds that it has to answer.
-            exits: Its process exits, too.
+            timeout: Seconds that the task has to answer.
+            exits: The process of the task exits, too.
         """
         return self._request.close(self.link, timeout, exits=exits)
 
     def release(self) -> None:
-        """Marks a worker that was released: its end is not a loss."""
+        """Marks a worker as released, so that its end is not a loss."""
         self._set_phase(SessionPhase.RELEASED)
 
     def leave(self) -> None:
@@ -383,7 +388,7 @@ class TaskSession:
         self._stop_absence()
 
     async def close(self) -> None:
-        """Closes the link."""
+        """Closes the link to the task."""
         self.leave()
         if self.line is not None:
             self.line.close(ClosedError(f"the link to {self.name} was closed"))
@@ -513,7 +518,8 @@ class TaskSession:
             self._received(early.popleft())
 
     def _decline(self, error: ZstratError) -> None:
-        """Refuses the task; it is asked again when it greets again."""
+        """Refuses the task with an error. The task is asked again when it greets
+        again."""
         self._refused(error)
         self._entered.set()
 
@@ -535,7 +541,7 @@ class TaskSession:
         """Reports that the task is not in our session.
 
         Args:
-            phase: What is known of our data there; None: nothing new.
+            phase: What is known of our data on the task; None: nothing new.
         """
         if phase is None and self.phase in (SessionPhase.JOINED, SessionPhase.SILENT):
             phase = SessionPhase.AWAY
@@ -568,7 +574,7 @@ class TaskSession:
             self.phase = phase
 
     def validate(self) -> None:
-        """Checks the phase against all else that is known. Tests call it."""
+        """Checks that the phase agrees with the rest of the state. Tests call it."""
         phase, where = self.phase, (self.name, self.phase)
         is_silent = phase is SessionPhase.SILENT
         assert (self._absence is not None) == is_silent, where

@@ -1,4 +1,4 @@
-"""Assigns the examples of leased datasets to steps."""
+"""Assigns ranges of the examples of leased datasets to steps, each example once."""
 
 from ._book import LeaseBook as LeaseBook
 from ._book import OnError as OnError

@@ -33,13 +33,13 @@ OnError = Literal["raise", "skip"]
 
 @final
 class LeaseBook:
-    """The leases of one pass over a dataset, of ``epochs`` epochs.
+    """The leases of one pass through a dataset, of ``epochs`` epochs.
 
     Args:
-        name: Of the dataset, in errors.
+        name: Name of the dataset, in errors.
         batch: The most examples of a lease.
-        seed: Of the orders; a saved pass continues only with the same.
-        epochs: None: without end.
+        seed: Seed of the orders of examples; a saved pass continues only with the same.
+        epochs: Number of epochs; None: without end.
         drop_remainder: Leave out the examples of an epoch that do not fill a batch.
     """
 
@@ -58,27 +58,31 @@ class LeaseBook:
         self._batch, self._seed, self.epochs = batch, seed, epochs
         self._drops: Final = drop_remainder
         self._size = 0
-        """Number of examples; 0: no worker has built the dataset."""
+        """Number of examples; 0 while no worker has built the dataset."""
         self._epoch = self._next = self._end = 0
-        """Where the next new lease begins, and where those of an epoch end."""
+        """The epoch and the position at which the next new lease begins, and the
+        position at which the leases of an epoch end."""
         self._open: dict[int, bytes] = {}
-        """By step: its leases, as they are packed for workers."""
+        """By step: its leases, packed as workers get them."""
         # The dict's own method, as it is called once for each step.
         self.applied: Final[Callable[[int], object]] = self._open.pop
-        """Notes that the updates of a step are applied."""
+        """Notes that the updates of a step are applied, so that its leases are done."""
         self._returned: deque[Lease] = deque()
         self._failed: deque[Lease] = deque()
         self.skipped = 0
-        """Number of examples that are left out so far."""
+        """Number of examples that were left out so far."""
         self.leased = 0
-        """Number of leases so far, those of what came back included."""
+        """Number of leases given so far. Ranges that came back and are leased again
+        count again."""
         self.noted_as = 0
-        """The number under which parameter servers note what is done, for a program
-        that resumes the session; 0: they do not."""
+        """The number under which parameter servers note which ranges are done, for a
+        program that resumes the session; 0: they do not."""
         self.inherited: Sequence[Lease] = ()
-        """What another program has done of this pass before, known before its size."""
+        """The ranges that an earlier program has done in this pass. They are known
+        before the number of examples is."""
         self.failure: Callable[[], Exception | None] = lambda: None
-        """Returns why no worker can build the dataset; None: one may."""
+        """Returns the error because of which no worker can build the dataset; None: one
+        still may."""
 
     @property
     def size(self) -> int:
@@ -87,14 +91,14 @@ class LeaseBook:
 
     @property
     def done(self) -> int:
-        """The number of examples that are applied."""
+        """The number of examples whose updates are applied."""
         # Computed, as a step has to cost little.
         drawn = self._epoch * self._end + self._next
         return drawn - sum(lease.size for lease in self._pending()) - self.skipped
 
     @property
     def total(self) -> int | None:
-        """The number of examples that are read in all epochs; None: without end."""
+        """The number of examples to read in all epochs; None: without end."""
         return None if self.epochs is None else self.epochs * self._end
 
     @property
@@ -104,7 +108,7 @@ class LeaseBook:
 
     @property
     def open(self) -> int:
-        """The number of leases that steps have."""
+        """The number of leases that steps have now."""
         return sum(map(len, self._open.values())) // LEASE.size
 
     @property
@@ -121,16 +125,16 @@ class LeaseBook:
 
     @property
     def waits(self) -> bool:
-        """Whether there is nothing to lease, until it is known how open leases end, or
-        how many examples there are."""
+        """Whether nothing can be leased until open leases have ended, or until the
+        number of examples is known."""
         if not self._size:
             return self.failure() is None
         has_more = self._returned or self._failed or self._new != self.epochs
         return bool(self._open) and not has_more
 
     def built(self, size: int) -> str:
-        """Sets the number of examples, as a worker has found it; returns why it cannot
-        be right, or ""."""
+        """Sets the number of examples that a worker has found; returns why it cannot be
+        right, or ""."""
         if not self._size:
             if self._drops and size < self._batch:
                 # An epoch without a batch would never be over.
@@ -147,17 +151,17 @@ class LeaseBook:
         )
 
     def left_of(self, epoch: int) -> int:
-        """Returns how many leases of an epoch no step has."""
+        """Returns how many leases of an epoch are still to be given to steps."""
         again = sum(each.epoch == epoch for each in (*self._returned, *self._failed))
         start = self._next if epoch == self._epoch else 0
         is_new = epoch >= self._epoch and (self.epochs is None or epoch < self.epochs)
         return again + (-(-(self._end - start) // self._batch) if is_new else 0)
 
     def lease_whole(self, steps: Sequence[int], number: int) -> list[bytes]:
-        """Leases a whole new batch to each of the first of these steps, as long as that
-        is what comes next, and returns the leases, packed with the ``number`` of the
-        dataset; `lease` does the rest. Most leases go this way, which costs a step
-        little."""
+        """Leases a whole new batch to each of the first of these steps, while whole
+        batches come next. Returns the leases, packed with the ``number`` of the
+        dataset; the other steps need `lease`. Most leases are given in this way, which
+        costs a step little."""
         if self._returned or self._failed:
             return []
         start, batch, epoch, pack = self._next, self._batch, self._epoch, LEASE.pack
@@ -169,7 +173,7 @@ class LeaseBook:
         return leases
 
     def lease(self, step: int, count: int) -> Sequence[Lease]:
-        """Leases the next ``count`` ranges to a step; [] if there are not so many."""
+        """Leases the next ``count`` ranges to a step; returns [] if there are fewer."""
         drawn: list[Lease] = []
         for _ in range(count):
             if (lease := self._draw()) is None:
@@ -186,8 +190,8 @@ class LeaseBook:
         self.skipped += sum(lease.size for lease in _unpacked(self._open.pop(step)))
 
     def give_back(self, step: int, *, failed: bool = False) -> None:
-        """Takes the ranges of a step back, which had no effect, to lease them again:
-        those of one that has ``failed`` after all others of their epoch."""
+        """Takes back the leases of a step, which had no effect, to lease their ranges
+        again. Ranges of a ``failed`` step come after all others of their epoch."""
         leases = _unpacked(self._open.pop(step))
         if failed:
             # Last, so that a batch that fails each time does not keep others from being
@@ -201,8 +205,8 @@ class LeaseBook:
         return _unpacked(self._open.get(step, b""))
 
     def state(self, waiting: Iterable[Lease] = ()) -> dict[str, Any]:
-        """Returns the ranges that are not done, as JSON types; ``waiting`` are leases
-        of steps whose updates are not in the values that are saved."""
+        """Returns the ranges that are not done, as JSON types. ``waiting`` are leases
+        of ended steps whose updates are not in the values that are saved."""
         leases = sorted((*self._pending(), *waiting))
         return {
             "examples": self._size,
@@ -214,7 +218,7 @@ class LeaseBook:
         }
 
     def misfit(self, state: Mapping[str, Any]) -> str:
-        """Returns why a state is not one of this dataset; "" if it is."""
+        """Returns why ``state`` cannot be a state of this dataset; "" if it can."""
         saved = _Saved(state)
         if saved.size and self._size and saved.size != self._size:
             return f"it was saved with {saved.size} examples, and has {self._size} now"
@@ -227,7 +231,7 @@ class LeaseBook:
         return ""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues a saved pass. No step may have a lease."""
+        """Continues a saved pass from its state. No step may have a lease."""
         assert not self._open, "a pass is moved while steps have leases"
         saved = _Saved(state)
         # Workers have built it, maybe; if not, the size of the checkpoint is checked
@@ -239,8 +243,8 @@ class LeaseBook:
         self._set_end()
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Leases what was done or skipped after a state of this pass again, as the
-        updates are lost; steps keep the leases that they have."""
+        """Leases again what was done or skipped after a state of this pass, as the
+        updates are lost. Steps keep the leases that they have."""
         saved, pending = _Saved(state), set(self._pending())
         self.skipped = saved.skipped
         now = self._epoch, self._next
@@ -254,7 +258,7 @@ class LeaseBook:
         self._returned.extend(lost)
 
     def metrics(self) -> dict[str, Any]:
-        """Returns counts, as plain data."""
+        """Returns numbers of examples, leases and epochs, as plain data."""
         return {
             "epoch": self.epoch,
             "epochs": self.epochs,
@@ -267,8 +271,8 @@ class LeaseBook:
         }
 
     def _inherit(self) -> str:
-        """Continues after another program; returns why that was of other data, or
-        ""."""
+        """Continues the pass after the ranges that an earlier program has done. Returns
+        why they are of other data, or ""."""
         epoch, start, size = max(self.inherited)
         if start + size > self._size:
             return (
@@ -287,7 +291,7 @@ class LeaseBook:
 
     @property
     def _new(self) -> int:
-        """The first epoch of which something is not drawn."""
+        """The first epoch of which some positions were never leased."""
         return self._epoch + (self._size > 0 and self._next >= self._end)
 
     def _too_few(self, size: int) -> str:
@@ -301,8 +305,8 @@ class LeaseBook:
         return [*_unpacked(held), *self._returned, *self._failed]
 
     def _draw(self) -> Lease | None:
-        """Returns the next lease: one that came back, else a new one; leases of failed
-        steps come last in their epoch."""
+        """Returns the next lease: a range that came back, else a new one; ranges of
+        failed steps come last in their epoch. None if nothing can be leased now."""
         if self._returned:
             return self._returned.popleft()
         if self._failed and self._new > self._failed[0].epoch:
@@ -325,8 +329,8 @@ def _unpacked(leases: bytes) -> list[Lease]:
 
 
 def gaps(leases: Iterable[Lease], epoch: int, stop: int, end: int) -> Iterator[Lease]:
-    """Yields the ranges that are in none of these leases, before the position ``stop``
-    of an epoch; those before it have ``end`` positions."""
+    """Yields the ranges that none of these leases covers, before the position ``stop``
+    of an ``epoch``. Each earlier epoch has ``end`` positions."""
     found: dict[int, list[Lease]] = {}
     for lease in leases:
         found.setdefault(lease.epoch, []).append(lease)
@@ -339,7 +343,8 @@ def gaps(leases: Iterable[Lease], epoch: int, stop: int, end: int) -> Iterator[L
 
 
 def done_in(state: Mapping[str, Any]) -> list[Lease]:
-    """Returns the ranges that are done, or skipped, in a state of a book."""
+    """Returns the ranges that are done or skipped according to a state of a
+    `LeaseBook`."""
     saved = _Saved(state)
     return [*gaps(saved.open, saved.epoch, saved.next, saved.size)]
 
@@ -348,7 +353,7 @@ class _Saved:
     """A state of `LeaseBook.state`, checked.
 
     Raises:
-        InvalidArgumentError: It is of something else.
+        InvalidArgumentError: ``state`` is not such a state.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """`SessionLeases`: the leases of all leased datasets, and the closures that wait for
-some. The engine's lock is held by all callers.
+leases. All callers hold the engine's lock.
 
-The queue asks it when closures are handed out, and reports how each of them has ended.
-A closure that draws from several datasets gets all its leases or none.
+The queue asks for leases when closures are handed out, and reports how each closure has
+ended. A closure that draws from several datasets gets all its leases or none.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 
 REMEMBERED: Final = 4096
-"""Steps whose contributions may wait for a round, until it is checked which do."""
+"""Number of ended steps that are remembered, as their contributions may wait for a
+round, before it is checked which of them do."""
 
 
 class Draw(NamedTuple):
-    """Number of batches that a step draws from a dataset, named by its iterator."""
+    """The number of ``batches`` that a step draws from a dataset. ``resource`` is the
+    number of the dataset's iterator."""
 
     resource: int
     batches: int
 
 
 class Drawing(Protocol):
-    """The part of a closure that leases use."""
+    """The attributes of a closure that leases use."""
 
     step: int
     draws: Sequence[Draw]
@@ -49,13 +51,13 @@ C = TypeVar("C", bound=Drawing)
 
 
 class LeasedClosures(NamedTuple, Generic[C]):
-    """The closures that a worker may get, after leases were sought for them."""
+    """Closures for which leases were sought; those in ``ready`` have their leases."""
 
     ready: list[C]
     parked: list[C]
-    """They wait until it is known how leases of others end."""
+    """Closures that wait until it is known how open leases of other closures end."""
     over: list[tuple[C, Exception]]
-    """There are no data for them."""
+    """Closures for which no data are left, each with the error for its value."""
 
 
 @final
@@ -68,13 +70,13 @@ class SessionLeases(Generic[C]):
         """The optimizers to whose rounds steps contribute."""
         self._may_wait: dict[int, Sequence[tuple[LeaseBook, Sequence[Lease]]]] = {}
         self._parked: Final[dict[int, list[C]]] = {}
-        """By number of the dataset."""
+        """Closures that wait for leases, by number of the dataset."""
         self.parked = 0
-        """The number of closures that wait."""
+        """The number of closures that wait for leases."""
 
     def lease(self, taken: list[C]) -> LeasedClosures[C] | None:
-        """Leases what these closures draw, but for those that have it; None: all of
-        them are ready."""
+        """Leases the batches that these closures draw, unless they have their leases
+        already. Returns None if all of them are ready."""
         if not taken:
             return None
         draws = taken[-1].draws  # one object for all closures of a call
@@ -95,8 +97,9 @@ class SessionLeases(Generic[C]):
         return found
 
     def _lease(self, closure: C, found: LeasedClosures[C]) -> bool:
-        """Leases what a closure draws; else adds it to those that wait, as open leases
-        may come back, or to those that are over."""
+        """Leases the batches that a closure draws; returns whether that succeeded. If
+        not, adds the closure to those that wait, as open leases may come back, or to
+        those without data."""
         taken: list[LeaseBook] = []
         packed: list[bytes] = []
         for resource, count in closure.draws:
@@ -142,7 +145,7 @@ class SessionLeases(Generic[C]):
 
     def failed(self, closure: C, error: Exception) -> bool:
         """Notes that a closure with leases has failed. Returns True if its examples are
-        skipped, so that the error is raised by a fetch alone."""
+        skipped, so that only a fetch raises the error."""
         books = list(self._books_of(closure))
         # An error of the cluster says nothing against the examples: `on_error` does
         # not apply.
@@ -173,7 +176,8 @@ class SessionLeases(Generic[C]):
         return skipped
 
     def unpark(self, resource: int) -> Sequence[C]:
-        """Returns closures that waited for leases of the dataset and may try again."""
+        """Returns closures that waited for leases of the dataset ``resource`` and may
+        try again."""
         if resource in self._parked and not self.books[resource].waits:
             again = self._parked.pop(resource)
             self.parked -= len(again)
@@ -181,16 +185,16 @@ class SessionLeases(Generic[C]):
         return ()
 
     def unpark_all(self) -> list[C]:
-        """Returns all closures that wait, which are cancelled."""
+        """Returns all closures that wait for leases, to be cancelled."""
         waiting = [closure for parked in self._parked.values() for closure in parked]
         self._parked.clear()
         self.parked = 0
         return waiting
 
     def give_back(self, resource: int, closures: Iterable[C]) -> None:
-        """Takes the leases of the dataset back from closures that have not started, for
-        a pass that is moved while nothing runs. What waits for rounds is forgotten: its
-        leases are those of the state from now on."""
+        """Takes the leases of the dataset ``resource`` from closures that have not
+        started, as the pass is about to continue at another position. Nothing may run.
+        Also forgets which leases wait for rounds: the new position covers them."""
         for closure in closures:
             if any(draw.resource == resource for draw in closure.draws):
                 self.cancelled(closure)
@@ -202,11 +206,11 @@ class SessionLeases(Generic[C]):
         }
 
     def metrics(self, steps: Mapping[str, Sequence[int]]) -> dict[str, PlainTree]:
-        """Returns counts of each pass, by name of its dataset; that of a second one has
-        its number behind it.
+        """Returns the counts of each pass through a leased dataset, by name of the
+        dataset; the name of a second pass ends in the number of its iterator.
 
         Args:
-            steps: The steps that each worker has.
+            steps: By name of a worker: the steps that the worker has.
         """
         metrics: dict[str, PlainTree] = {}
         for number, book in self.books.items():
@@ -219,8 +223,9 @@ class SessionLeases(Generic[C]):
         return metrics
 
     def packed_done(self, states: Mapping[int, Sequence[str]]) -> bytes:
-        """Returns the ranges of each dataset that are done in these states, or else
-        now, packed as the ``leases`` of a `Push` that replaces all earlier ones."""
+        """Returns the ranges of each dataset that are done: according to ``states``, by
+        number of the iterator, or else now. They are packed as the ``leases`` of a
+        `Push` that replaces all earlier ones."""
         packed = []
         for number, book in self.books.items():
             if not (name := book.noted_as):
@@ -234,21 +239,22 @@ class SessionLeases(Generic[C]):
         return b"".join(packed)
 
     def waiting_for_rounds(self, book: LeaseBook) -> list[Lease]:
-        """Returns the leases of ended steps whose gradients wait for a round, so that
-        they are not in the values."""
+        """Returns the leases of ended steps whose gradients wait for a round, and so
+        are not in the values of variables."""
         self._forget_applied()
         pairs = [pair for pairs in self._may_wait.values() for pair in pairs]
         return [lease for other, leases in pairs if other is book for lease in leases]
 
     def forget_applied(self) -> None:
-        """Forgets the leases of steps that wait for no round, if there are many. To be
-        called when the rounds have what all ended steps have contributed."""
+        """Forgets the leases of steps that do not wait for a round, if many are
+        remembered. Call this only when all ended steps have contributed to their
+        rounds."""
         if len(self._may_wait) > REMEMBERED:
             self._forget_applied()
 
     def _books_of(self, closure: C) -> Iterator[LeaseBook]:
-        """Yields the books of which a closure has leases, and whose iterators the
-        program has not dropped."""
+        """Yields the `LeaseBook` of each dataset of which a closure has leases, unless
+        the program has dropped the dataset's iterator."""
         for resource, _ in closure.draws:
             book = self.books.get(resource)
             if book is not None and book.held_by(closure.step):

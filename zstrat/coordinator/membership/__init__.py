@@ -1,5 +1,5 @@
 """The workers of a cluster, which may change while a program trains, and the share of
-the data that each of them reads."""
+the data that each worker reads."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Discovers workers: the program asks the resolver, and workers report themselves.
 
-`ResolverWatch` asks the resolver of the cluster again, on a thread, as it may block.
-One question is open at a time. After a loss it asks at once, and then after growing
-pauses, as the answer may take a while to change. Errors of the resolver are counted,
-and logged when they change; the workers stay as they are.
+`ResolverWatch` asks the resolver of the cluster again, on a thread, as the resolver may
+block. One question is open at a time. After a loss it asks at once, and then after
+growing pauses, as the answer may take a while to change. Errors of the resolver are
+counted, and logged when they change; the workers stay as they are.
 
 `ReportedWorkers` answers workers that report themselves (``zstrat-worker --join``).
 Their reports arrive through a parameter server, which checks that they have a worker's
-key. The program takes such workers only if it said so.
+key. The program accepts such workers only if it called `Workers.accept_joining`.
 
 Both are made, and called, on the loop.
 """
@@ -46,18 +46,18 @@ ANSWER_TIMEOUT: Final = 60.0
 our own resolvers for the service that they ask."""
 
 MAX_ANSWERING: Final = 1024
-"""Reports that are answered at a time. More are dropped, and time out at their server.
-"""
+"""The most reports that are answered at a time. More are dropped, and time out at the
+server that sent them."""
 MAX_GREETED: Final = 64
-"""Reported workers that are connected to at a time: each takes four descriptors until
-it has joined, of which a program may have as few as 1024, and nobody vouches for its
-address. The others wait."""
+"""The most reported workers that are connected to at a time. Until a worker has joined
+it takes four descriptors, of which a program may have as few as 1024, and nobody
+vouches for its address. Further workers wait."""
 UNDECIDED_SECONDS: Final = 10.0
 """Seconds for the program to call `Workers.accept_joining`: workers may report
 themselves before its strategy exists."""
 PART_OF_TIMEOUT: Final = 0.9
-"""We answer within this part of a worker's timeout: before its server answers that the
-program did not."""
+"""The part of a worker's timeout within which we answer: before its server answers that
+the program did not."""
 NOT_ACCEPTED: Final = (
     "the program does not take workers that report themselves; it has to call "
     "strategy.workers.accept_joining()"
@@ -66,7 +66,7 @@ NOT_ACCEPTED: Final = (
 
 @final
 class ResolverWatch:
-    """Asks one resolver from time to time.
+    """Asks one resolver for the workers from time to time.
 
     Args:
         ask: Called on a thread; may block, and may raise any error.
@@ -92,12 +92,12 @@ class ResolverWatch:
         self.questions = self.errors = 0
 
     def start(self) -> None:
-        """Schedules the first question after ``every`` seconds: the program has just
+        """Schedules the first question after ``every`` seconds, as the program has just
         asked."""
         self._ask_after(self._pause)
 
     def soon(self) -> None:
-        """Asks as soon as possible, as a worker was lost."""
+        """Asks as soon as possible, because a worker was lost."""
         self._pause = min(FIRST_PAUSE, self._every)
         since = self._loop.time() - self._asked_at
         if not self._is_asking:
@@ -105,8 +105,8 @@ class ResolverWatch:
             self._ask_after(max(0.0, self._pause - since))
 
     def stop(self) -> None:
-        """Stops asking, and drops the answer that is awaited. A thread that waits for
-        one ends by itself, or with the process."""
+        """Stops asking, and drops an answer that is awaited. A thread that waits for
+        the resolver ends by itself, or with the process."""
         self._is_stopped = True
         for timer in (self._timer, self._answer_timer):
             if timer is not None:
@@ -134,7 +134,7 @@ class ResolverWatch:
         ).start()
 
     def _wait_for_answer(self) -> None:
-        """Runs on the thread."""
+        """Waits for the answer of the resolver. Runs on the thread."""
         answer: Mapping[int, str] | None = None
         error: BaseException | None = None
         try:
@@ -176,8 +176,8 @@ class ReportedWorkers:
     """Answers the workers that report themselves in one session.
 
     Args:
-        join: Has a worker join, given its address, number and timeout; returns its
-            number (`Turnover.join_reported`).
+        join: Adds a worker, given its address, number and timeout; returns its number
+            (`Turnover.join_reported`).
     """
 
     def __init__(self, join: Callable[[str, int, float], Awaitable[int]]) -> None:
@@ -188,12 +188,13 @@ class ReportedWorkers:
         self._refusals = RateLimitedLog(log)
 
     def accept(self, is_accepting: bool) -> None:
-        """Takes such workers from now on, or refuses them."""
+        """Sets whether workers that report themselves are added from now on, or
+        refused."""
         self._is_accepting = is_accepting
         self._decided.set()
 
     def report_received(self, server: TaskSession, message: WorkerReported) -> None:
-        """Answers a worker that reported itself at the server."""
+        """Answers a worker that reported itself through the ``server``."""
         if len(self._answering) >= MAX_ANSWERING:
             return
         answering = asyncio.get_running_loop().create_task(
@@ -203,7 +204,7 @@ class ReportedWorkers:
         answering.add_done_callback(self._answering.discard)
 
     async def stop(self) -> None:
-        """Stops answering. Cancellation: stops all the same."""
+        """Stops answering workers. Cancellation: stops all the same."""
         for answering in self._answering:
             answering.cancel()
         if self._answering:

@@ -51,7 +51,7 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmitWorker:
-    """Start a session on the worker at this address."""
+    """An order to start a session on the worker at this address."""
 
     place: int
     task_number: int
@@ -60,7 +60,8 @@ class AdmitWorker:
 
 @dataclass(frozen=True, slots=True)
 class MoveWorker:
-    """Replace the session by one with the process at this address."""
+    """An order to replace the session at a place (index of a worker) by one with the
+    process at this address."""
 
     place: int
     task_number: int
@@ -69,14 +70,14 @@ class MoveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseWorker:
-    """End the session on the worker, and stop waiting for it."""
+    """An order to end the session on the worker, and to stop waiting for it."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseWorker:
-    """Log why the resolver's address for this number is not used."""
+    """An order to log why the resolver's address for this number is not used."""
 
     task_number: int
     reason: str
@@ -92,19 +93,20 @@ class _Worker:
     address: str
     presence: Presence = Presence.PRESENT
     is_listed: bool = True
-    """The resolver named it at least once."""
+    """Whether the resolver named the worker at least once."""
     is_dismissed: bool = False
-    """The program removed it at least once."""
+    """Whether the program removed the worker at least once."""
     has_joined: bool = False
-    """It was in the session. The number of a worker that never joined is given to the
-    next one."""
+    """Whether the worker was in the session. If not, the next worker may get its
+    number."""
     is_self_reported: bool = False
-    """It reported itself with this number, which no other worker gets, even if it never
-    joins."""
+    """Whether the worker reported itself with this number. Then no other worker gets
+    the number, even if this one never joins."""
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the program added it, it never joined, and no call waits for it."""
+        """Whether the program added the worker, it never joined, and no call waits for
+        it."""
         never = not (self.has_joined or self.is_listed)
         return never and self.presence is Presence.AWAY
 
@@ -123,35 +125,37 @@ class Membership:
 
     def __init__(self, workers: Mapping[int, str]) -> None:
         self._workers: list[_Worker] = []
-        """By place."""
+        """All workers, by place (index in the session)."""
         self._numbers: dict[int, _Worker] = {}
         self._promised: OrderedDict[str, int] = OrderedDict()
-        """By address: numbers of workers that asked for one and have not joined yet."""
+        """By address: numbers promised to workers that asked for one and have not
+        joined yet."""
         self._why_fixed: str | None = None
         for task_number, address in sorted(workers.items()):
             self._enter(task_number, address).has_joined = True
 
     @property
     def addresses(self) -> dict[int, str]:
-        """Task number to address, of the workers that are present."""
+        """Addresses of the workers that are present, by task number."""
         present = [worker for worker in self._workers if worker.is_present]
         return {worker.task_number: worker.address for worker in present}
 
     @property
     def size(self) -> int:
-        """Number of places so far."""
+        """Number of places (indices of workers in the session) so far."""
         return len(self._workers)
 
     def fix_places(self, why: str) -> None:
-        """Refuses new places from now on, as something exists that has a part on each
-        worker so far."""
+        """Refuses new places from now on, because ``why``: something exists that has a
+        part on each worker so far."""
         self._why_fixed = self._why_fixed or why
 
     def add(self, address: str, task_number: int | None = None) -> AdmitWorker:
-        """Adds a worker for the program.
+        """Adds a worker that the program names.
 
         Args:
-            task_number: None: the number that it had, or else the next free one.
+            task_number: None: the number that the address had before, or else the next
+                free one.
 
         Raises:
             AlreadyExistsError: A worker has the address, or the number.
@@ -185,7 +189,7 @@ class Membership:
         return self._revive(worker, address, is_listed=False)
 
     def remove(self, address: str) -> ReleaseWorker:
-        """Removes a worker for the program.
+        """Removes a worker that the program names.
 
         Raises:
             NotFoundError: No worker has that address.
@@ -201,20 +205,20 @@ class Membership:
         return ReleaseWorker(worker.place)
 
     def withdraw(self, place: int) -> None:
-        """Undoes `add` of a worker that did not join. A promised number stays its
-        own."""
+        """Undoes `add` for a worker that did not join. A number that was promised to
+        the worker stays promised."""
         worker = self._workers[place]
         worker.presence = Presence.REMOVED if worker.is_dismissed else Presence.AWAY
 
     def joined(self, place: int) -> None:
-        """Notes that the worker was in the session, so that its number is its own."""
+        """Notes that the worker was in the session, so that it keeps its number."""
         worker = self._workers[place]
         worker.has_joined, worker.is_dismissed = True, False
         self._promised.pop(worker.address, None)
 
     def promise(self, address: str) -> int:
-        """Chooses the number for a worker that asks for one: the one that it had, or
-        one that nobody else gets.
+        """Returns the number for a worker that asks for one: the number that its
+        address had before, or one that no other worker gets.
 
         Raises:
             PermissionDeniedError, InvalidArgumentError: See `reported`.
@@ -231,11 +235,11 @@ class Membership:
         return self._promised[address]
 
     def reported(self, address: str, task_number: int) -> AdmitWorker | int:
-        """Adds a worker that reported itself. Returns its place if it is present
-        already.
+        """Adds a worker that reported itself. Returns its place if the worker is
+        present already.
 
         Raises:
-            PermissionDeniedError: The program removed it.
+            PermissionDeniedError: The program removed the worker.
             AlreadyExistsError, InvalidArgumentError: See `add`.
         """
         known = self._find(address)
@@ -262,10 +266,10 @@ class Membership:
     def resolved(
         self, workers: Mapping[int, str], lost: Collection[int]
     ) -> list[Change]:
-        """Applies an answer of the resolver; returns the changes that it makes.
+        """Applies an answer of the resolver; returns the changes that result.
 
         Args:
-            workers: Task number to address, of all workers that it names.
+            workers: Task number to address, of all workers that the resolver names.
             lost: Places of the workers that do not answer.
         """
         named = set(workers.values())
@@ -294,8 +298,8 @@ class Membership:
     @staticmethod
     def _keeps(worker: _Worker, task_number: int, lost: Collection[int]) -> bool:
         """Returns whether the worker keeps its number when the resolver names its
-        address under this one. A live worker does: lists shift when another worker
-        leaves."""
+        address under ``task_number``. A live worker does: the numbers in a list shift
+        when another worker leaves."""
         if not worker.is_present:
             return False
         return worker.task_number == task_number or worker.place not in lost
@@ -335,8 +339,8 @@ class Membership:
     def _vanished(
         self, settled: Collection[int], lost: Collection[int], taken: Collection[str]
     ) -> list[ReleaseWorker]:
-        """Releases workers that are lost and no longer named. A live worker stays even
-        if a resolver forgets it for a moment."""
+        """Releases workers that are lost and no longer named by the resolver. A live
+        worker stays even if the resolver forgets it for a moment."""
         released = []
         for worker in self._workers:
             is_lost = worker.is_present and worker.place in lost
@@ -350,7 +354,8 @@ class Membership:
         return released
 
     def _at(self, address: str) -> _Worker | None:
-        """Returns the worker at the address, or the last one that was there."""
+        """Returns the worker at the address, or else the last one that was there; None
+        if there never was one."""
         known = [worker for worker in self._workers if worker.address == address]
         return next((w for w in known if w.is_present), known[-1] if known else None)
 
@@ -394,8 +399,8 @@ class Membership:
         return worker
 
     def _free_place(self) -> int:
-        """Returns the next place, or that of the first worker that never joined, if
-        these are many."""
+        """Returns the next place; or, if many workers never joined, the place of the
+        first of them."""
         unknown = [worker for worker in self._workers if worker.is_unknown]
         if len(unknown) < PROMISES:
             return len(self._workers)
@@ -420,7 +425,8 @@ class Membership:
 
 
 def _once(workers: Mapping[int, str], changes: list[Change]) -> dict[int, str]:
-    """Drops repeated addresses of an answer: the first number keeps the address."""
+    """Drops repeated addresses of a resolver's answer: the first number keeps the
+    address."""
     first: dict[str, int] = {}
     for task_number, address in sorted(workers.items()):
         if first.setdefault(address, task_number) != task_number:
@@ -444,14 +450,14 @@ def _taken(task_number: int, address: str, newcomer: str) -> str:
 
 @final
 class InputPipelines:
-    """The shares of a dataset, one per worker at the start of a pass.
+    """The shares of a dataset (input pipelines), one per worker at the start of a pass.
 
     The number of shares stays, and each worker reads one of them. A worker that joins
     gets the first of the shares with the fewest readers: the share of a removed worker
     if there is one, else one that another worker reads, too.
 
     Args:
-        workers: Places of the workers at the start.
+        workers: Places (indices in the session) of the workers at the start.
     """
 
     __slots__ = ("_of", "count")
@@ -470,5 +476,5 @@ class InputPipelines:
             self._of[worker] = min(range(self.count), key=readers.count)
 
     def leave(self, worker: int) -> None:
-        """Takes the share of a worker that was removed."""
+        """Frees the share of a worker that was removed."""
         self._of.pop(worker, None)

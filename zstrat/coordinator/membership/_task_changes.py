@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 T = TypeVar("T", float, None)
 
 SLACK_SECONDS: Final = 10.0
-"""Added to the timeout of a change, so that the loop's own error is the one raised."""
+"""Seconds added to the timeout of a change, so that the error raised is that of the
+loop."""
 
 
 def finite_seconds(timeout: float | None, default: T) -> float | T:
-    """Checks a timeout of the user; None is the default.
+    """Returns the seconds of a timeout that the user gave, checked; ``default`` for
+    None.
 
     Raises:
-        InvalidArgumentError: It is negative, infinite, or not a number.
+        InvalidArgumentError: The timeout is negative, infinite, or not a number.
     """
     if timeout is None:
         return default
@@ -61,10 +63,10 @@ def require_reachable(address: str, what: str) -> None:
 
 
 def task_number(index: int | None) -> int | None:
-    """Checks a task index of the user; None stays None.
+    """Returns the task index that the user gave, checked; None stays None.
 
     Raises:
-        InvalidArgumentError: It is not an integer of 0 or more.
+        InvalidArgumentError: The index is not an integer of 0 or more.
     """
     if index is None:
         return None
@@ -76,8 +78,8 @@ def task_number(index: int | None) -> int | None:
 
 
 def named_address(task: str, job: str, addresses: Mapping[int, str]) -> str:
-    """Resolves the name of a task ("ps:0" or "/job:ps/task:0") to its address. Returns
-    anything else as it is, and so an address that looks like a name."""
+    """Returns the address of a task that is named as "ps:0" or "/job:ps/task:0".
+    Returns any other text as it is, so it may be an address."""
     # An address first: a host may be called "worker".
     if task not in addresses.values():
         for number, address in addresses.items():
@@ -99,7 +101,8 @@ class Workers:
 
     @property
     def addresses(self) -> dict[int, str]:
-        """Number to address, of all that the cluster has now. Some may not answer."""
+        """Addresses of all workers that the cluster has now, by number. Some may not
+        answer."""
         return self._session.cluster.turnover.membership.addresses
 
     def __len__(self) -> int:
@@ -112,17 +115,18 @@ class Workers:
     def add(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """Adds a worker while training continues; blocks until it has joined.
+        """Adds a worker while training continues; blocks until the worker has joined.
         Per-worker datasets and resources are built there before its first closure.
 
         Args:
-            address: Where its daemon listens. The daemon may still be starting.
+            address: Where the worker's daemon listens. The daemon may still be
+                starting.
             index: The number that the daemon was started with. Default: the number that
                 the address had before, or one more than the highest so far.
-            timeout: Seconds for it to join. Default: ``timeouts.connect``.
+            timeout: Seconds for the worker to join. Default: ``timeouts.connect``.
 
         Returns:
-            Its number.
+            The number of the worker.
 
         Raises:
             ValueError: The address is malformed.
@@ -131,10 +135,10 @@ class Workers:
             InvalidArgumentError: The index is not an integer, or belongs to a removed
                 worker at another address; the worker has another number of devices than
                 the others; or the strategy has variables with a value per worker.
-            DeadlineExceededError: It did not answer in time.
-            BusyError: Another program uses it.
-            VersionMismatchError, ProtocolError, PermissionDeniedError: It is not a
-                worker, or refuses this program.
+            DeadlineExceededError: The worker did not answer in time.
+            BusyError: Another program uses the worker.
+            VersionMismatchError, ProtocolError, PermissionDeniedError: The task is not
+                a worker, or refuses this program.
         """
         seconds, number = self._timeout(address, timeout), task_number(index)
         warn_of_blocking("strategy.workers.add_async(address)")
@@ -144,7 +148,8 @@ class Workers:
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """Awaitable `add`. Cancellation: the worker is not added."""
+        """Adds a worker like `add`, without blocking. Cancellation: the worker is not
+        added."""
         seconds, number = self._timeout(address, timeout), task_number(index)
         # Who cancels is on another event loop, and may come when the worker has just
         # joined.
@@ -167,16 +172,17 @@ class Workers:
             raise
 
     def remove(self, address: str, timeout: float | None = None) -> None:
-        """Removes a worker while training continues; blocks until it has left.
+        """Removes a worker while training continues; blocks until the worker has left.
 
-        It gets no more closures. Those that it runs end there, or on another worker if
-        it is lost or they take longer than ``timeout``. Its session is closed, and its
-        daemon serves the next program. The last worker may be removed, too: closures
-        then wait for ``worker_wait_timeout`` seconds.
+        The worker gets no more closures. Those that it runs end there, or on another
+        worker if it is lost or they take longer than ``timeout``. Its session is
+        closed, and its daemon serves the next program. The last worker may be removed,
+        too: closures then wait for ``worker_wait_timeout`` seconds.
 
         Args:
-            address: Its address, or its name, "worker:1" or "/job:worker/task:1".
-            timeout: Seconds for the closures that it runs. Default:
+            address: The worker's address, or its name, "worker:1" or
+                "/job:worker/task:1".
+            timeout: Seconds for the closures that the worker runs. Default:
                 ``timeouts.drain``.
 
         Raises:
@@ -188,8 +194,8 @@ class Workers:
         self._session.run(work, f"removing {address}", seconds)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
-        """Awaitable `remove`. Cancellation: the worker is removed all the same, and
-        others run its closures."""
+        """Removes a worker like `remove`, without blocking. Cancellation: the worker is
+        removed all the same, and others run its closures."""
         address = named_address(address, "worker", self.addresses)
         work, _ = self._removing(address, timeout)
         try:
@@ -201,16 +207,16 @@ class Workers:
             raise
 
     def accept_joining(self, accept: bool = True) -> None:
-        """Adds workers that report themselves: daemons started with ``zstrat-worker
-        --join`` that have a worker's key. Before this call they are refused after ten
-        seconds, and after ``accept_joining(False)`` at once."""
+        """Adds workers that report themselves from now on: daemons started with
+        ``zstrat-worker --join`` that have a worker's key. Before the first call they
+        are refused after ten seconds, and after ``accept_joining(False)`` at once."""
         reported = self._session.cluster.turnover.reported
         self._session.portal.call_soon(reported.accept, accept)
 
     def follow(self, ask: Callable[[], ClusterSpec]) -> None:
-        """Keeps the workers as ``ask`` says. It is called on a thread every
-        ``timeouts.resolve`` seconds, and when a worker is lost; its errors are logged,
-        and change nothing."""
+        """Adds, moves and releases workers as the clusters that ``ask`` returns
+        require. ``ask`` is called on a thread every ``timeouts.resolve`` seconds, and
+        when a worker is lost; its errors are logged, and change nothing."""
 
         def workers() -> dict[int, str]:
             spec = ask()
@@ -228,7 +234,7 @@ class Workers:
 
     def bind(self, why: str) -> int:
         """Refuses workers that are new to the cluster from now on, with the reason
-        ``why``. Returns how many places there are."""
+        ``why``. Returns the number of places (indices of workers) that exist."""
         membership = self._session.cluster.turnover.membership
 
         # On the loop, so that no worker is added between the refusal and the count.
@@ -239,15 +245,16 @@ class Workers:
         return self._session.run(fix_places(), "counting workers")
 
     def _timeout(self, address: str, timeout: float | None) -> float:
-        """Returns seconds for a worker to join at the address, which is checked."""
+        """Returns the seconds for a worker to join at ``address``. Checks both
+        arguments."""
         require_reachable(address, "worker")
         return finite_seconds(timeout, self._session.settings.timeouts.connect)
 
     def _removing(
         self, address: str, timeout: float | None
     ) -> tuple[Coroutine[Any, Any, None], float]:
-        """Returns the coroutine that removes a worker, and the seconds to wait for
-        it."""
+        """Returns the coroutine that removes a worker, and the seconds to wait for its
+        end."""
         seconds = finite_seconds(timeout, self._session.settings.timeouts.drain)
         work = self._session.cluster.turnover.remove(address, seconds)
         return work, seconds + SLACK_SECONDS
@@ -258,9 +265,10 @@ class StoreServers:
     """``strategy.parameter_servers``: the processes that hold the variables.
 
     Variables are in *stores*: ``stores_per_ps`` for each ps of the cluster at first. A
-    store moves as a whole, with the optimizer slots of its variables, and variables on
-    the program's side stay valid. Training continues while stores move: no step fails,
-    and each store is unavailable only for the moment in which its server changes.
+    store moves to another process as a whole, with the optimizer slots of its
+    variables, and variables on the program's side stay valid. Training continues while
+    stores move: no step fails, and each store is unavailable only for the moment in
+    which its server changes.
     """
 
     def __init__(self, session: ClusterSession) -> None:
@@ -268,7 +276,8 @@ class StoreServers:
 
     @property
     def addresses(self) -> dict[int, str]:
-        """Number to address, of all that the cluster has now. Some may not answer."""
+        """Addresses of all parameter servers that the cluster has now, by number. Some
+        may not answer."""
         return self._session.cluster.moves.addresses
 
     def __len__(self) -> int:
@@ -286,26 +295,27 @@ class StoreServers:
         new one serves none, until another is drained or lost.
 
         Args:
-            address: Where its daemon listens. The daemon may still be starting.
+            address: Where the ps's daemon listens. The daemon may still be starting.
             index: The number that the daemon was started with. Default: the number that
                 the address had before, or one more than the highest so far.
-            timeout: Seconds for it to join, after earlier changes have ended. Default:
-                ``timeouts.connect``. Moving stores has no time limit.
+            timeout: Seconds for the ps to join, after earlier changes have ended.
+                Default: ``timeouts.connect``. Moving stores has no time limit.
 
         Returns:
-            Its number.
+            The number of the ps.
 
         Raises:
             ValueError: The address is malformed.
             AlreadyExistsError: The cluster already has this address, or this number, or
                 the same process at another address.
-            InvalidArgumentError: It is a worker of the cluster, or the session has a
-                name (``resume=``) and was opened without it.
-            DeadlineExceededError: It did not answer in time.
-            BusyError: Another program uses it.
-            VersionMismatchError, ProtocolError, PermissionDeniedError: It is not a ps,
-                or refuses this program.
-            UnavailableError: It was lost before a store had moved, which stays.
+            InvalidArgumentError: The task is a worker of the cluster, or the session
+                has a name (``resume=``) and was opened without this ps.
+            DeadlineExceededError: The ps did not answer in time.
+            BusyError: Another program uses the ps.
+            VersionMismatchError, ProtocolError, PermissionDeniedError: The task is not
+                a ps, or refuses this program.
+            UnavailableError: The new ps was lost before a store had moved; the store
+                stays where it was.
             PSUnavailableError: A ps is lost.
         """
         warn_of_blocking("strategy.parameter_servers.add_async(address)")
@@ -316,27 +326,28 @@ class StoreServers:
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
-        """Awaitable `add`. Cancellation: if the ps has joined it stays, with the stores
-        that it serves by then; else it is not added."""
+        """Adds a ps like `add`, without blocking. Cancellation: if the ps has joined it
+        stays, with the stores that it serves by then; else it is not added."""
         work = self._adding(address, index, timeout)
         return await self._session.run_async(work, f"adding {address}")
 
     def drain(self, address: str, timeout: float | None = None) -> None:
-        """Moves all stores of a ps to others while training continues, then removes it;
-        blocks until it has left. Its session is closed, and its daemon serves the next
-        program, or may be stopped.
+        """Moves all stores of a ps to others while training continues, then removes the
+        ps; blocks until it has left. Its session is closed, and its daemon serves the
+        next program, or may be stopped.
 
         Args:
-            address: Its address, or its name, "ps:0" or "/job:ps/task:0".
+            address: The ps's address, or its name, "ps:0" or "/job:ps/task:0".
             timeout: Seconds to move the stores, including the wait for earlier changes.
                 Default: no limit.
 
         Raises:
             NotFoundError: No ps has that address or name; lists the parameter servers.
             InvalidArgumentError: There is no other ps, or with ``replicas=1`` only one.
-            BusyError: It is already being drained.
-            DeadlineExceededError: Stores are left after ``timeout``, and stay; or an
-                earlier change took all of it, and nothing was changed.
+            BusyError: The ps is already being drained.
+            DeadlineExceededError: Stores are left on the ps after ``timeout``, and
+                stay; or an earlier change took all of the time, and nothing was
+                changed.
             UnavailableError: No other ps takes a store, which stays; says why.
             PSUnavailableError: A ps is lost.
         """
@@ -345,15 +356,15 @@ class StoreServers:
         self._session.run(work, f"draining {address}", math.inf)
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
-        """Awaitable `drain`. Cancellation: the ps stays, with the stores that it still
-        serves; if all have moved it leaves."""
+        """Drains a ps like `drain`, without blocking. Cancellation: the ps stays, with
+        the stores that it still serves; if all have moved it leaves."""
         work = self._vacating(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
     def rebalance(self) -> None:
         """Moves stores while training continues until no ps serves two more than
-        another; blocks until they have moved. After a failover a ps may serve several,
-        as stores do not move back by themselves.
+        another; blocks until they have moved. After a failover a ps may serve several
+        stores, as stores do not move back by themselves.
 
         Raises:
             DeadlineExceededError: A ps did not answer for ``timeouts.connect`` seconds.
@@ -364,7 +375,8 @@ class StoreServers:
         self._session.run(self._rebalancing(), "rebalancing", math.inf)
 
     async def rebalance_async(self) -> None:
-        """Awaitable `rebalance`. Cancellation: stores that have moved stay there."""
+        """Moves stores like `rebalance`, without blocking. Cancellation: stores that
+        have moved stay there."""
         await self._session.run_async(self._rebalancing(), "rebalancing")
 
     def _rebalancing(self) -> Coroutine[Any, Any, None]:

@@ -1,9 +1,9 @@
 """Adds and removes the workers of a session while it trains. On the loop.
 
-`Membership` decides, and this file carries that out. `WorkerSessions` opens and closes
-the sessions on workers: the closed session of a removed worker stays in the list, until
-a new worker gets its index. `Turnover` runs the changes: it waits for workers that have
-to finish first, counts, and logs.
+`Membership` decides, and this file carries its decisions out. `WorkerSessions` opens
+and closes the sessions on workers: the closed session of a removed worker stays in the
+list, until a new worker gets its index. `Turnover` runs the changes: it waits for
+workers that have to finish first, counts, and logs.
 
 Laws of this file: workers change one at a time, and the next change waits; only this
 file changes the list of workers.
@@ -46,7 +46,7 @@ GONE: Final = "it is lost, and the resolver no longer names it"
 
 
 CLOSE_SECONDS: Final = 2.0
-"""For a removed worker to answer that it closed its session."""
+"""Seconds for a removed worker to answer that it closed its session."""
 
 
 @final
@@ -61,14 +61,16 @@ class WorkerSessions:
         self, tasks: list[TaskSession], make: Callable[[int, int, str], TaskSession]
     ) -> None:
         self.tasks: Final = tasks
-        """By index; those of removed workers are closed, and stay."""
+        """The sessions, by index of the worker; those of removed workers are closed,
+        and stay."""
         self.dispatcher: Dispatcher | None = None
-        """Gets the workers that join, and loses those that leave."""
+        """The dispatcher, to which workers that join are given; None without a
+        coordinator."""
         self._make = make
         self._is_closing = False
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """Gives all workers to a dispatcher, and from now on those that join."""
+        """Gives all workers, and from now on those that join, to a dispatcher."""
         self.dispatcher = dispatcher
         for task in self.tasks:
             if not task.is_closed:
@@ -93,9 +95,9 @@ class WorkerSessions:
         """Ends the session on a worker.
 
         Args:
-            timeout: Seconds for the closures that it runs; other workers run what is
-                left then. None: other workers run them at once, and the index of the
-                worker stays, for a process at another address.
+            timeout: Seconds for the closures that the worker runs; other workers run
+                those that are left then. None: other workers run them at once, and the
+                index of the worker stays, for a process at another address.
 
         Cancellation: the worker gets no more closures.
         """
@@ -116,7 +118,8 @@ class WorkerSessions:
         await task.close()
 
     def stop_starting(self) -> None:
-        """Starts no more sessions, as this one is being closed."""
+        """Starts no more sessions on workers, as the program's session is being
+        closed."""
         self._is_closing = True
 
 
@@ -147,18 +150,20 @@ class Turnover:
         self._answer: Mapping[int, str] | None = None
         self._refused: dict[int, str] = {}
         self._leaving: dict[int, asyncio.Event] = {}
-        """By index of a worker that is leaving: set when it has left."""
+        """By index of a worker that is leaving: an event, set when the worker has
+        left."""
 
     async def add(self, address: str, task_number: int | None, timeout: float) -> int:
-        """Adds a worker, and waits until it has joined; returns its number.
+        """Adds a worker, and waits until the worker has joined; returns its number.
 
         Raises:
             ValueError: The address is malformed.
             AlreadyExistsError, InvalidArgumentError: See `Membership.add`.
-            DeadlineExceededError: It did not answer within ``timeout`` seconds.
-            BusyError: It belongs to another coordinator, or the worker that had its
-                index has not left within ``timeout`` seconds.
-            VersionMismatchError, PermissionDeniedError: It refuses this program.
+            DeadlineExceededError: The worker did not answer within ``timeout`` seconds.
+            BusyError: The worker belongs to another coordinator, or the worker that had
+                its index has not left within ``timeout`` seconds.
+            VersionMismatchError, PermissionDeniedError: The worker refuses this
+                program.
 
         Cancellation: the worker is not added.
         """
@@ -186,12 +191,13 @@ class Turnover:
     async def join_reported(
         self, address: str, task_number: int, timeout: float
     ) -> int:
-        """Adds a worker that reported itself, and waits until it has joined; returns
-        its number. For the number -1 it only chooses a number, for the next report.
+        """Adds a worker that reported itself, and waits until the worker has joined;
+        returns its number. For the number -1 only chooses a number, with which the
+        worker reports itself next.
 
         Raises:
-            PermissionDeniedError: The program removed it.
-            BusyError: It is being removed.
+            PermissionDeniedError: The program removed the worker.
+            BusyError: The worker is being removed.
             Others: See `add`.
 
         Cancellation: the worker is not added, unless it had joined before.
@@ -221,12 +227,12 @@ class Turnover:
         return task_number
 
     async def remove(self, address: str, timeout: float) -> None:
-        """Removes a worker, and waits until it has left.
+        """Removes a worker, and waits until the worker has left.
 
         Raises:
             NotFoundError: No worker has that address.
 
-        Cancellation: it leaves all the same; others run its closures.
+        Cancellation: the worker leaves all the same; others run its closures.
         """
         async with self._lock:
             released = self.membership.remove(address)
@@ -256,12 +262,12 @@ class Turnover:
             log.info("%s", error)  # it was removed meanwhile
 
     def watch(self, ask: Callable[[], Mapping[int, str]], every: float) -> None:
-        """Starts to call the resolver every ``every`` seconds."""
+        """Starts to call ``ask``, the resolver, every ``every`` seconds."""
         self._watch = ResolverWatch(ask, every, self._answered)
         self._watch.start()
 
     def worker_lost(self) -> None:
-        """Asks the resolver where a lost worker is now."""
+        """Asks the resolver for the present address of a lost worker."""
         if self._watch is not None:
             self._watch.soon()
 
@@ -281,7 +287,7 @@ class Turnover:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """Counts of workers added, moved and removed, and of questions to the
+        """Numbers of workers added, moved and removed, and of questions to the
         resolver."""
         metrics = {
             f"workers_{word}": self.counts[word]
@@ -364,7 +370,8 @@ class Turnover:
     async def _wait_joined(
         self, wanted: AdmitWorker, task: TaskSession, deadline: float, why: str
     ) -> None:
-        """Waits until a new worker has joined; removes it if it does not."""
+        """Waits until a new worker has joined; removes the worker if it does not join
+        in time."""
         try:
             await task.wait_ready(deadline)
         except BaseException:  # to the caller

@@ -1,7 +1,8 @@
 """`zs.profile`: records a time line of all tasks, in a file that Perfetto opens.
 
 The law of this file: entering the block raises errors; after that, problems with the
-time line never reach the program. They are logged, and `Profile.problem` has them.
+time line never reach the program. They are logged, and `Profile.problem` has their
+text.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Profile:
     their spans, and writes the file. Nothing waits in between, and once the block runs
     problems with the time line raise no errors.
 
-    Raises, when it is entered:
+    Raises, when the block is entered:
         OSError: The file cannot be created.
         RuntimeError: Another time line of this session is being recorded; this is a
             step function; or the program has no coordinator, or several.
@@ -76,7 +77,7 @@ class Profile:
         self._run: TimelineRun | None = None
         self._session: ClusterSession
         self.problem = ""
-        """Why there is no file, after the block; "" if there is one."""
+        """Why no file was written, after the block; "" if one was."""
         self.about: dict[str, PictureValue] = {}
         """The summary in the file: the error of each task's clock, what was cut off,
         and which tasks are missing."""
@@ -144,7 +145,7 @@ class Profile:
         return core
 
     def _interrupted(self, error: BaseException, session: ClusterSession) -> None:
-        """Ends the time line after an interrupted start or end."""
+        """Ends the time line after its start or end was interrupted."""
         self.problem = self.problem or f"it was interrupted by {type(error).__name__}"
         # On the loop, after what was interrupted, which may have started all the same.
         session.portal.call_soon(self._give_up)
@@ -164,7 +165,7 @@ class Profile:
         return self._run, self._session
 
     def _write(self, run: TimelineRun) -> None:
-        """Writes the file, on a thread of the user, as it may take long."""
+        """Writes the file. Called on a thread of the user, as writing may take long."""
         collected, place = run.collected, self._place
         assert place is not None
         with self._logging_errors():
@@ -194,7 +195,7 @@ class Profile:
 
 
 def timeline_of(collected: CollectedRun) -> Timeline:
-    """Puts the spans of all tasks on the clock of the program."""
+    """Returns the spans of all tasks, with times of the program's clock."""
     notes = collected.notes
     # All spans are on the monotonic clock; only this line has the time of day.
     began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(
@@ -212,10 +213,10 @@ def timeline_of(collected: CollectedRun) -> Timeline:
 def _bounds(
     steps: SupportsIndex | None, seconds: float, max_bytes: SupportsIndex, profile: bool
 ) -> TimelineBounds:
-    """Checks the bounds of a time line.
+    """Returns the bounds of a time line, checked.
 
     Raises:
-        ValueError: One is not above zero.
+        ValueError: A bound is not above zero.
     """
     count = None if steps is None else operator.index(steps)
     nbytes = operator.index(max_bytes)
@@ -270,7 +271,7 @@ def _only_core() -> CoordinatorCore:
     """Returns the core of this program's only coordinator.
 
     Raises:
-        RuntimeError: There is none, or there are several.
+        RuntimeError: There is no coordinator, or there are several.
     """
     sessions = open_sessions.present()
     cores = [session.core for session in sessions]

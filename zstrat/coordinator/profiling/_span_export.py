@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 BATCH: Final = 512
-"""Spans of one request, as in the SDK's own processor."""
+"""The most spans of one request, as in the SDK's own processor."""
 NBYTES: Final = 4 * 2**20
-"""Bytes of a sample, as a file: twenty thousand spans."""
+"""The most bytes of a sample, if it were a file: twenty thousand spans."""
 CLOSING: Final = 10.0
-"""Seconds for the last sample to arrive."""
+"""Seconds that `close` waits for the last sample to arrive."""
 
 
 @final
@@ -84,9 +84,9 @@ class OpenTelemetryExport:
                     "above 0"
                 )
         self.sent = 0
-        """Spans that the collector took."""
+        """Number of spans that the collector took."""
         self.dropped = 0
-        """Spans that were lost."""
+        """Number of spans that the collector did not take."""
         self._core, self._every = coordinator._core, every
         self._bounds: Final = TimelineBounds(count, float(seconds), NBYTES, False)
         self._exporter = http_exporter() if exporter is None else exporter
@@ -138,7 +138,8 @@ class OpenTelemetryExport:
         self._logger.removeFilter(self._is_from_others)
 
     def _record_sample(self) -> list[ReadableSpan]:
-        """Returns the spans of a sample; none while a `Profile` is recorded."""
+        """Records a sample and returns its spans; none while a `Profile` is
+        recorded."""
         session, bounds = self._core.session, self._bounds
 
         async def record() -> CollectedRun | None:
@@ -179,7 +180,7 @@ class OpenTelemetryExport:
             self._was_logged = False
 
     def _log_once(self, reason: str) -> None:
-        """Logs lost spans, once until some arrive again."""
+        """Logs that spans were lost: once until some arrive again."""
         if not self._was_logged:
             self._was_logged = True
             log.warning(
@@ -190,5 +191,6 @@ class OpenTelemetryExport:
             )
 
     def _is_from_others(self, record: logging.LogRecord) -> bool:
-        """Drops the exporter's log of each attempt, as `_log_once` logs failures."""
+        """Returns whether a log record is not one of the exporter's, which logs each
+        failed attempt: `_log_once` logs failures."""
         return record.thread != self._thread.ident

@@ -1,10 +1,10 @@
 """`TimelineRun`: records the time line of a session with all its tasks. On the loop.
 
-A recording ends after so many steps or seconds, or when the block or the session ends.
-Then the spans of the tasks are collected, so that tasks keep none for long.
+A recording ends after a number of steps or seconds, or when the block or the session
+ends. Then the spans of the tasks are collected, so that tasks keep none for long.
 
-The program asks each task for its clock, before and after, and for its spans, over its
-usual link. It sends nothing in between.
+The program asks each task for its clock, before and after the recording, and for its
+spans, over its usual link. It sends nothing in between.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 CLOCK_TRIPS: Final = 8
-"""Round trips to a clock, of which the shortest counts: on a busy network most of them
-wait somewhere."""
+"""Number of round trips to a clock, of which the shortest counts: on a busy network
+most of them wait somewhere."""
 
 
 @final
@@ -59,8 +59,8 @@ class CapturedTask:
         self._problem = ""
 
     async def begin(self, request: BeginCapture, deadline: float) -> None:
-        """Reads the clock of the task, and has it record spans. If it does not answer
-        until ``deadline`` (loop time), `end` says so.
+        """Reads the clock of the task, and makes it record spans. If the task does not
+        answer until ``deadline`` (loop time), `end` reports that.
 
         Cancellation: the task may record, for as long as the message says.
         """
@@ -76,7 +76,8 @@ class CapturedTask:
             self._problem = f"it did not start: {error}"
 
     async def end(self, deadline: float) -> TaskNotes:
-        """Collects the spans; returns what is known if the task does not answer."""
+        """Collects the spans of the task; returns what is known if the task does not
+        answer."""
         notes = TaskNotes(self.name, problem=self._problem or self._loss())
         # Without its clock its spans have no place on the line.
         if self._first is None or notes.problem:
@@ -120,26 +121,28 @@ CAPTURE_SECONDS: Final = 10.0
 """Seconds for all tasks together to start, and again to end. Slower tasks are left out.
 """
 PROFILE_SECONDS: Final = 60.0
-"""The same with jax's own profile, which a worker starts and ends between two steps."""
+"""Seconds to start, and again to end, if jax's own profile is recorded, too: a worker
+starts and ends that profile between two steps."""
 BYTES_OF_SPAN: Final = 200
-"""Bytes of a span in a file that is not compressed."""
+"""Bytes of a span in a file that is not compressed, about."""
 
 
 class TimedCluster(ClusterTasks, Protocol):
     """The part of `Cluster` that `TimelineRun` uses."""
 
     timeline: TimelineRun | None
-    """The time line that is being recorded."""
+    """The time line that is being recorded; None if none is."""
 
     def backups(self) -> Sequence[ProbedTask]:
-        """Returns connections to the backups that are complete."""
+        """Returns connections to the stores' backups that are complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineBounds:
     """Bounds of a time line: its number of ``steps`` (None: any), its ``seconds``, and
-    the approximate size of its file, beyond which the oldest spans are left out."""
+    the approximate size of its file in bytes, beyond which the oldest spans are left
+    out."""
 
     steps: int | None
     seconds: float
@@ -149,7 +152,7 @@ class TimelineBounds:
 
 @dataclass(slots=True)
 class CollectedRun:
-    """A recorded time line. ``reason``: what ended it."""
+    """A recorded time line. ``reason`` says what ended the recording."""
 
     notes: ProgramNotes
     tasks: list[TaskNotes]
@@ -162,7 +165,7 @@ class TimelineRun:
     """Records one time line. On the loop.
 
     Args:
-        yields: It ends as soon as another one is requested.
+        yields: This recording ends as soon as another one is requested.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class TimelineRun:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
         self._yields = yields
         self._over = asyncio.Event()
-        """Set when another one may start."""
+        """An event, set when another recording may start."""
         self._tasks: list[CapturedTask] = []
         self._backups: Sequence[ProbedTask] = ()
         self._enough = asyncio.Event()
@@ -219,9 +222,9 @@ class TimelineRun:
         self._collecting = loop.create_task(collecting, name="time line")  # see `end`
 
     async def end(self) -> None:
-        """Ends the time line. Idempotent.
+        """Ends the time line, and waits until the spans are collected. Idempotent.
 
-        Cancellation: it ends all the same.
+        Cancellation: the time line ends all the same.
         """
         assert self._collecting is not None, "begin() comes first"
         self._enough.set()
@@ -229,28 +232,29 @@ class TimelineRun:
         await asyncio.shield(self._collecting)
 
     def enough(self) -> None:
-        """Ends the time line soon; does not wait."""
+        """Ends the recording soon; does not wait for its end."""
         self._enough.set()
 
     def give_up(self) -> None:
-        """Ends the recording soon; the next one waits until it has ended."""
+        """Ends this recording soon, for another one, which waits until it has ended."""
         self._yields = True
         self.enough()
 
     async def wait_over(self) -> None:
-        """Waits until another one may start. Cancellation: changes nothing."""
+        """Waits until another recording may start. Cancellation: changes nothing."""
         await self._over.wait()
 
     async def close(self, timeout: float) -> None:
-        """Ends it with the session; tasks have ``timeout`` seconds to send their
-        spans."""
+        """Ends the recording with the session; tasks have ``timeout`` seconds to send
+        their spans."""
         self._timeout = timeout
         if self._collecting is not None:
             await self.end()
 
     @property
     def collected(self) -> CollectedRun | None:
-        """The recorded time line; None until it has ended, or if that failed."""
+        """The recorded time line; None until the recording has ended, or if it
+        failed."""
         collecting = self._collecting
         if collecting is None or not collecting.done() or collecting.cancelled():
             return None
@@ -287,8 +291,8 @@ class TimelineRun:
 
     @property
     def _room(self) -> int:
-        """Returns the most spans that each task, and the program, may keep. With a
-        profile, each task may keep as many events of jax as well."""
+        """The most spans that each task, and the program, may keep. With a profile,
+        each task may keep as many events of jax as well."""
         spans = self._bounds.nbytes // BYTES_OF_SPAN
         parts = len(self._tasks) * (2 if self._bounds.profile else 1) + 1
         return max(1, spans // parts)
@@ -322,7 +326,7 @@ class TimelineRun:
         return CollectedRun(notes, tasks, ended, self._reason)
 
     async def _finish(self) -> None:
-        """Lets another one start, and disconnects from the backups."""
+        """Lets another recording start, and disconnects from the backups."""
         # First, as closing links to backups may be interrupted.
         self._cluster.timeline = None
         self._over.set()

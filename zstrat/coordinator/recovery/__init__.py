@@ -1,5 +1,5 @@
-"""Lost parameter servers that are filled again from the last checkpoint, in a session
-under another number."""
+"""Restores lost parameter servers from the last checkpoint, in a session under another
+number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Inventory`: remembers what the servers of a session hold, to create it again.
 
 Law: data only. Handles would keep the strategy alive that owns the connection, and a
-restore has to continue while the program drops some.
+restore has to continue while the program drops some handles.
 """
 
 from __future__ import annotations
@@ -25,47 +25,51 @@ if TYPE_CHECKING:
 
 
 class RestorePoint(Protocol):
-    """A complete checkpoint, as far as it concerns the servers of one session."""
+    """A complete checkpoint, as far as it concerns the parameter servers of one
+    session."""
 
     @property
     def path(self) -> str: ...
 
     @property
     def variables(self) -> frozenset[int]:
-        """Keys of the variables that it has values of."""
+        """Keys of the variables whose values are in the checkpoint."""
         ...
 
     @property
     def optimizers(self) -> frozenset[int]:
-        """Numbers of the optimizers that it has slots of."""
+        """Numbers of the optimizers whose slots are in the checkpoint."""
         ...
 
     @property
     def lacks(self) -> Sequence[str]:
-        """Names of what else it lacks."""
+        """Names of other things that the checkpoint lacks."""
         ...
 
     @property
     def places(self) -> Mapping[int, Sequence[str]]:
-        """Positions of per-worker iterators, by number, one for each input pipeline."""
+        """Positions of per-worker iterators, by number of the iterator, one for each
+        input pipeline (share of the dataset)."""
         ...
 
     @property
     def rounds(self) -> Mapping[int, RestoredRounds]:
-        """The rounds from which windows of local steps continue, by outer optimizer."""
+        """By outer optimizer: the rounds from which its windows of local steps
+        continue."""
         ...
 
     async def check(self) -> None:
-        """Reads all of it.
+        """Reads the whole checkpoint.
 
         Raises:
-            DataLossError: It is damaged.
-            NotFoundError, OSError: It no longer exists.
+            DataLossError: The checkpoint is damaged.
+            NotFoundError, OSError: The checkpoint no longer exists.
         """
         ...
 
     async def fill(self, client: PsClient) -> None:
-        """Loads it into all servers, whose variables exist. On the client's loop.
+        """Loads the checkpoint into all servers, whose variables exist. On the client's
+        loop.
 
         Raises:
             PSUnavailableError: A server is lost.
@@ -76,18 +80,20 @@ class RestorePoint(Protocol):
 
 @final
 class Inventory:
-    """The variables, optimizers and optimizer trees of one session. On the loop."""
+    """The variables, the optimizers, and the pytrees to which optimizers are bound, of
+    one session. On the loop."""
 
     def __init__(self) -> None:
         self._variables: dict[int, VariableSpec] = {}
         self._optimizers: dict[int, tuple[str, bytes]] = {}
         self._trees: dict[tuple[int, bytes], None] = {}
-        """Trees of optimizers that this program has sent. Workers send those of their
-        steps in each session, before the first gradient."""
+        """Bindings of optimizers that this program has sent. Workers send those of
+        their own steps in each session, before the first gradient."""
         self._tables: dict[int, tuple[int, TableEntry, bytes]] = {}
-        """Parts of tables of any id, by key: server, entry, and the initializer."""
+        """Parts of tables (which take any id), by key: server, entry, and the
+        initializer."""
         self._initial: dict[int, np.ndarray] = {}
-        """First values of variables that no checkpoint has, by key."""
+        """First values of variables that no checkpoint holds, by key."""
 
     def created(self, specs: Iterable[VariableSpec]) -> None:
         self._variables.update((spec.key, spec) for spec in specs)
@@ -108,7 +114,7 @@ class Inventory:
     def note_initial(
         self, specs: Iterable[VariableSpec], values: Iterable[np.ndarray]
     ) -> None:
-        """Keeps the first values of variables that cannot be saved."""
+        """Stores the first values of variables that cannot be saved."""
         keys = [spec.key for spec in specs]
         self._initial.update(zip(keys, values, strict=True))
 
@@ -126,8 +132,8 @@ class Inventory:
             del self._trees[at]
 
     def missing_in(self, point: RestorePoint) -> list[str]:
-        """Returns the names of what would have no value if servers were filled from
-        this checkpoint."""
+        """Returns the names of variables and optimizers that would have no value if
+        servers were filled from this checkpoint."""
         variables = [
             f"variable {spec.name!r}"
             for key, spec in self._variables.items()
@@ -142,7 +148,7 @@ class Inventory:
         return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
 
     async def create_again(self, client: PsClient, timeout: float) -> None:
-        """Creates everything on empty servers; variables are zero, or have their first
+        """Creates everything on empty servers. Variables are zero, or have their first
         values if these are known.
 
         Args:
@@ -178,7 +184,8 @@ class Inventory:
 
 
 def entry_of(spec: VariableSpec) -> VariableEntry:
-    """Returns the entry of a variable whose value is sent."""
+    """Returns the entry, in a request to create variables, of one whose value is
+    sent."""
     return VariableEntry(spec.key, spec.name, spec.trainable, spec.part is not None)
 
 

@@ -1,10 +1,10 @@
 """Fills parameter servers from the last checkpoint when one has come back empty.
 
-A checkpoint has all servers at one moment. So when one of them has lost its data, all
-of them enter *another session*, under another number: with empty ledgers, the same
-keys, and the values of the checkpoint. They refuse what was sent for the earlier
-session, from any process and however late; so a closure that runs again has its effect
-once on top of the restored values, and the effect of one that had ended is lost.
+A checkpoint has the values of all servers at one moment. So when one server has lost
+its data, all of them enter *another session*, under another number: with empty ledgers,
+the same keys, and the values of the checkpoint. They refuse what was sent for the
+earlier session, from any process and however late; so a closure that runs again has its
+effect once on top of the restored values, and the effect of one that had ended is lost.
 
     WHOLE ──a ps is lost──▶ WAITING ──all are back with their data──▶ WHOLE
                             │    ▲ └──one is empty──▶ FILLING ─▶ workers follow ─▶ WHOLE
@@ -49,14 +49,15 @@ T = TypeVar("T")
 PS_WAIT: Final = 600.0
 """Seconds that a lost parameter server has to come back: a machine boots in less."""
 FILL_ATTEMPTS: Final = 5
-"""Number of attempts to fill the servers; more if servers are lost again meanwhile,
-within their timeout."""
+"""Number of attempts to fill the servers; more if servers are lost again meanwhile, and
+come back within their timeout."""
 REMEMBERED_CHECKPOINTS: Final = 4
-"""More than one, as the newest may be damaged or deleted."""
+"""Number of checkpoints that are remembered: more than one, as the newest may be
+damaged or deleted."""
 
 
 class _Remembered(NamedTuple):
-    """A checkpoint, and the number of steps in its values."""
+    """A checkpoint, and the number of steps whose effects are in its values."""
 
     point: RestorePoint
     steps: int
@@ -84,12 +85,13 @@ class Recovery:
         self.restores = 0
         """Number of times that the servers were filled."""
         self.steps_lost = 0
-        """Number of steps that had ended and are no longer in the values."""
+        """Number of steps that had ended and whose effects are no longer in the
+        values."""
         self.failure: PSUnavailableError | None = None
         self._cluster, self._renewal, self._filling = cluster, renewal, filling
         self._points: list[_Remembered] = []
         self._is_torn = False
-        """The servers are in a session that was not filled completely."""
+        """Whether the servers are in a session that was not filled completely."""
         self._over, self._news = asyncio.Event(), asyncio.Event()
         self._over.set()
         self._task: asyncio.Task[None] | None = None
@@ -100,7 +102,8 @@ class Recovery:
 
     @property
     def error(self) -> PSUnavailableError | None:
-        """The error of calls that need the servers now; None if they are there."""
+        """The error of calls that need the servers now; None if no recovery is under
+        way and none has failed."""
         if self.is_under_way:
             return PSUnavailableError(
                 self._lost_task.name, "the program waits for it, or is filling it"
@@ -108,7 +111,8 @@ class Recovery:
         return None if self.failure is None else _copy(self.failure)
 
     def server_lost(self) -> None:
-        """Notes that a server is lost; it may come back with its data."""
+        """Notes that a server is lost, which may come back with its data. Starts a
+        recovery, unless one is under way or has failed."""
         self._news.set()
         # After a failure every call raises it, until all servers are back with their
         # data.
@@ -119,7 +123,7 @@ class Recovery:
             self._task = loop.create_task(self._recover(), name="recovery")  # see stop
 
     def server_returned(self, *, is_last: bool) -> None:
-        """Notes that a server is in the session again; ``is_last``: now all of them
+        """Notes that a server is in the session again; ``is_last``: now all servers
         are, with their data."""
         self._news.set()
         # A session that is half filled has to be filled again, although all its servers
@@ -128,7 +132,7 @@ class Recovery:
             self.failure = None
 
     async def stop(self) -> None:
-        """Cancels a recovery, as the session is being closed."""
+        """Cancels a recovery that is under way, as the session is being closed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -136,14 +140,14 @@ class Recovery:
     def remember(
         self, point: RestorePoint, cut: SessionCut, restores: int
     ) -> list[str]:
-        """Remembers a checkpoint that is complete, or was loaded.
+        """Remembers a checkpoint that was saved completely, or loaded.
 
         Args:
-            cut: The steps in it.
-            restores: `restores` at its moment.
+            cut: The steps whose effects are in the checkpoint.
+            restores: The value of `restores` when the checkpoint's values were read.
 
         Returns:
-            The names of what it lacks to restore this session.
+            The names of what the checkpoint lacks to restore this session.
         """
         if restores != self.restores:
             return []  # its steps are those of an earlier session
@@ -157,7 +161,7 @@ class Recovery:
         """Waits until the recovery that is under way ends.
 
         Raises:
-            PSUnavailableError: It failed.
+            PSUnavailableError: The recovery failed.
         """
         await self._over.wait()
         if self.failure is not None:
@@ -166,8 +170,8 @@ class Recovery:
     async def through(
         self, work: Callable[[], Awaitable[T]], *, again: bool = True
     ) -> T:
-        """Carries out a request when all servers are there, and once more if it failed
-        because one was lost.
+        """Carries out a request when all servers are in the session; repeats the
+        request if it failed because a server was lost.
 
         Args:
             again: The request may be carried out twice. If not, it is repeated only
@@ -245,7 +249,7 @@ class Recovery:
         and empty.
 
         Raises:
-            PSUnavailableError: One did not come back.
+            PSUnavailableError: A server did not come back.
         """
         tasks = self._cluster.ps
         try:
@@ -305,7 +309,7 @@ class Recovery:
         """Loads the checkpoint into all servers, in another session.
 
         Raises:
-            ZstratError, OSError: That failed.
+            ZstratError, OSError: Entering the session or loading failed.
         """
         cluster, loop = self._cluster, asyncio.get_running_loop()
         # Until all are filled: that all servers are there does not end the recovery.
@@ -324,7 +328,8 @@ class Recovery:
                 raise PSUnavailableError(task.name, "it was lost again")
 
     def _restored(self, chosen: _Remembered) -> None:
-        """Ends the recovery. Nothing was awaited since all servers were seen filled."""
+        """Ends the recovery. No await may be between the check that all servers are
+        filled and this call."""
         lost = count(self._renewal.ended_steps) - self.steps_lost - chosen.steps
         # Newer checkpoints have steps that are lost now.
         self._points = self._points[: self._points.index(chosen) + 1]
@@ -358,13 +363,14 @@ class Recovery:
 
     @property
     def _lost_task(self) -> TaskSession:
-        """The first server that is not there, for messages."""
+        """The first server that is not in the session, for messages."""
         tasks = self._cluster.ps
         return next((task for task in tasks if not task.is_ready), tasks[0])
 
 
 def count(cut: SessionCut) -> int:
-    """Returns the number of steps whose effects are in the values of the cut."""
+    """Returns the number of steps whose effects are in the values at a cut (a moment
+    between two steps)."""
     ended = cut.end - 1 + sum(run.end - run.first for run in cut.besides)
     return ended - cut.waiting
 
@@ -374,22 +380,22 @@ class SettledServers(Protocol):
 
     @property
     def outages(self) -> int:
-        """Number of restores, failovers and moves."""
+        """Number of restores, failovers and moves so far."""
         ...
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
-        ``outages`` is not ``since``, or if the error says that the process which was
-        asked does not serve the store now."""
+        ``outages`` is not ``since``, or if ``error`` says that the process which got
+        the request does not serve the store now."""
         ...
 
 
 async def until_settled(
     servers: Sequence[SettledServers], work: Callable[[], Awaitable[T]]
 ) -> T:
-    """Carries out work that may be done twice, such as a save. Repeats it if it failed
-    because a parameter server was lost that came back, was filled, or was replaced by
-    another process.
+    """Carries out work that may be done twice, such as a save. Repeats the work if it
+    failed because a parameter server was lost that came back, was filled, or was
+    replaced by another process.
 
     Raises:
         PSUnavailableError: A server did not come back, or could not be filled.
@@ -409,5 +415,6 @@ def _is_back(task: TaskSession) -> bool:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """Copies the error: one that is raised twice collects tracebacks."""
+    """Returns a copy of the error: an error that is raised twice collects
+    tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)

@@ -1,7 +1,7 @@
 """`SessionRenewal`: the number of a session, and how its tasks enter another one.
 
-A session has its own number even if it resumes what another program has left under a
-name (`adopt`); keys are counted from the number of the first one.
+A session has its own number even if it resumes the stores that another program has left
+under a name (`adopt`); keys are counted from the number of the first session.
 
 To start empty, parameter servers enter a session with an unused number
 (`renew_servers`). When they are filled, the workers enter it, too (`renew_workers`).
@@ -63,21 +63,24 @@ class SessionRenewal:
         self.session = session
         """The number of the session on the parameter servers."""
         self.worker_session = session
-        """The number on the workers, which enter another session after the servers."""
+        """The number of the session on the workers, which enter another session after
+        the servers."""
         self.origin = session
-        """What keys are counted from: the first number of the session."""
+        """The number from which keys are counted: the first number of the session."""
         self.resumed = False
-        """The session resumes what another program has left."""
+        """Whether the session resumes the stores that another program has left."""
         self.done_leases: dict[int, list[Lease]] = {}
-        """What it had done of leased datasets: of the first pass, the second one..."""
+        """The ranges that the resumed session had done of leased datasets, by number of
+        the pass, from 1."""
         self.leased_passes = itertools.count(1)
         self.close_messages: list[CloseSession] = []
-        """Close earlier sessions, on a task that still serves one of them."""
+        """Messages that close earlier sessions, for a task that still serves one of
+        them."""
         self._cluster, self._draw = cluster, draw
 
     @property
     def ended_steps(self) -> SessionCut:
-        """The steps that ended."""
+        """The steps that have ended."""
         dispatcher = self._cluster.dispatcher
         if dispatcher is None:
             return SessionCut(self._cluster.rounds.first_step)
@@ -94,13 +97,14 @@ class SessionRenewal:
             dispatcher.suspend(False)
 
     def report_outage(self, error: PSUnavailableError) -> None:
-        """Raises the error in every call that schedules or joins, until the servers are
-        back."""
+        """Makes every call that schedules or joins raise the error, until the servers
+        are back."""
         if (dispatcher := self._cluster.dispatcher) is not None:
             dispatcher.engine.fail(error, lasting=True)
 
     async def adopt(self, name: str, restart_partial: bool, deadline: float) -> None:
-        """Resumes what another program has left under the name, if anything is left.
+        """Resumes the stores that another program has left under the name, if any are
+        left.
 
         Args:
             restart_partial: If only a part is left, start empty, in another session.
@@ -175,8 +179,8 @@ class SessionRenewal:
             replication.keep_origin(self.origin)
 
     def renew_servers(self) -> None:
-        """Moves all parameter servers to another session, in which they are empty. They
-        refuse what is sent for this one from then on."""
+        """Moves all parameter servers to another session, in which they are empty. From
+        then on they refuse messages of the present session."""
         cluster = self._cluster
         self.close_messages.append(CloseSession(self.session, False))
         self.session = self._draw()
@@ -192,10 +196,11 @@ class SessionRenewal:
             task.renew(self.session, self.close_messages)
 
     async def close_ended_steps(self, rounds: Mapping[int, RestoredRounds]) -> None:
-        """Sends the servers the steps that have ended, and the rounds to continue from.
+        """Sends the servers the steps that have ended, and the ``rounds`` from which
+        optimizers continue.
 
         Raises:
-            PSUnavailableError, DeadlineExceededError: One does not answer.
+            PSUnavailableError, DeadlineExceededError: A server does not answer.
         """
         cut = self.ended_steps
         # Their ledgers begin at the first step again: without a low water they could
@@ -204,12 +209,12 @@ class SessionRenewal:
         await self._cluster.rounds.drop(rounds)
 
     async def note_leases(self, states: Mapping[int, Sequence[str]]) -> None:
-        """Notes on the servers what is done of leased datasets, for a program that
-        resumes the session: by these states of iterators, by number, and for other
-        iterators what is done now.
+        """Stores on the servers which ranges of leased datasets are done, for a program
+        that resumes the session: according to ``states``, by number of the iterator, or
+        else the ranges that are done now.
 
         Raises:
-            PSUnavailableError, DeadlineExceededError: One does not answer.
+            PSUnavailableError, DeadlineExceededError: A server does not answer.
         """
         dispatcher = self._cluster.dispatcher
         if self._cluster.name and dispatcher is not None:
@@ -219,11 +224,11 @@ class SessionRenewal:
             await self._cluster.client.note_leases(packed)
 
     def renew_workers(self, places: Mapping[int, Sequence[str]]) -> None:
-        """Moves workers to the session of the servers. Their unfinished closures run
-        again.
+        """Moves the workers to the session of the servers. Their unfinished closures
+        run again.
 
         Args:
-            places: Where their iterators begin.
+            places: Positions at which their iterators begin, by number of the iterator.
         """
         cluster = self._cluster
         self.worker_session = self.session

@@ -1,5 +1,6 @@
-"""Backups of stores: which process has which, what follows when one is lost, and
-how stores move while a program trains."""
+"""Backups of stores: which process has which copy, what follows when one is lost, and
+how stores move while a program trains. A store is a part of the variables, with the
+slots of their optimizers; one process at a time serves it as its primary."""
 
 from __future__ import annotations
 

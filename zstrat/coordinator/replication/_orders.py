@@ -1,4 +1,4 @@
-"""The machine of one store as data: its phases, and the orders that it gives.
+"""The state machine of one store as data: its phases, and the orders that it gives.
 
     CREATING ──created──▶ ALONE, or ──refused──▶ EMPTY: a process is asked to create a
                                                  store that it does not have by itself.
@@ -22,7 +22,8 @@
 `NEXT_PHASES` is this drawing as data, and `COPIES_IN` says which copies there are in a
 phase: `ReplicatedStore.validate` checks a store against both.
 
-Each order is for one process, and is of one view of its store.
+Each order goes to one process. It carries the view of its store, a number that grows
+with each change of the copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class CopyPhase(enum.Enum):
-    """The state of a store's copies: the order that is under way, or what is
+    """The state of a store's copies: the order that is under way, or the state that is
     reached."""
 
     CREATING = "creating"
@@ -54,21 +55,21 @@ class CopyPhase(enum.Enum):
 
 
 THIRD_BESIDE: Final = (CopyPhase.ADDING, CopyPhase.FILLING)
-"""A third copy is being made, which does not count yet."""
+"""Phases in which a third copy is being made, which does not count as a replica yet."""
 WHOLE: Final = (
     CopyPhase.PAIRED,
     *THIRD_BESIDE,
     CopyPhase.REPLACING,
     CopyPhase.SWAPPING,
 )
-"""Two copies are complete."""
+"""Phases in which two copies are complete."""
 WITH_BACKUP: Final = (
     CopyPhase.ATTACHING,
     CopyPhase.PAIRED,
     *THIRD_BESIDE,
     CopyPhase.REPLACING,
 )
-"""The primary has a backup, or fills it."""
+"""Phases in which the primary has a backup, or fills it."""
 
 
 # From any phase with two copies, as either of them may be lost at any time.
@@ -107,7 +108,7 @@ NEXT_PHASES: Final[dict[CopyPhase, tuple[CopyPhase, ...]]] = {
     # Final in its session: nothing is left that could be served.
     CopyPhase.EMPTY: (),
 }
-"""What may follow a phase in one session."""
+"""The phases that may follow each phase in one session."""
 
 COPIES_IN: Final[dict[CopyPhase, tuple[bool | None, bool | None]]] = {
     CopyPhase.CREATING: (False, False),
@@ -123,12 +124,14 @@ COPIES_IN: Final[dict[CopyPhase, tuple[bool | None, bool | None]]] = {
     CopyPhase.PROMOTING: (True, None),
     CopyPhase.EMPTY: (False, False),
 }
-"""Whether there are a backup and a third copy; None: there may be."""
+"""For each phase: whether there is a backup, and whether there is a third copy; None:
+there may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of a store; ``life`` is that of the process which has it in memory."""
+    """A copy of a store; ``life`` is the life of the process which has the copy in
+    memory (a number that grows when the process loses its memory)."""
 
     process: int
     life: int
@@ -138,8 +141,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Make the process host an empty backup. ``beside``: as a third copy, which does
-    not count as a replica yet."""
+    """An order to a process to host an empty backup. ``beside``: as a third copy, which
+    does not count as a replica yet."""
 
     store: int
     view: int
@@ -149,7 +152,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Establish:
-    """Make the process serve the store, empty."""
+    """An order to a process to serve the store, empty."""
 
     store: int
     view: int
@@ -158,8 +161,9 @@ class Establish:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Make the primary fill the backup, and keep it equal from then on. ``beside``:
-    keep its other backup, too, until this one is attached without ``beside``."""
+    """An order to the primary to fill the backup, and to keep it equal from then on.
+    ``beside``: the primary keeps its other backup, too, until it gets this order
+    without ``beside``."""
 
     store: int
     view: int
@@ -169,7 +173,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Make the primary continue without a backup."""
+    """An order to the primary to continue without a backup."""
 
     store: int
     view: int
@@ -177,8 +181,8 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Make the process of the primary hand the store to its backup, and become the
-    backup."""
+    """An order to the process of the primary to hand the store to the backup, and to
+    become the backup itself."""
 
     store: int
     view: int
@@ -188,8 +192,8 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Make the backup the primary. ``partner`` has the same changes, and becomes its
-    backup."""
+    """An order to the backup to become the primary. ``partner``, if any, has the same
+    changes, and becomes its backup."""
 
     store: int
     view: int
@@ -199,7 +203,7 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let the process drop its copy of the store, if it has one."""
+    """An order to a process to drop its copy of the store, if it has one."""
 
     store: int
     view: int
@@ -208,7 +212,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Publish the address of the process that serves the store."""
+    """An order to publish the address of the process that serves the store."""
 
     store: int
     view: int
@@ -217,7 +221,8 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """Mark the store as lost: no process serves it. ``gone``: it cannot come back."""
+    """An order to mark the store as lost: no process serves it. ``gone``: it cannot
+    come back."""
 
     store: int
     reason: str
@@ -225,26 +230,27 @@ class Lose:
 
 
 Asked = Host | Establish | Attach | Detach | Swap | Promote
-"""Orders that are answered, one at a time for each store: a later one replaces it."""
+"""Orders that processes answer. For each store one is under way at a time: a later one
+replaces it."""
 PlacementOrder = Asked | Drop | Serve | Lose
 
 
 class FoundCopy(NamedTuple):
-    """A copy, and the index of its process."""
+    """A copy that an earlier program has left, and the index of its process."""
 
     process: int
     copy: OrphanedCopy
 
 
 class Successor(NamedTuple):
-    """The copies by which one store continues in the next program.
+    """The copies with which one store continues in the next program.
 
     Args:
-        chosen: The copy that becomes the primary, or is it already.
-        partner: The other copy of its view, if there is one.
+        chosen: The copy that becomes the primary, or is the primary already.
+        partner: The other copy of the same view, if there is one.
         useless: Processes that have older copies.
-        view: The newest view that any copy knows of.
-        is_pair: The chosen copy keeps its partner.
+        view: The newest view (number of a change of copies) that any copy has.
+        is_pair: Whether the chosen copy keeps its partner.
     """
 
     chosen: FoundCopy

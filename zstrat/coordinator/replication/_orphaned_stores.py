@@ -1,9 +1,10 @@
-"""Finds the copies that an earlier program has left on all processes, and serves them.
+"""Finds the copies of stores that an earlier program has left on all processes, and
+serves them.
 
-Each process reports its copies; `successors` decides which of them continue, and that
-is ordered as any other change. The law of this file: a report is about the life that
-the process has then. One that is lost later has reported what it had, and is empty when
-it comes back.
+Each process reports its copies; `successors` decides which copies continue, and orders
+are sent for that as for any other change. The law of this file: a report is about the
+life that the process has then (until it loses its memory). A process that is lost later
+has reported the copies that it had, and is empty when it comes back.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from ._store_orders import StoreOrders
 
 _ASKED_AGAIN: Final = 0.1
-"""Seconds until all are asked again, while one of them may still notice that another is
-lost: a program that has not taken them over is not notified of that."""
+"""Seconds until all processes are asked again, while one of them may still notice that
+another is lost: processes do not notify a program of that before it has taken them
+over."""
 
 
 class _ProcessReport(NamedTuple):
@@ -44,8 +46,8 @@ class OrphanedStores:
     """The stores that an earlier program of the same name has left. On the loop.
 
     Args:
-        take_over_stores: Serves copies, by store, that were reported when processes had
-            these lives.
+        take_over_stores: Serves copies, given by store, that processes reported when
+            they had the ``lives`` given.
     """
 
     def __init__(
@@ -59,14 +61,15 @@ class OrphanedStores:
         self._name, self._timeouts = name, timeouts
         self._take_over_stores = take_over_stores
         self._reports: dict[int, _ProcessReport] = {}
-        """By process."""
+        """The report of each process, by index."""
         self.origin = 0
-        """What keys are counted from."""
+        """The number from which keys of the session are counted; 0 before `serve`."""
 
     async def find(self, deadline: float) -> Mapping[int, Successor]:
-        """Asks all processes, and returns the successor of each store; empty if nothing
-        is left. A process that is lost after its report is not asked again. The others
-        are: they may have noticed by then that they are complete.
+        """Asks all processes for their copies, and returns the copies with which each
+        store continues; empty if nothing is left. A process that is lost after its
+        report is not asked again. The other processes are asked again: they may have
+        noticed by then that their copies are complete.
 
         Raises:
             PSUnavailableError: A store has no complete copy.
@@ -124,8 +127,8 @@ class OrphanedStores:
         await self._wait_served(deadline)
 
     async def keep_origin(self, origin: int, deadline: float) -> None:
-        """Sets what all processes count keys from, and waits for those that have begun
-        with another origin.
+        """Sets the number from which all processes count keys, and waits for those that
+        have begun with another number.
 
         Raises:
             DeadlineExceededError: A process does not answer.
@@ -140,11 +143,12 @@ class OrphanedStores:
             await process.wait_ready(deadline)
 
     async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
-        """Carries out work that needs all orphaned stores, and gives it up when one of
-        them is lost.
+        """Carries out work that needs all orphaned stores, and gives up when one of
+        these is lost.
 
         Raises:
-            PSUnavailableError: Nothing is left of a store; names it, and what to do.
+            PSUnavailableError: Nothing is left of a store; names the store, and what to
+                do.
 
         Cancellation: that of the work.
         """
@@ -171,7 +175,8 @@ class OrphanedStores:
             await asyncio.gather(*both, return_exceptions=True)
 
     async def _copies_of(self, number: int, deadline: float) -> _ProcessReport:
-        """Asks a process for its copies, again if it is lost before it answers."""
+        """Asks a process for its copies; asks again if the process is lost before it
+        answers."""
         process = self._known.sessions[number]
         ask = AskCopies(self._orders.session)
         while True:

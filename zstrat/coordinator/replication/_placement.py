@@ -1,9 +1,9 @@
-"""Decides which process has which copy of each store: events in, orders out, each for
-one process.
+"""Decides which process has which copy of each store. Takes events, and returns orders,
+each for one process.
 
-What becomes of one store is decided by its own machine (`ReplicatedStore`). This file
-has what concerns all of them: which processes are there, which of them gets a copy,
-and which store moves.
+The machine of a store (`ReplicatedStore`) decides what becomes of that store. This file
+decides what concerns all stores: which processes are present, which of them gets a
+copy, and which store moves.
 
 The law of this file: only the answer to the last order of a store is used, and before
 `StorePlacement.start` only the creation of stores is decided.
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 MOVES: Final = "it moves"
 
 _ASKED_TO_SERVE: Final = (CopyPhase.SWAPPING, CopyPhase.PROMOTING)
-"""A copy is asked to become the primary, or to make room for it: that cannot be
-cancelled."""
+"""Phases in which a copy is asked to become the primary, or to make room for another:
+that cannot be cancelled."""
 
 
 @final
@@ -46,8 +46,8 @@ class StorePlacement:
     """The copies of all stores. Process ``i`` hosts store ``i`` from the start;
     processes create further copies when asked (`create_stores`).
 
-    A store moves when another process is its *target*. That gets a backup, which is
-    promoted when it is complete. Without replicas a store has a backup only to move.
+    A store moves when another process is its *target*. The target gets a backup, which
+    is promoted when it is complete. Without replicas a store has a backup only to move.
     With replicas it keeps two complete copies: a backup elsewhere is replaced when a
     third copy is complete, and one at the target swaps with the primary.
 
@@ -63,9 +63,9 @@ class StorePlacement:
     session. Once the copy is asked to become the primary, the move is not cancelled.
 
     Args:
-        addresses: Of the processes.
+        addresses: Addresses of the processes.
         replicas: Number of backups of each store: 0 or 1.
-        per_process: Stores of each process.
+        per_process: Number of stores of each process.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StorePlacement:
     ) -> None:
         self.replicas, self._own = replicas, len(addresses)
         self._is_started = False
-        """Until then no backup is sought."""
+        """Whether `start` was called; before that no backup is sought."""
         self._processes = [StoreProcess(address) for address in addresses]
         self.stores: Final = [
             ReplicatedStore(
@@ -102,16 +102,17 @@ class StorePlacement:
         return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
-        """Returns whether the home of the store has it from the start, without an order
-        to create it."""
+        """Returns whether the store's home (the process with which it begins) has it
+        from the start, without an order to create it."""
         return number < self._own and self.stores[number].home == number
 
     def has_or_wants_backup(self, number: int) -> bool:
-        """Returns whether the store has more than a primary, or will have."""
+        """Returns whether the store has more copies than a primary, or will have."""
         return bool(self.replicas) or not self.stores[number].is_bare
 
     def create_stores(self) -> list[PlacementOrder]:
-        """Creates the stores that no process has by itself. Comes before `start`."""
+        """Orders the creation of the stores that no process has by itself. Comes before
+        `start`."""
         orders: list[PlacementOrder] = []
         for store in self.stores:
             if not self.is_own(store.number):
@@ -119,7 +120,8 @@ class StorePlacement:
         return orders
 
     def start(self) -> list[PlacementOrder]:
-        """Begins with all stores served at home, by processes that are connected."""
+        """Begins with each store served by its home process; all processes are
+        connected."""
         self._is_started = True
         for store in self.stores:
             if self.is_own(store.number):
@@ -129,9 +131,9 @@ class StorePlacement:
     def take_over_stores(
         self, orphans: Mapping[int, Successor], lives: Sequence[int]
     ) -> list[PlacementOrder]:
-        """Continues with copies that another program has left, by store, when processes
-        had these lives. Comes instead of `start`; report later what has become of the
-        processes since then."""
+        """Continues with copies of stores that another program has left, given by
+        store, when processes had these ``lives``. Comes instead of `start`; report
+        after this which processes were lost or restarted since then."""
         self._is_started = True
         orders: list[PlacementOrder] = []
         for number, successor in orphans.items():
@@ -139,15 +141,15 @@ class StorePlacement:
         return orders
 
     def enter_session(self) -> None:
-        """Begins again with all stores at home, in another session; decides nothing
-        before `start`. View numbers continue."""
+        """Begins again with all stores at their home processes, in another session;
+        decides nothing before `start`. View numbers continue."""
         self._is_started = False
         for store in self.stores:
             store.reset()
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
         """Notes that the process is in the session. Its ``life`` is the same number as
-        before if it still has all its data."""
+        before if the process still has all its data."""
         process = self._processes[number]
         process.is_there, process.life = True, life
         # It may be another process, or the same one with more memory.
@@ -181,7 +183,7 @@ class StorePlacement:
         self._processes[number].is_leaving = is_leaving
 
     def remove_process(self, number: int) -> None:
-        """Removes the process: it is no longer the home of any store."""
+        """Removes the process, which is then no longer the home of any store."""
         for store in self.stores:
             if store.home == number:
                 # In another session, too, a removed process must not be asked to create
@@ -196,14 +198,15 @@ class StorePlacement:
 
     @property
     def has_refused(self) -> bool:
-        """Whether a process has refused a copy: `retry_refused` asks it again."""
+        """Whether a process has refused a copy, so that `retry_refused` has to ask it
+        again."""
         return any(process.unwilling for process in self._processes)
 
     def primary_lost(
         self, number: int, address: str, reason: str
     ) -> list[PlacementOrder]:
-        """Notes that the address does not answer for the store, or no longer has its
-        data."""
+        """Notes that the process at the address does not answer for the store, or no
+        longer has its data."""
         store = self.stores[number]
         if not self._is_started or store.primary.address != address:
             return []
@@ -220,9 +223,9 @@ class StorePlacement:
         return [order for store in self.stores for order in self._seek(store)]
 
     def _seek(self, store: ReplicatedStore) -> list[PlacementOrder]:
-        """Seeks a backup: at the target, or else in the process with the fewest copies
-        that has not the primary. For a backup that has to be elsewhere, seeks a third
-        copy."""
+        """Seeks a process for a backup of the store: the target, or else the process
+        with the fewest copies that has no copy of this store. If the backup has to be
+        elsewhere, seeks one for a third copy."""
         if not self._is_started:
             return []
         # Two copies are enough, unless one of them has to be elsewhere.
@@ -240,8 +243,9 @@ class StorePlacement:
         )
 
     def _seek_third(self, store: ReplicatedStore) -> list[PlacementOrder]:
-        """Keeps both copies until a third one is complete: a backup at the target swaps
-        with the primary, any other one is replaced."""
+        """Moves a backup while both copies stay until a third one is complete: a backup
+        at the target swaps with the primary, any other backup is replaced by the third
+        copy."""
         assert store.backup is not None, store
         if store.is_backup_at_target:
             return store.swap()
@@ -252,8 +256,9 @@ class StorePlacement:
         return store.host(min(fit, key=self._copies_of))
 
     def _fit_for_copy(self, store: ReplicatedStore) -> list[int]:
-        """Returns the processes that may get a further copy: only the target, if it is
-        one of them. If it is not, the store stays where it is."""
+        """Returns the processes that may get a further copy of the store. If the target
+        may, returns only the target; if not, the move ends, and the store stays where
+        it is."""
         fit = [
             number
             for number, process in enumerate(self._processes)
@@ -274,9 +279,9 @@ class StorePlacement:
     # Moves.
 
     def move(self, number: int, target: int) -> list[PlacementOrder]:
-        """Moves the store to another process. The move is over when
-        `ReplicatedStore.target` is None again; the store may have stayed where it was.
-        """
+        """Starts to move the store to the process ``target``. The move is over when
+        `ReplicatedStore.target` is None again; the store may have stayed where it
+        was."""
         store = self.stores[number]
         if not self._is_started:
             return []
@@ -311,7 +316,8 @@ class StorePlacement:
         return []
 
     def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
-        """Leaves the store where it is, and ends a copy that only the move needed."""
+        """Ends the move of the store, which stays where it is, and ends a copy that
+        only the move needed."""
         store = self.stores[number]
         # Once a copy is asked to serve, only its answer says which one does.
         if store.target is None or store.phase in _ASKED_TO_SERVE:
@@ -389,12 +395,13 @@ class StorePlacement:
         return store.promote(MOVES, partner)
 
     def _useless(self, order: Host | Establish | Swap) -> list[PlacementOrder]:
-        """Drops the copy that was made, unless a later one took its place."""
+        """Returns the order to drop the copy that a process has made in answer to an
+        outdated order, unless a later copy took its place there."""
         store = self.stores[order.store]
         return [Drop(store.number, store.view, order.process)]
 
     def detached(self, order: Detach) -> list[PlacementOrder]:
-        """Notes that the primary continues alone."""
+        """Notes that the primary continues without a backup."""
         store = self.stores[order.store]
         if not self._is_current(order, CopyPhase.DETACHING):
             return []
@@ -402,7 +409,7 @@ class StorePlacement:
         return store.drop(backup) + store.serve()
 
     def promoted(self, order: Promote) -> list[PlacementOrder]:
-        """Notes that the backup is the primary: a move of the store is done, or else
+        """Notes that the backup has become the primary: a move of the store is done, or
         this was a failover."""
         store = self.stores[order.store]
         if not self._is_current(order, CopyPhase.PROMOTING):
@@ -438,8 +445,8 @@ class StorePlacement:
         return store.refused(reason, never_counted=never_counted)
 
     def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
-        """Sends an order again whose outcome is not known, or asks another process for
-        a copy."""
+        """Sends an order with unknown outcome again, or asks another process for a
+        copy."""
         store = self.stores[order.store]
         if not self._is_last(order):
             return []
@@ -456,13 +463,14 @@ class StorePlacement:
     def _copy(
         self, order: Host | Establish | Swap, address: str, incarnation: int
     ) -> Copy:
-        """Returns what the process has made, in its present life."""
+        """Returns the copy that the process of the order has made, in its present
+        life."""
         life = self._processes[order.process].life
         return Copy(order.process, life, address, incarnation)
 
     def _is_last(self, order: Asked) -> bool:
-        """Returns whether it is the last order of its store. Before `start` only stores
-        are created."""
+        """Returns whether the order is the last one of its store. Before `start` only
+        stores are created."""
         is_due = self._is_started or isinstance(order, Establish)
         return is_due and self.stores[order.store].view == order.view
 

@@ -1,14 +1,15 @@
-"""The state machine of one store and its copies: events in, orders out. `CopyPhase`
-has its phases and their drawing.
+"""The state machine of one store and its copies: takes events, and returns orders.
+`CopyPhase` has its phases, and the module of that class their drawing.
 
-A store is *served* at its primary's address. Its *view* grows with each order that
-changes which processes have copies, and each order carries it: a server refuses an
-order of an earlier view, and the answer to one is ignored (`StorePlacement`).
+A store is *served* at the address of its primary. Its *view* is a number that grows
+with each order that changes which processes have copies, and each order carries the
+view: a server refuses an order of an earlier view, and the answer to such an order is
+ignored (`StorePlacement`).
 
 The law of this file: a copy is only promoted, and a primary only continues alone, if no
-other copy can have acknowledged what it lacks. So while one of the two is asked, and
-does not answer, the other is not; and a copy that is not known to be complete may
-refuse. Nothing else changes the phase or the view of a store.
+other copy can have acknowledged changes that it lacks. So while one of the two copies
+is asked, and does not answer, the other is not asked; and a copy that is not known to
+be complete may refuse. Nothing else changes the phase or the view of a store.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class StoreProcess:
 
     address: str
     life: int = 0
-    """Grows when the process loses its memory."""
+    """A number that grows when the process loses its memory."""
     is_there: bool = False
     unwilling: set[int] = field(default_factory=set)
-    """Stores of which it gets no backup for a while."""
+    """Numbers of the stores of which the process gets no backup for a while."""
     is_leaving: bool = False
-    """It gets no further copies."""
+    """Whether the process is leaving, and gets no further copies."""
 
 
 def _orphaned_copy(found: FoundCopy, lives: Sequence[int]) -> Copy:
@@ -68,11 +69,11 @@ def _orphaned_copy(found: FoundCopy, lives: Sequence[int]) -> Copy:
 class ReplicatedStore:
     """One store: where its copies are, and what happens when one of them is lost.
 
-    A method of an event (``primary_lost``, ``refused``) decides; one of a step
+    A method of an event (``primary_lost``, ``refused``) decides; a method of a step
     (``promote``, ``detach``) changes the phase. Both return orders.
 
     Args:
-        processes: All that may have copies, by index.
+        processes: All processes that may have copies, by index.
         replicas: Number of backups of the store: 0 or 1.
         seek: Chooses a process for a copy that the store lacks.
     """
@@ -85,37 +86,39 @@ class ReplicatedStore:
     view: int = 1
     phase: CopyPhase = CopyPhase.ALONE
     backup: Copy | None = None
-    """Its address is not known yet in HOSTING."""
+    """The backup, if any. In the phase HOSTING its address is not known yet."""
     third: Copy | None = None
-    """An additional copy while one of these is to be replaced; or the one to ask if
-    the backup does not become the primary."""
+    """An additional copy while the backup is to be replaced; or the copy to ask if the
+    backup does not become the primary."""
     is_third_in_sync: bool = False
-    """The third copy has all that the backup has, which becomes the primary."""
+    """Whether the third copy has all changes that the backup has, which becomes the
+    primary."""
     paired_view: int = 0
     """The view in which the primary got its backup."""
     is_reported_lost: bool = False
-    """`Lose` was ordered, and no `Serve` since then."""
+    """Whether `Lose` was ordered, and no `Serve` since then."""
     reason: str = ""
-    """Why a copy was lost, the last time."""
+    """Why a copy was lost, the last time that one was."""
     target: int | None = None
-    """The process that is to become its primary."""
+    """Index of the process that is to become the primary; None if the store does not
+    move."""
     home: int = 0
-    """The process where it begins in another session."""
+    """Index of the process with which the store begins in another session."""
     _phase_before: CopyPhase = CopyPhase.ALONE
 
     @property
     def is_bare(self) -> bool:
-        """Whether no process but that of the primary has anything of the store."""
+        """Whether no process but that of the primary has any data of the store."""
         return self.phase in (CopyPhase.ALONE, CopyPhase.EMPTY)
 
     @property
     def is_primary_known(self) -> bool:
-        """Whether the process of its primary is, or was, one of this session."""
+        """Whether the process of the primary is, or was, a process of this session."""
         return self.primary.life >= 0
 
     @property
     def is_paired(self) -> bool:
-        """Whether it has two complete copies, if their processes live."""
+        """Whether the store has two complete copies, if their processes live."""
         is_swapped = self.phase is CopyPhase.PROMOTING and self.third is not None
         return self.phase in WHOLE or (is_swapped and self.is_third_in_sync)
 
@@ -126,13 +129,13 @@ class ReplicatedStore:
 
     @property
     def copy_processes(self) -> set[int]:
-        """Processes that have a copy, or will have one."""
+        """Indices of the processes that have a copy, or will have one."""
         copies = (self.primary, self.backup, self.third)
         return {copy.process for copy in copies if copy is not None}
 
     @property
     def is_backup_at_target(self) -> bool:
-        """Whether its backup is in the process to which it moves."""
+        """Whether the backup is in the process to which the store moves."""
         return self.backup is not None and self.backup.process == self.target
 
     def lives(self, copy: Copy | None) -> bool:
@@ -150,8 +153,8 @@ class ReplicatedStore:
     # Steps: each changes the phase.
 
     def reset(self) -> None:
-        """Begins empty and without a backup at its home, in another session. Views
-        continue."""
+        """Begins without data and without a backup at the home process, in another
+        session. View numbers continue."""
         self.target = None
         self._change(CopyPhase.ALONE)
         self._phase_before = CopyPhase.ALONE
@@ -159,18 +162,19 @@ class ReplicatedStore:
         self.primary = self.copy_at_home()
 
     def copy_at_home(self) -> Copy:
-        """Returns the copy that its home has from the start, in the present life of
-        that process."""
+        """Returns the copy that the home process has from the start, in the present
+        life of that process."""
         process = self.processes[self.home]
         return Copy(self.home, process.life, process.address)
 
     def create(self) -> list[PlacementOrder]:
-        """Orders its home, which does not have it from the start, to create it."""
+        """Orders the home process, which does not have the store from the start, to
+        create it."""
         self._change(CopyPhase.CREATING, "")
         return [Establish(self.number, self.view, self.home)]
 
     def promote(self, reason: str, partner: Copy | None = None) -> list[PlacementOrder]:
-        """Asks the backup to become the primary, with the partner as its backup."""
+        """Asks the backup to become the primary, with ``partner`` as its backup."""
         assert self.backup is not None, self
         self._change(CopyPhase.PROMOTING, reason)
         return [Promote(self.number, self.view, self.backup, partner)]
@@ -182,13 +186,14 @@ class ReplicatedStore:
         return [*self.promote(reason), *self.drop(lost)]
 
     def swap(self) -> list[PlacementOrder]:
-        """Asks the primary to hand the store to its backup, and to become that."""
+        """Asks the primary to hand the store to the backup, and to become the
+        backup."""
         assert self.backup is not None, self
         self._change(CopyPhase.SWAPPING)
         return [Swap(self.number, self.view, self.primary.process, self.backup)]
 
     def detach(self, reason: str) -> list[PlacementOrder]:
-        """Asks the primary to continue alone."""
+        """Asks the primary to continue without a backup."""
         self._end_move_with_backup()
         # A primary that continues alone fills nobody.
         third, self.third = self.third, None
@@ -196,7 +201,8 @@ class ReplicatedStore:
         return [Detach(self.number, self.view), *self.drop(third)]
 
     def keep(self, reason: str) -> list[PlacementOrder]:
-        """Publishes the primary, and orders it to keep the backup that it has."""
+        """Publishes the address of the primary, and orders the primary to keep its
+        backup."""
         assert self.backup is not None, self
         self._change(CopyPhase.ATTACHING, reason)
         self.paired_view = self.view
@@ -204,7 +210,8 @@ class ReplicatedStore:
         return [served, Attach(self.number, self.view, self.backup)]
 
     def host(self, process: int) -> list[PlacementOrder]:
-        """Asks the process to keep a backup, or a third copy beside the backup."""
+        """Asks a process to host a backup; or a third copy, if the store has a
+        backup."""
         copy = Copy(process, self.processes[process].life, "")
         if self.phase is CopyPhase.PAIRED:
             self._change(CopyPhase.ADDING)
@@ -215,7 +222,7 @@ class ReplicatedStore:
         return [Host(self.number, self.view, process)]
 
     def fill(self, copy: Copy) -> list[PlacementOrder]:
-        """Orders the primary to fill the copy that a process hosts now."""
+        """Orders the primary to fill ``copy``, which a process hosts now."""
         if self.phase is CopyPhase.ADDING:
             self.third = copy
             self._set_phase(CopyPhase.FILLING)
@@ -225,8 +232,8 @@ class ReplicatedStore:
         return [Attach(self.number, self.view, copy)]
 
     def filled(self) -> list[PlacementOrder]:
-        """Notes that the backup is complete, or the third copy, which is to replace
-        it."""
+        """Notes that the backup is complete; or the third copy, which then replaces the
+        backup."""
         if self.phase is CopyPhase.FILLING:
             # In a newer view the primary names the third copy as its backup. Until it
             # has answered, nobody knows which of the two counts, so both are kept.
@@ -242,7 +249,7 @@ class ReplicatedStore:
 
     def end_third(self, reason: str) -> list[PlacementOrder]:
         """Gives up the third copy: the primary keeps the backup that it has. A move
-        that needed the copy ends."""
+        that needed the third copy ends."""
         third, self.third = self.third, None
         assert third is not None, self
         if third.process == self.target:
@@ -255,13 +262,14 @@ class ReplicatedStore:
         return [attach, *self.drop(third)]
 
     def serve(self) -> list[PlacementOrder]:
-        """Publishes the primary, which serves alone, and seeks a backup."""
+        """Publishes the address of the primary, which serves without a backup, and
+        seeks a process for one."""
         self._set_phase(CopyPhase.ALONE)
         self.is_reported_lost = False
         return [Serve(self.number, self.view, self.primary), *self.seek(self)]
 
     def serve_with(self, backup: Copy) -> list[PlacementOrder]:
-        """Publishes the primary, which has a complete backup."""
+        """Publishes the address of the primary, which has a complete backup."""
         self.backup, self.paired_view = backup, self.view
         self._set_phase(CopyPhase.PAIRED)
         self.is_reported_lost = False
@@ -271,10 +279,10 @@ class ReplicatedStore:
         return [served, *self.seek(self)]
 
     def seek_elsewhere(self, *, unwilling: bool = True) -> list[PlacementOrder]:
-        """Seeks another process for the backup that one was to host.
+        """Seeks another process for the backup that one process was to host.
 
         Args:
-            unwilling: Do not ask that one again for a while.
+            unwilling: Do not ask that process again for a while.
         """
         if unwilling:
             # Else the same process would be chosen, which has the fewest copies still.
@@ -300,7 +308,7 @@ class ReplicatedStore:
         return [Lose(self.number, reason, gone=True)]
 
     def avoid(self, copy: Copy | None) -> None:
-        """Places no copy of this store on the process for a while."""
+        """Places no copy of this store on the process of ``copy`` for a while."""
         if copy is not None:
             self.processes[copy.process].unwilling.add(self.number)
 
@@ -317,7 +325,7 @@ class ReplicatedStore:
         self, successor: Successor, lives: Sequence[int]
     ) -> list[PlacementOrder]:
         """Continues with copies that another program has left, when processes had these
-        lives: with a pair together, with any other copy alone."""
+        ``lives``: with both copies of a pair, with any other copy alone."""
         partner = successor.partner
         chosen = _orphaned_copy(successor.chosen, lives)
         other = None if partner is None else _orphaned_copy(partner, lives)
@@ -340,7 +348,7 @@ class ReplicatedStore:
         return orders + [Drop(self.number, self.view, n) for n in sorted(others)]
 
     def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
-        """Notes that the process is lost; it may have a copy of the store."""
+        """Notes that the process is lost, which may have a copy of the store."""
         # The third copy first, as one process may have had it and the primary, after a
         # swap.
         if self.third is not None and self.third.process == number:
@@ -434,8 +442,8 @@ class ReplicatedStore:
         return [*self.report_lost(reason), *self.detach(reason)]
 
     def _ask_backup(self, reason: str) -> list[PlacementOrder]:
-        """Asks the backup, which may be away, as it alone knows whether it may be the
-        primary."""
+        """Asks the backup, even if it is away, to become the primary: only the backup
+        knows whether it may."""
         is_there = self.is_there(self.backup)
         # Asked also if it is away: the order is repeated until its process is back.
         asked = self.promote(reason)
@@ -458,7 +466,7 @@ class ReplicatedStore:
         return []
 
     def backup_lost(self, view: int, reason: str) -> list[PlacementOrder]:
-        """Notes that the primary cannot reach the backup that it has in this view."""
+        """Notes that the primary cannot reach the backup that it got in this view."""
         # An earlier backup may be meant: notices of a primary and orders to it cross.
         is_known = self.paired_view <= view <= self.view
         if not is_known or self.phase not in WITH_BACKUP:
@@ -485,7 +493,8 @@ class ReplicatedStore:
         """Notes that the process or copy refused the order, and did nothing.
 
         Args:
-            never_counted: It is a third copy that its primary never let count.
+            never_counted: The copy is a third one that its primary never counted as a
+                replica.
         """
         self.reason = reason
         match self.phase:
@@ -558,17 +567,19 @@ class ReplicatedStore:
         self.backup = None
 
     def _end_move_with_backup(self) -> None:
-        """Ends a move if it needs the backup, which ends now."""
+        """Ends a move that needs the backup, because the backup ends now."""
         if self.is_backup_at_target:
             self.target = None
 
     def _change(self, phase: CopyPhase, reason: str | None = None) -> None:
-        """Sets the phase in a new view: answers to earlier orders are ignored."""
+        """Sets the phase in a new view, so that answers to earlier orders are
+        ignored."""
         self.view += 1
         self._set_phase(phase)
         if reason is not None:
             self.reason = reason
 
     def _set_phase(self, phase: CopyPhase) -> None:
-        """Sets the phase in the same view: an order was answered, or was in vain."""
+        """Sets the phase in the same view, because an order was answered, or had no
+        effect."""
         self._phase_before, self.phase = self.phase, phase

@@ -1,9 +1,9 @@
-"""Keeps a backup of each store, promotes it when the primary is lost, and
-moves stores on purpose.
+"""Keeps a backup of each store, promotes the backup when the primary is lost, and moves
+stores on purpose.
 
-`StorePlacement` decides, and `StoreOrders` carries out. Each process has a session of
-its own for as long as the program's lasts, whichever stores it serves. On the loop
-thread.
+`StorePlacement` decides, and `StoreOrders` carries its decisions out. Each process has
+its own session for as long as the program's lasts, whichever stores it serves. On the
+loop thread.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Replication:
     """Keeps and moves the stores of one session. On the loop.
 
     Args:
-        addresses: Of the processes, in task order.
-        replicas: Number of backups of each store. With 0 a store has one only
-            while it moves.
-        stores_per_ps: Stores of each process.
+        addresses: Addresses of the processes, in task order.
+        replicas: Number of backups of each store. With 0 a store has one only while it
+            moves.
+        stores_per_ps: Number of stores of each process.
         name: The name of the session, or empty.
     """
 
@@ -89,20 +89,22 @@ class Replication:
         self.orphans: Final = OrphanedStores(
             self._orders, name, timeouts, self.take_over_stores
         )
-        """What another program has left under the name."""
+        """The stores that another program has left under the name."""
         self.is_started = False
         self._is_renewed = False
-        """Stores are being filled after `renew`: `start` follows."""
+        """Whether stores are being filled after `renew`, so that `start` has to
+        follow."""
 
     @property
     def processes(self) -> list[TaskSession]:
         """The sessions on the processes, by index. Those of removed processes are
-        closed, and stay."""
+        closed, and stay in the list."""
         return self._known.sessions
 
     def start(self) -> None:
-        """Starts to give each store a backup, when all are served at home. Does
-        nothing if it was started since the last `renew`: some may have moved."""
+        """Starts to give each store a backup, when all stores are served by their home
+        processes. Does nothing if called before since the last `renew`: some stores may
+        have moved."""
         if self.is_started:
             return
         self.is_started, self._is_renewed = True, False
@@ -110,11 +112,11 @@ class Replication:
 
     async def take_over(self, deadline: float) -> int | None:
         """Takes over the copies that another program has left under the name of the
-        session. A pair stays a pair: once both copies have been seen, either may be
-        lost. Comes before `open`.
+        session. A pair (primary and backup) stays a pair: once both copies have been
+        seen, either may be lost. Comes before `open`.
 
         Returns:
-            What keys are counted from; None if nothing was left.
+            The number from which keys are counted; None if nothing was left.
 
         Raises:
             PSUnavailableError: A store has no complete copy.
@@ -133,12 +135,13 @@ class Replication:
         return None
 
     def keep_origin(self, origin: int) -> None:
-        """Sets what keys are counted from, also for processes that come later."""
+        """Sets the number from which keys are counted, also for processes added
+        later."""
         self._known.keep_origin(origin)
 
     async def create_stores(self, deadline: float) -> None:
-        """Waits for all processes, and has them create the stores that they do not have
-        by themselves. Comes before `open`.
+        """Waits for all processes, and makes them create the stores that they do not
+        have by themselves. Comes before `open`.
 
         Raises:
             UnavailableError: A process refuses; says why.
@@ -171,7 +174,7 @@ class Replication:
             DeadlineExceededError: A store has no backup at ``deadline`` (loop time).
             BusyError, VersionMismatchError, PermissionDeniedError: A process refuses.
 
-        Cancellation: it may be called again.
+        Cancellation: `open` may be called again.
         """
         self._known.start()
         await self._known.wait_ready(deadline)
@@ -183,7 +186,7 @@ class Replication:
         await self.wait_whole(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
-        """Waits until each store has a backup, if it gets one.
+        """Waits until each store has a backup, if stores get backups.
 
         Raises:
             DeadlineExceededError: A store has none at ``deadline`` (loop time).
@@ -211,7 +214,7 @@ class Replication:
         """Removes a process that has no copy of any store. Its daemon stays, for other
         programs.
 
-        Cancellation: it is removed without awaiting its answer.
+        Cancellation: the process is removed without waiting for its answer.
         """
         # A session that is left reports no loss, so the placement is notified here.
         self.placement.set_leaving(process.place, True)
@@ -226,8 +229,8 @@ class Replication:
             self._orders.carry_out(self.placement.retry_refused())
 
     async def move(self, store: int, target: int) -> None:
-        """Moves the store to another process. Returns when that serves it, or when it
-        is clear that the store stays where it is.
+        """Moves the store to the process ``target``. Returns when that process serves
+        the store, or when it is clear that the store stays where it is.
 
         Cancellation: the store stays, unless the target is already asked to serve it.
         """
@@ -246,16 +249,17 @@ class Replication:
             )
 
     def evict(self, store: int) -> None:
-        """Moves the backup of the store to another process."""
+        """Starts to move the backup of the store to another process."""
         self._orders.carry_out(self.placement.evict(store))
 
     def keeps(self, store: int) -> bool:
-        """Returns whether it decides what follows when the store is lost."""
+        """Returns whether a backup exists or is sought, so that this object decides
+        what follows when the store is lost."""
         return self.is_started and self.placement.has_or_wants_backup(store)
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """Begins again with empty stores at home, in another session. Call `start` when
-        they are filled."""
+        """Begins again with empty stores at their home processes, in another session.
+        Call `start` when the stores are filled."""
         self._orders.session = session
         # Answers to orders of the earlier session decide nothing from now on.
         self._stop()
@@ -267,12 +271,13 @@ class Replication:
         self._orders.carry_out(self.placement.create_stores())
 
     def home_of(self, store: int) -> str:
-        """Returns the address of the process where the store begins in another
+        """Returns the address of the process with which the store begins in another
         session."""
         return self.processes[self.placement.stores[store].home].address
 
     async def stop(self) -> None:
-        """Stops deciding. `Cluster` leaves the processes, with all other tasks.
+        """Stops deciding. `Cluster` closes the sessions on the processes, with those on
+        all other tasks.
 
         Cancellation: stopped all the same.
         """
@@ -282,8 +287,8 @@ class Replication:
     async def through(
         self, work: Callable[[], Awaitable[T]], *, again: bool = True
     ) -> T:
-        """Carries out a request, and once more if it failed because a backup became
-        primary.
+        """Carries out a request; repeats the request if it failed because a backup
+        became primary.
 
         Args:
             again: The request may be carried out twice.
@@ -298,8 +303,8 @@ class Replication:
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
-        `takeovers` is not ``since``, or if the error says that the process which was
-        asked does not serve the store now."""
+        `takeovers` is not ``since``, or if ``error`` says that the process which got
+        the request does not serve the store now."""
         if self._cluster.outage_error is not None:
             return False
         lines = self._cluster.client.lines
@@ -329,7 +334,7 @@ class Replication:
 
     @property
     def takeovers(self) -> int:
-        """Number of failovers and moves."""
+        """Number of failovers and moves so far."""
         return self.placement.failovers + self.placement.moves
 
     def task_ready(self, task: TaskSession) -> None:
@@ -379,8 +384,9 @@ class Replication:
     def take_over_stores(
         self, left: Mapping[int, Successor], lives: Sequence[int]
     ) -> None:
-        """Serves copies that another program has left, by store, when processes had
-        these lives; then handles what has become of the processes since."""
+        """Serves copies that another program has left, given by store, when processes
+        had these ``lives``; then handles losses and restarts of processes since
+        then."""
         for store, successor in left.items():
             copy = successor.chosen.copy
             if copy.is_primary:
@@ -399,6 +405,6 @@ class Replication:
         self._orders.carry_out(self.placement.process_lost(task.place, reason))
 
     def _stop(self) -> None:
-        """Stops deciding; orders that were sent may still be carried out."""
+        """Stops deciding; processes may still carry out orders that were sent."""
         self.is_started = False
         self._orders.stop()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 NOTICE_SECONDS: Final = 10.0
-"""For workers to get the address of a store; one that does not get it by then is not
-connected."""
+"""Seconds for workers to get the new address of a store; a worker that does not get it
+by then is not connected."""
 
 
 class StoreMove(NamedTuple):
@@ -58,7 +58,8 @@ def plan_rebalance(
 
     Args:
         serving: The process of each store.
-        processes: Those that may serve stores. What others serve stays there.
+        processes: The processes that may serve stores. Stores of other processes stay
+            there.
     """
     at = list(serving)
     moves: list[StoreMove] = []
@@ -107,7 +108,8 @@ class MovingCluster(ClusterTasks, Protocol):
     def replication(self) -> Replication | None: ...
 
     def ensure_replication(self) -> Replication:
-        """Returns what watches processes and moves stores; makes it the first time."""
+        """Returns the `Replication`, which watches processes and moves stores; the
+        first call creates it."""
         ...
 
 
@@ -124,10 +126,10 @@ class StoreMoves:
     ) -> None:
         self._cluster, self._timeouts = cluster, timeouts
         self._addresses = dict(enumerate(home))
-        """Of the present processes, by number."""
+        """Addresses of the present processes, by task number."""
         self._home: Final = frozenset(home)
         self._numbers = {address: number for number, address in enumerate(home)}
-        """Numbers of all processes that the cluster has had, by address."""
+        """Task numbers of all processes that the cluster has had, by address."""
         self._changing = asyncio.Lock()
         self._leaving: set[str] = set()
 
@@ -153,19 +155,22 @@ class StoreMoves:
         return {"stores_moved": 0, "stores": stores}
 
     async def add(self, address: str, number: int | None, timeout: float) -> int:
-        """Adds a process, and moves stores to it as `rebalance`; returns its number.
+        """Adds a process, and moves stores to it as `rebalance` does; returns its
+        number.
 
         Raises:
-            AlreadyExistsError, InvalidArgumentError: It cannot belong to the cluster.
-            DeadlineExceededError: It did not answer within ``timeout`` seconds of the
-                end of changes that were under way.
-            BusyError: It belongs to another coordinator.
-            VersionMismatchError, PermissionDeniedError, ProtocolError: It will never
-                accept us.
-            UnavailableError: It was lost before it served its stores.
-            PSUnavailableError: Another one is lost.
+            AlreadyExistsError, InvalidArgumentError: The process cannot belong to the
+                cluster.
+            DeadlineExceededError: The process did not answer within ``timeout`` seconds
+                of the end of changes that were under way.
+            BusyError: The process belongs to another coordinator.
+            VersionMismatchError, PermissionDeniedError, ProtocolError: The process will
+                never accept us.
+            UnavailableError: The process was lost before it served its stores.
+            PSUnavailableError: Another process is lost.
 
-        Cancellation: stores that it serves stay there; it is removed if it serves none.
+        Cancellation: stores that the process serves stay there; it is removed if it
+        serves none.
         """
         async with self._changing:
             deadline = asyncio.get_running_loop().time() + timeout
@@ -198,19 +203,19 @@ class StoreMoves:
             await self._rebalance(await self._watched(deadline))
 
     async def vacate(self, address: str, timeout: float | None) -> None:
-        """Moves all stores of a process to others, and removes it.
+        """Moves all stores of a process to others, and removes the process.
 
         Raises:
             NotFoundError: No process has the address.
-            InvalidArgumentError: Too few would be left.
-            BusyError: It is being drained already.
-            DeadlineExceededError: Something is left there after ``timeout`` seconds,
-                or another change was under way for so long.
+            InvalidArgumentError: Too few processes would be left.
+            BusyError: The process is being drained already.
+            DeadlineExceededError: A copy is left there after ``timeout`` seconds, or
+                another change was under way for so long.
             UnavailableError: No other process takes its stores.
             PSUnavailableError: A process is lost.
 
-        Cancellation: it stays with what it has then; it is removed if it has nothing,
-        and its session is being closed.
+        Cancellation: the process stays with the copies that it has then; it is removed
+        if it has none, and its session is being closed.
         """
         number = self._number_of(address)
         if address in self._leaving:
@@ -230,8 +235,8 @@ class StoreMoves:
     async def _turn(
         self, deadline: float | None, who: str, seconds: float | None
     ) -> AsyncIterator[None]:
-        """Waits until no other change is under way, and lets none begin inside of the
-        block."""
+        """Waits until no other change of stores or processes is under way, and lets
+        none begin inside of the block."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._changing.acquire()
@@ -282,7 +287,8 @@ class StoreMoves:
         log.info("%s at %s is drained and removed", process.name, address)
 
     async def _watched(self, deadline: float) -> Replication:
-        """Returns the `Replication`, once all its processes are connected."""
+        """Returns the `Replication`, once all its processes are connected and each
+        store has its copies."""
         self._require_whole()
         replication = self._cluster.ensure_replication()
         if not replication.is_started:
@@ -300,7 +306,7 @@ class StoreMoves:
             raise outage
 
     def _new_number(self, address: str, number: int | None) -> int:
-        """Returns the task number of a process that is to be added.
+        """Returns the task number for a process that is to be added.
 
         Raises:
             AlreadyExistsError, InvalidArgumentError: As `add`.
@@ -347,10 +353,10 @@ class StoreMoves:
         raise NotFoundError(f"{address!r:.80} {why}")
 
     def _require_others(self, replication: Replication, process: TaskSession) -> None:
-        """Checks that enough other processes are there to take the stores of this one.
+        """Checks that there are enough other processes to take the stores of this one.
 
         Raises:
-            InvalidArgumentError: Too few would be left.
+            InvalidArgumentError: Too few processes would be left.
         """
         left, least = len(_others(replication, process)), 1 + replication.replicas
         if left < least:
@@ -375,8 +381,8 @@ class StoreMoves:
                 )
 
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
-        """Moves stores until the process has no copy of any. A backup there may become
-        primary before another one is complete."""
+        """Moves stores until the process has no copy of any store. A backup there may
+        become primary before another one is complete."""
         stores, index = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
         # Looked at again after each move: a failover meanwhile may have made a backup
@@ -393,7 +399,7 @@ class StoreMoves:
         process: TaskSession,
         tried: set[tuple[int, int]],
     ) -> None:
-        """Moves one store of this process to another one.
+        """Moves one store of this process to another process.
 
         Raises:
             UnavailableError: All others have been tried.
@@ -422,8 +428,8 @@ class StoreMoves:
     async def _evict(
         self, replication: Replication, store: ReplicatedStore, process: int
     ) -> None:
-        """Moves the backup of a store to another process, unless it becomes primary
-        here first."""
+        """Moves the backup of a store to another process, unless the backup becomes
+        primary first."""
         self._require_whole()
         # With replicas it stays until another one is complete
         # (`ReplicatedStore.filled`).
@@ -439,10 +445,10 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _move(self, replication: Replication, number: int, target: int) -> None:
-        """Moves a store; once more if the store was away meanwhile, and is back.
+        """Moves a store; tries again if the store was away meanwhile, and is back.
 
         Raises:
-            PSUnavailableError: The store is lost, or another one.
+            PSUnavailableError: This store, or another one, is lost.
         """
         cluster, store = self._cluster, replication.placement.stores[number]
         was_away = True
@@ -459,10 +465,11 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:
-        """Waits until each store has its copies, so that one store at a time lacks one.
+        """Waits until each store has its copies, so that at most one store at a time
+        lacks a copy.
 
         Raises:
-            PSUnavailableError: One is lost.
+            PSUnavailableError: A store is lost.
         """
         cluster, placement = self._cluster, replication.placement
         if replication.replicas:

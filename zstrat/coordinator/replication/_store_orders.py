@@ -1,8 +1,8 @@
-"""Carries out what `StorePlacement` decides, and reports to it what became of it.
+"""Carries out the orders of `StorePlacement`, and reports their outcomes to it.
 
 Orders to processes and copies are requests, one for a store at a time: the next order
-for a store replaces the one before, whose answer nobody awaits then (it may be carried
-out all the same). The other orders move the request queues of the program, or
+for a store replaces the one before, whose answer nobody awaits then (the process may
+carry it out all the same). The other orders move the request queues of the program, or
 report a store without a server. On the loop thread.
 """
 
@@ -59,14 +59,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 ATTACH_SECONDS: Final = 86400.0
-"""Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
+"""Seconds that a primary has to fill a backup: a bound that is not reached, as the
+primary or the backup is lost before."""
 RETRY_SECONDS: Final = 5.0
-"""Seconds until a process is asked again to keep a backup that it could not."""
+"""Seconds until a process that could not host a backup is asked again."""
 
 
 @final
 class StoreOrders:
-    """Sends the orders of the placement, and reports their outcomes to it, in one
+    """Sends the orders of a `StorePlacement`, and reports their outcomes to it, in one
     session.
 
     Args:
@@ -88,20 +89,21 @@ class StoreOrders:
         self.placement: Final = placement
         self.known: Final = known
         self.servers: Final = cluster.ps
-        """The sessions with those that serve the stores, by number."""
+        """The sessions on the servers of the stores, by number of the store."""
         self.status: Final = CopiesStatus(placement, self.servers, known.sessions)
         self._cluster, self._timeouts, self._make_link = cluster, timeouts, make_link
         self._asking: dict[int, asyncio.Task[None]] = {}
-        """The request that is under way, by store."""
+        """By store: the request that is under way."""
         self._ended: list[asyncio.Task[None]] = []
         self._losses_due: dict[int, asyncio.TimerHandle] = {}
-        """By store: reports that no process serves it, unless that changes before."""
+        """By store: the timer after which it is reported that no process serves the
+        store, unless one does by then."""
         self._retry_timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
-        """Carries out the orders that this process can, and sends the others to the
-        processes concerned."""
+        """Carries out the orders that this program itself can, and sends the others to
+        their processes."""
         for order in orders:
             match order:
                 case Drop():
@@ -120,8 +122,8 @@ class StoreOrders:
             self._retry_timer = loop.call_later(RETRY_SECONDS, self._retry_refused)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits until ``is_so()``, which is checked whenever orders were carried out or
-        a loss was reported.
+        """Waits until ``is_so()`` returns True. Calls it whenever orders were carried
+        out or a loss was reported.
 
         Cancellation: nothing is lost.
         """
@@ -130,8 +132,9 @@ class StoreOrders:
             await self._news.wait()
 
     def send_home(self, store: ReplicatedStore) -> None:
-        """Moves the session of a store of which nothing is left to where the store
-        begins again; `TaskSession.renew` enters it there."""
+        """Moves the session on the server of a store without any data to the home
+        process, where the store begins again; `TaskSession.renew` enters the session
+        there."""
         task, home = self.servers[store.number], self.known.sessions[store.home].address
         # Its home has it no longer, and not again before it was asked to create it:
         # until then there is no address.
@@ -141,16 +144,16 @@ class StoreOrders:
             task.move(home, is_empty=True)
 
     def report_unserved(self, number: int, reason: str) -> None:
-        """Reports the lost server of a store of which the placement knows no serving
-        copy, unless such a report is due already."""
+        """Reports the lost server of a store that no known copy serves, unless such a
+        report is due already."""
         store = self.placement.stores[number]
         if store.is_reported_lost and number not in self._losses_due:
             words = self.status.reason_with_process(number, reason)
             self._report_loss(number, words)
 
     def stop(self) -> None:
-        """Stops waiting for answers and reporting; orders that were sent may still be
-        carried out."""
+        """Stops waiting for answers and reporting; processes may still carry out orders
+        that were sent."""
         for asking in self._asking.values():
             asking.cancel()
         self._ended += self._asking.values()
@@ -162,9 +165,9 @@ class StoreOrders:
             self._retry_timer = None
 
     async def wait_ended(self) -> None:
-        """Waits after `stop` until nothing is under way.
+        """Waits after `stop` until no request is under way.
 
-        Cancellation: as without.
+        Cancellation: the requests end all the same.
         """
         await asyncio.gather(*self._ended, return_exceptions=True)
 
@@ -188,9 +191,10 @@ class StoreOrders:
             task.move(address, life=order.primary.incarnation)
 
     def _lose(self, order: Lose) -> None:
-        """Reports the loss of a store: now if it is gone, else when no process that may
-        have it is to be expected back. As for a server without a copy: a connection may
-        be cut for so long, and a process says for how long it is away."""
+        """Reports the loss of a store: at once if no copy is left, else when no process
+        that may have a copy is expected back. The wait is that for a server without a
+        copy: a connection may be cut for so long, and a process announces for how long
+        it is away."""
         reason = self.status.reason_with_process(order.store, order.reason)
         if order.gone:
             self.send_home(self.placement.stores[order.store])
@@ -254,7 +258,8 @@ class StoreOrders:
         self.carry_out(outcome(order, reason))
 
     async def _answer(self, order: Asked) -> Message:
-        """Sends the order to its process, when that is there; returns the answer."""
+        """Sends the order to its process, when that is connected; returns the
+        answer."""
         if isinstance(order, Promote):
             return await self._promote(order)
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
@@ -290,8 +295,8 @@ class StoreOrders:
         return await task.link.submit(request, deadline=deadline)
 
     async def _promote(self, order: Promote) -> Message:
-        """Promotes a backup over a link of its own, as the program's requests move
-        there only afterwards."""
+        """Promotes a backup over a separate link, as the program's requests move to its
+        address only after that."""
         # In that time the session of its process notices if it is lost.
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.liveness
         name, copy = self.servers[order.store].name, order.backup

@@ -1,9 +1,9 @@
-"""The sessions on the processes that hold stores and copies, by index; and what they
-hold, for the log, for errors and for metrics (`CopiesStatus`).
+"""The sessions on the processes that hold stores and copies, by index; and a
+description of these stores, for the log, for errors and for metrics (`CopiesStatus`).
 
-A process keeps its index as long as the program's session lasts: a removed one is
-closed, and stays in the list. Each has a *life*, a number that grows when the process
-loses its data. On the loop thread.
+A process keeps its index as long as the program's session lasts: the session on a
+removed process is closed, and stays in the list. Each process has a *life*, a number
+that grows when the process loses its data. On the loop thread.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class StoreProcesses:
     """The sessions on all processes of one program.
 
     Args:
-        events: Called by their sessions.
-        opening: Opens the program's session on each, except for the index.
+        events: Called by the sessions.
+        opening: The message that opens the program's session on each process, except
+            for the index.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class StoreProcesses:
         self.sessions: Final[list[TaskSession]] = []
         self.lives: Final[list[int]] = []
         self._served_elsewhere: Final[list[list[int]]] = []
-        """By index, as in `OpenSession`: the view since which another process serves
-        the store that this one has by itself; empty if none does."""
+        """By index of the process, as in `OpenSession`: the view since which another
+        process serves the store that this process has by itself; empty if none does."""
 
     def add(self, number: int, index: int, address: str) -> TaskSession:
-        """Adds a process with the next index, not started yet.
+        """Adds a process with the next index. Its session is not started yet.
 
         Args:
-            number: Its task number.
+            number: Task number of the process.
         """
         # The message holds this list itself, and is encoded when it is sent.
         views: list[int] = []
@@ -92,19 +93,19 @@ class StoreProcesses:
         return session
 
     def keep_origin(self, origin: int) -> None:
-        """Sets what keys are counted from, also for processes that come later: copies
-        with different origins are taken for parts of different sessions."""
+        """Sets the number from which keys are counted, also for processes added later:
+        copies with different numbers are taken for parts of different sessions."""
         self._opening = replace(self._opening, origin=origin)
         for session in self.sessions:
             session.keep_origin(origin)
 
     def start(self) -> None:
-        """Starts to connect to all."""
+        """Starts to connect to all processes."""
         for session in self.sessions:
             session.start()
 
     async def wait_ready(self, deadline: float) -> None:
-        """Waits until all that were not removed are in the program's session.
+        """Waits until all processes that were not removed are in the program's session.
 
         Raises:
             ZstratError: As `TaskSession.wait_ready`.
@@ -116,19 +117,21 @@ class StoreProcesses:
                 await session.wait_ready(deadline)
 
     def take_back(self, process: TaskSession, view: int | None) -> None:
-        """Takes a process back that has lost its data, for new copies.
+        """Lets a process that has lost its data enter the session again, for new
+        copies.
 
         Args:
             view: The view since which another process serves the store that this one
-                has by itself; None: none does. It is in the message that opens the
-                session: for a moment the process would else answer that the store has
-                no variables.
+                has by itself; None: no other process does. The view is in the message
+                that opens the session: without it the process would answer for a moment
+                that the store has no variables.
         """
         self._served_elsewhere[process.place][:] = [] if view is None else [view]
         process.renew(self._session, ())
 
     def renew(self, session: int, close_messages: Sequence[CloseSession]) -> None:
-        """Moves all processes to another session, where each has its own store."""
+        """Moves all processes to another session, where each begins with the store that
+        it has by itself."""
         self._session = session
         for views in self._served_elsewhere:
             views.clear()
@@ -138,7 +141,7 @@ class StoreProcesses:
     async def leave(self, process: TaskSession, timeout: float) -> None:
         """Closes the session on a process, and waits for its answer.
 
-        Cancellation: it is closed without awaiting the answer.
+        Cancellation: the session is closed without waiting for the answer.
         """
         # Before `leave`, which ends that.
         was_ready = process.is_ready
@@ -152,7 +155,7 @@ class StoreProcesses:
 
 @final
 class CopiesStatus:
-    """Describes all stores of a session.
+    """Describes all stores of a session, for messages and metrics.
 
     Args:
         servers: The sessions on the servers of the stores, by store.
@@ -170,7 +173,8 @@ class CopiesStatus:
         # At the start each store gets its first backup: no news, so INFO.
         bare = len(placement.stores) * placement.replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
-        """Stores without a backup, and the log level for when they get one."""
+        """Stores without a backup, each with the log level for the message when it gets
+        one."""
 
     def log_changes(self) -> None:
         """Logs which stores got or lost a backup since the last call."""
@@ -179,8 +183,8 @@ class CopiesStatus:
                 self._log_change(store)
 
     def reason_with_process(self, number: int, reason: str) -> str:
-        """Returns why a store is lost, with the name of the process that served it if
-        that is not its own."""
+        """Returns the reason of a lost store. Adds the name of the process that served
+        the store, if that is not the one named after it."""
         store = self._placement.stores[number]
         process = self._processes[store.primary.process].name
         if not store.is_primary_known or process == self._servers[number].name:
@@ -188,7 +192,7 @@ class CopiesStatus:
         return f"its store was in the process of {process}: {reason}"
 
     def words(self) -> str:
-        """Returns the state of each store without a backup, for messages."""
+        """Describes the state of each store without a backup, for messages."""
         return "; ".join(
             f"the store of {self._servers[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"
@@ -198,7 +202,8 @@ class CopiesStatus:
 
     def statistics(self) -> dict[str, PlainTree]:
         """Returns the numbers of moves and failovers, the number of stores that are not
-        known to have a backup, and where stores are. From any thread."""
+        known to have a backup, and the process of each store. Callable from any
+        thread."""
         placement = self._placement
         counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self._replicas:
@@ -210,8 +215,9 @@ class CopiesStatus:
         return {**counts, "stores": [self._entry(store) for store in placement.stores]}
 
     async def ask_without_backup(self, timeout: float) -> int:
-        """Asks all processes whether they live, and counts the stores without two
-        living copies: a process that was killed a moment ago may not be missed yet.
+        """Asks all processes whether they live, and returns the number of stores
+        without two living copies: a process that was killed a moment ago may not be
+        missed yet.
 
         Args:
             timeout: Seconds that a process has to answer.
@@ -228,8 +234,9 @@ class CopiesStatus:
         """Returns the number of stores that are not known to have two complete copies.
 
         Args:
-            live: The indices of the processes that are known to live. One that was
-                added since is not, and may have a copy already.
+            live: The indices of the processes that are known to live. A process that
+                was added since they were asked is not among them, and may have a copy
+                already.
         """
         return sum(
             not store.is_paired
@@ -238,8 +245,8 @@ class CopiesStatus:
         )
 
     def _is_unknown(self, store: ReplicatedStore) -> bool:
-        """Returns whether it has two complete copies, and the process of one does not
-        answer."""
+        """Returns whether the store has two complete copies, and the process of one of
+        them does not answer."""
         alive = all(self._processes[copy.process].is_heard for copy in store.copies)
         return store.is_paired and not alive
 

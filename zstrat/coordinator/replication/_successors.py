@@ -1,12 +1,13 @@
-"""Chooses the orphaned copies with which a program continues. No I/O.
+"""Chooses the copies of stores with which a program continues that an earlier program
+has left. No I/O.
 
-Views of a store are made by the program that holds the session; without a program there
-are no new ones. So a copy of the newest view has all that was acknowledged. A view in
-which only an empty copy was created does not count. Law: a copy counts as complete only
-if it is a primary that continued alone, if both copies are there, or if it lost the
-other copy after the program had been lost for so long that the program cannot have
-noticed. Otherwise the store is lost, and the session with it, as a model with missing
-parts is useless.
+Views (numbers of changes of the copies) of a store are made by the program that holds
+the session; without a program there are no new ones. So a copy of the newest view has
+all changes that were acknowledged. A view in which only an empty copy was created does
+not count. Law: a copy counts as complete only if it is a primary that continued alone,
+if both copies are there, or if it lost the other copy after the program had been lost
+for so long that the program cannot have noticed. Otherwise the store is lost, and the
+session with it, as a model with missing parts is useless.
 
 Two copies that name each other are a *pair*, whatever their views: an earlier program
 may have sent a newer view to one of them. They stay a pair, so that either may be lost
@@ -36,11 +37,12 @@ _AGAIN = (
 def successors(
     name: str, session: int, reports: Mapping[int, Sequence[OrphanedCopy]], stores: int
 ) -> dict[int, Successor]:
-    """Returns how each store continues; empty if nothing is left under the name.
+    """Returns the copies with which each store continues, by number of the store; empty
+    if nothing is left under the name.
 
     Args:
         name: The name of the session.
-        session: Its number now, which no program had before.
+        session: The number of the session now, which no program had before.
         reports: The copies, by process.
         stores: The number of stores of the cluster, numbered from 0.
 
@@ -120,8 +122,8 @@ def _successor(
 
 
 def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
-    """Returns a primary and its backup. There is at most one such pair: the backup of
-    the first would have been promoted before."""
+    """Returns a primary and its backup, if both copies are found; else None. There is
+    at most one such pair: the backup of the first would have been promoted before."""
     for one in found:
         for other in found:
             copies = one.copy, other.copy
@@ -134,12 +136,13 @@ def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
 
 
 def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
-    """Returns the primary that is alone. It does not have the newest view if the
-    program was lost when a process had created an empty copy, and before the primary
-    was asked to fill that.
+    """Returns the newest primary that continued alone, as a list; [] if there is none.
+    Such a primary does not have the newest view if the program was lost after a process
+    had created an empty copy, and before the primary was asked to fill that copy.
 
     A primary without any view is complete if it has variables: other copies are copied
-    from it, and it gets a view before that. If it has none, its process was restarted.
+    from it, and it gets a view before that. If it has no variables, its process was
+    restarted.
     """
     alone = [
         each

@@ -1,4 +1,5 @@
-"""Rounds: decides which contributions of steps become one update, and orders it."""
+"""Rounds of synchronous training: decides which gradients, contributed by steps, are
+combined into one update of an optimizer, and orders that update."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`OptimizerRounds`: decides which contributions are the members of a round, and when
-it closes. Without clock or socket.
+"""`OptimizerRounds`: decides which contributions (gradients of steps) are the members
+of a round, which becomes one update, and when the round closes. Without clock or
+socket.
 
 The law of this file: a contribution that was accepted is a member of exactly one round,
 or is counted as dropped. Only here is it decided which; the parameter servers are given
@@ -13,8 +14,8 @@ While a round is closing, contributions are to the next one.
 
 `RoundStatistics` measures how many rounds are closed, and for which workers they wait.
 A round that is closed with the contributions of several workers has waited for the last
-one: since the contribution before it, all others were there. The sum of these seconds
-is what the same rounds would have saved with one backup worker more.
+one: since the contribution before it, all others had contributed. The sum of these
+seconds is what the same rounds would have saved with one backup worker more.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
 
 
 RECENT_ROUNDS: Final = 64
-"""Rounds from which it is derived who holds rounds up now."""
+"""Number of latest rounds from which metrics derive the workers that hold rounds up
+now."""
 
 
 class _Wait(NamedTuple):
     """Number of rounds that waited for one worker alone, the last to contribute, and
-    the seconds of all these waits."""
+    the sum of these waits in seconds."""
 
     rounds: int = 0
     seconds: float = 0.0
@@ -54,33 +56,34 @@ _Waits = dict[int, _Wait]  # by worker
 @final
 @dataclass(slots=True)
 class RoundStatistics:
-    """Counts of the rounds of one optimizer, and their waiting times. Workers are known
-    by their place."""
+    """Counts of the rounds of one optimizer, and their waiting times. Workers are given
+    by place (index in the session)."""
 
     closed: int = 0
-    """Rounds that all servers have applied."""
+    """Number of rounds that all servers have applied."""
     late: Counter[int] = field(default_factory=Counter)
-    """By worker: contributions to a round that was closed already."""
+    """Number of contributions to a round that was already closed, by worker."""
     dropped: Counter[int] = field(default_factory=Counter)
-    """By worker: those of them without effect."""
+    """Number of late contributions that were dropped without effect, by worker."""
     _waits: _Waits = field(default_factory=dict)
     _rate: Throughput = field(default_factory=Throughput)
     _recent: deque[tuple[float, _Waits]] = field(
         default_factory=lambda: deque(maxlen=RECENT_ROUNDS + 1)
     )
-    """When rounds were applied, and for whom each of them waited."""
+    """The last rounds: when each was applied, and for which workers it waited."""
     _closing: _Waits = field(default_factory=dict)
-    """Of the round that is being closed; {} if only one contribution is a member."""
+    """The waits of the round that is being closed; {} if only one contribution is a
+    member."""
 
     def contributed_late(self, worker: int, *, is_dropped: bool) -> None:
-        """Counts a contribution to a round that was closed already."""
+        """Counts a contribution to a round that was already closed."""
         self.late[worker] += 1
         if is_dropped:
             self.dropped[worker] += 1
 
     def closing(self, contributed: Iterable[tuple[float, int]]) -> None:
-        """Notes the members of the round that is being closed: when they contributed,
-        and which worker did."""
+        """Notes the members of the round that is being closed: time and worker of
+        each."""
         in_order = sorted(contributed)
         self._closing = {}
         if len(in_order) > 1:
@@ -98,8 +101,8 @@ class RoundStatistics:
         self._recent.append((now, self._closing))
 
     def metrics(self, now: float, most: int | None = None) -> dict[str, PlainTree]:
-        """Returns the numbers as plain data, workers by name: at most ``most``, those
-        with the largest ones."""
+        """Returns the counts as plain data, by name of the worker: at most ``most``
+        workers, those with the largest numbers."""
         (first, _), *others = tuple(self._recent) or ((now, {}),)
         waits: _Waits = {}
         for _, each in others:
@@ -136,14 +139,15 @@ def _plain(waits: _Waits, most: int | None) -> dict[str, PlainTree]:
 
 
 _NAMED: Final = 64
-"""Members of a round that its errors name at most."""
+"""The most members of a round that its errors name."""
 
 FORMER: Final = -1
-"""Stands for the workers of the program before, of which nothing is known."""
+"""Place that is used for workers of the program before this one, of which nothing is
+known."""
 
 
 class Contributed(NamedTuple):
-    """A contribution: its worker, the time of its report, the member that servers know,
+    """A contribution: the worker, the time of its report, the member that servers know,
     and whether it came after its round was closed."""
 
     worker: int
@@ -154,8 +158,8 @@ class Contributed(NamedTuple):
 
 class RestoredRounds(NamedTuple):
     """The number of the open round in a checkpoint. A restore may continue with a later
-    one instead, a multiple of ``cycle`` away: numbers of rounds that were closed since
-    are not used again."""
+    number instead, a multiple of ``cycle`` away: numbers of rounds that were closed
+    since are not used again."""
 
     number: int
     cycle: int
@@ -163,12 +167,12 @@ class RestoredRounds(NamedTuple):
 
 @dataclass(slots=True)
 class ClosingRound:
-    """A round that is to be closed."""
+    """A round that is being closed, with the order to servers."""
 
     order: RoundOrder
     operands: Sequence[np.ndarray] | None
-    """What the optimizer computes from all gradients; None: it is not known yet, and no
-    server has the order."""
+    """Values that the optimizer computes from all gradients; None: they are not known
+    yet, and no server has the order."""
     sources: str
     """The members and their workers, for errors."""
 
@@ -176,31 +180,36 @@ class ClosingRound:
 @final
 @dataclass(slots=True)
 class OptimizerRounds:
-    """The rounds of one optimizer. Workers are known by their place."""
+    """The rounds of one optimizer. Workers are given by place (index in the
+    session)."""
 
     optimizer: int
     name: str
     policy: Rounds
     number: int = 0
-    """The open round: how many were closed."""
+    """Number of the open round, which is how many were closed before."""
     is_closing: bool = False
     """Whether the round before the open one is being applied."""
     is_left_open: bool = False
-    """Whether the coordinator before has left a round open, which is closed with what
-    it has: a worker may wait for it whose contribution was not reported here."""
+    """Whether the coordinator before this one has left a round open. That round is
+    closed with the contributions it has: a worker may wait for it whose contribution
+    was not reported here."""
     coupled: bool = False
-    """Whether the optimizer computes operands from all gradients of a round."""
+    """Whether the optimizer computes values (a global norm) from all gradients of a
+    round."""
     statistics: RoundStatistics = field(default_factory=RoundStatistics)
     _members: dict[int, Contributed] = field(default_factory=dict)
     """Contributions to the open round, by step."""
     _inherited: Sequence[StepContribution] = ()
-    """What the program before has contributed to the open round. Servers can use them
-    when a step has bound the optimizer, so they count with the first contribution."""
+    """Contributions of the program before this one to the open round. Servers can use
+    them when a step has bound the optimizer, so they count from the first contribution
+    of this program on."""
     _enough_at: float | None = None
-    """When the open round could do without the others."""
+    """Time from which the open round has enough contributions to close after the grace;
+    None if it has too few."""
 
     def contributed(self, worker: int, given: StepContribution, now: float) -> None:
-        """Takes a contribution that all servers have."""
+        """Adds a contribution that all servers have to the open round."""
         inherited, self._inherited = self._inherited, ()
         for each in inherited:
             self._take(FORMER, each, now)
@@ -221,18 +230,19 @@ class OptimizerRounds:
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose contributions wait."""
+        """The steps whose contributions wait for the round to be closed."""
         return list(self._members)
 
     def is_open_below(self, step: int) -> bool:
-        """Returns whether a contribution of a step below ``step`` waits. From any
-        thread."""
+        """Returns whether a contribution of a step below ``step`` waits. Callable from
+        any thread."""
         return any(each < step for each in self.steps)
 
     @property
     def _on_time(self) -> list[Contributed]:
-        """The contributions for the open round itself. Late ones are members besides:
-        if they took the place of others, those would be late, too, from then on."""
+        """The contributions made for the open round itself. Late ones, made for an
+        earlier round, are members in addition: if they counted instead of contributions
+        that are on time, those would be late from then on."""
         return [each for each in self._members.values() if not each.is_late]
 
     @property
@@ -241,17 +251,19 @@ class OptimizerRounds:
         return {each.worker for each in self._on_time}
 
     def size(self, there: int) -> int:
-        """Returns the number of contributions that a round waits for, of ``there``
-        workers."""
+        """Returns the number of contributions for which a round waits, if ``there``
+        workers are present."""
         return self.policy.workers or there
 
     def enough(self, there: int) -> int:
-        """Returns the number of contributions that a round needs."""
+        """Returns the least number of contributions with which a round can close, if
+        ``there`` workers are present."""
         return max(1, self.size(there) - self.policy.backup)
 
     def due(self, there: int, now: float, *, is_awaited: bool = False) -> float | None:
-        """Returns when the open round is to be closed; None: it waits for more
-        contributions. ``is_awaited``: it does not, as a call waits for it."""
+        """Returns the time at which the open round is to be closed; None: the round
+        waits for more contributions. With ``is_awaited`` it does not wait for more, as
+        a call of the user waits for the round."""
         count = len(self._on_time)
         if not self.is_closing and (self.is_left_open or is_awaited):
             return now
@@ -267,7 +279,8 @@ class OptimizerRounds:
         return self._enough_at + self.policy.grace
 
     def close(self) -> ClosingRound:
-        """Closes the open round with the contributions that there are."""
+        """Closes the open round with the contributions that it has, and opens the
+        next."""
         assert not self.is_closing, self.name
         found = list(self._members.values())
         self.statistics.closing((each.at, each.worker) for each in self._on_time)
@@ -288,8 +301,8 @@ class OptimizerRounds:
         self.statistics.applied(now)
 
     def order_to_drop(self, restored: RestoredRounds | None) -> RoundOrder | None:
-        """Returns the order to close the open round without what waits, and to
-        continue from one that is restored; None: there is nothing to do."""
+        """Returns the order to close the open round without the contributions that
+        wait, and to continue from a restored round; None: there is nothing to do."""
         last, waits = self.number, bool(self._members or self._inherited)
         if restored is not None:
             # Not the next one, which a worker may have begun.
@@ -301,15 +314,15 @@ class OptimizerRounds:
         return RoundOrder(self.optimizer, last, int(self.policy.rule), [])
 
     def begin(self, number: int, inherited: Sequence[StepContribution] = ()) -> None:
-        """Continues with this round, and with nothing but what the program before has
-        contributed to it."""
+        """Opens the round ``number``, with only the contributions that the program
+        before this one has made to it."""
         self.number, self._inherited = number, inherited
         self._members, self._enough_at, self.is_closing = {}, None, False
 
     def metrics(
         self, there: int, now: float, most: int | None = None
     ) -> dict[str, PlainTree]:
-        """Returns the numbers of the rounds with ``there`` workers, for
+        """Returns the counts of the rounds, if ``there`` workers are present, for
         `ClusterCoordinator.metrics`; see `RoundStatistics.metrics` for ``most``."""
         return {
             "workers": self.size(there),
@@ -326,13 +339,15 @@ class SessionRounds:
     def __init__(self) -> None:
         self._rounds: dict[int, OptimizerRounds] = {}
         self.flush_below = 0
-        """Once no closure is left, rounds with contributions of steps below this are
-        closed with what they have: a call waits for them. Any thread raises it."""
+        """A step number: once no closure is left, rounds with contributions of earlier
+        steps are closed with the contributions they have, as a call waits for them. Any
+        thread may increase it."""
         self.inherited: Mapping[int, HeldRounds] = {}
-        """What the program before has left, by number of the optimizer."""
+        """Rounds that the program before this one has left, by number of the
+        optimizer."""
 
     def __bool__(self) -> bool:
-        """Whether an optimizer has rounds."""
+        """Whether any optimizer has rounds."""
         return bool(self._rounds)
 
     def __iter__(self) -> Iterator[OptimizerRounds]:
@@ -343,7 +358,8 @@ class SessionRounds:
         """Checks that an optimizer may be created without rounds.
 
         Raises:
-            AlreadyExistsError: The program before has left contributions to its rounds.
+            AlreadyExistsError: The program before has left contributions to the
+                optimizer's rounds.
         """
         left = self.inherited.get(optimizer)
         if left is not None and left.contributions:
@@ -353,20 +369,21 @@ class SessionRounds:
             )
 
     def add(self, optimizer: int, name: str, policy: Rounds) -> None:
-        """Adds an optimizer that was created on the servers."""
+        """Adds the rounds of an optimizer that was created on the servers."""
         rounds = OptimizerRounds(optimizer, name, policy)
         self._rounds[optimizer] = rounds
         if (left := self.inherited.get(optimizer)) is not None:
             rounds.begin(left.closed.number + 1, left.contributions)
 
     def remove(self, optimizer: int) -> None:
-        """Removes an optimizer that has no handle, if it is there."""
+        """Removes an optimizer that no longer has a handle, if it has rounds."""
         self._rounds.pop(optimizer, None)
 
     def orders_to_drop(
         self, restored: Mapping[int, RestoredRounds]
     ) -> list[RoundOrder]:
-        """Returns the orders to close open rounds without what waits for them."""
+        """Returns the orders to close all open rounds without the contributions that
+        wait."""
         orders = [
             RoundOrder(optimizer, left.closed.number + 1, 0, [])
             for optimizer, left in self.inherited.items()
@@ -376,7 +393,7 @@ class SessionRounds:
         return [*orders, *[order for order in more if order is not None]]
 
     def dropped(self, order: RoundOrder) -> None:
-        """Notes that all servers have dropped what waited."""
+        """Notes that all servers have dropped the contributions that waited."""
         # Also for an optimizer that is created later: it continues after the dropped
         # round.
         left = HeldRounds(order, [], ())
@@ -385,7 +402,7 @@ class SessionRounds:
             self._rounds[order.optimizer].begin(order.number + 1)
 
     def restart(self) -> None:
-        """Begins again on servers that are empty."""
+        """Begins again at round 0, on servers that are empty."""
         self.inherited = {}
         for each in self:
             each.begin(0)
@@ -396,12 +413,12 @@ class SessionRounds:
 
     def is_open_below(self, step: int) -> bool:
         """Returns whether a contribution of a step below ``step`` waits, or a round is
-        being applied. From any thread."""
+        being applied. Callable from any thread."""
         return any(each.is_closing or each.is_open_below(step) for each in self)
 
     @property
     def waiting(self) -> int:
-        """Number of ended steps of which a contribution waits."""
+        """Number of ended steps with a contribution that waits for a round."""
         return len({step for each in self for step in each.steps})
 
     @property
@@ -412,8 +429,9 @@ class SessionRounds:
     def metrics(
         self, there: int, now: float, most: int | None = None
     ) -> dict[str, PlainTree]:
-        """Returns the numbers of all rounds with ``there`` workers, by name of the
-        optimizer; the second one of a name has its number behind it."""
+        """Returns the counts of all rounds, if ``there`` workers are present, by name
+        of the optimizer. If two optimizers have the same name, that of the second one
+        ends in its number."""
         metrics: dict[str, PlainTree] = {}
         for each in self:
             taken = each.name in metrics
@@ -432,19 +450,20 @@ def sources_of(members: Iterable[tuple[int, int]]) -> str:
 
 
 def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, HeldRounds]:
-    """Decides what a program continues that others have left on its servers.
+    """Decides which rounds a program continues that others have left on its servers.
 
-    A contribution that every server has is one to the open round. One that only some
-    have is of a step that was under way, and has no effect. The order to close a round
-    may have reached some servers only: the others get it with the same members. So each
-    contribution is in one round, on all servers, or in none.
+    A contribution that every server has belongs to the open round. A contribution that
+    only some have is of a step that was under way, and has no effect. The order to
+    close a round may have reached some servers only: the others get it with the same
+    members. So each contribution is in one round, on all servers, or in none.
 
     Args:
-        held: For each server the rounds that it has, by number of the optimizer.
+        held: For each server its rounds, by number of the optimizer.
 
     Returns:
-        By number of the optimizer the round that all servers have to close if they have
-        not, and the contributions to the next one, in the order of their steps.
+        By number of the optimizer: the round that all servers have to close if they
+            have not, and the contributions to the next one, in the order of their
+            steps.
     """
     decided: dict[int, HeldRounds] = {}
     for optimizer in sorted({number for each in held for number in each}):
@@ -460,8 +479,8 @@ def inherited_rounds(held: Sequence[Mapping[int, HeldRounds]]) -> dict[int, Held
 
 
 def first_free_step(held: Sequence[Mapping[int, HeldRounds]]) -> int:
-    """Returns the first step number above those of all contributions, the least that
-    the next program may use."""
+    """Returns a step number above those of all contributions: the least that the next
+    program may use."""
     taken = [
         given.step
         for each in held

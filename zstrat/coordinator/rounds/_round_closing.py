@@ -1,11 +1,11 @@
 """`RoundClosing`: closes the rounds of all optimizers on the parameter servers. On the
 loop.
 
-`OptimizerRounds` decides; this shell sends what it decides to all servers, one round of
-an optimizer after the other, and watches the clock. Where an optimizer computes
-something from all gradients (a global norm), a worker computes it first, from the
-merged gradients. The law of this file: a round is closed with the members that were
-decided first, however often that has to be repeated.
+`OptimizerRounds` decides; this shell sends its orders to all servers, one round of an
+optimizer after the other, and watches the clock. Where an optimizer computes something
+from all gradients (a global norm), a worker computes it first, from the merged
+gradients. The law of this file: a round is closed with the members that were decided
+first, however often the order has to be repeated.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 PAUSE: Final = 0.05
-"""Seconds until an order to close a round that has failed is sent again."""
+"""Seconds after which an order to close a round that has failed is sent again."""
 
 
 class CoordinatorParts(NamedTuple):
-    """The parts of a coordinator that rounds use. ``channels`` are by place of the
-    worker."""
+    """The parts of a coordinator that rounds use. ``channels`` are by place (index) of
+    the worker."""
 
     engine: ClosureEngine
     members: Members
@@ -69,8 +69,8 @@ class RoundClosing:
     """The rounds of one session.
 
     Args:
-        client: Of the parameter servers.
-        timeout: Seconds that a round waits for workers that are not there.
+        client: The client of the parameter servers.
+        timeout: Seconds that a round waits for workers that are not connected.
     """
 
     def __init__(self, client: PsClient, timeout: float) -> None:
@@ -79,34 +79,37 @@ class RoundClosing:
         self.first_step = 1
         """The first step number that this program may use."""
         self._codes: dict[int, Code] = {}
-        """What was created on the servers, by optimizer."""
+        """The pickled optimizer, as it was created on the servers, by number of the
+        optimizer."""
         self._coordinator: CoordinatorParts | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._failed: list[tuple[OptimizerRounds, ClosingRound]] = []
-        """Rounds whose order a lost server may not have. They are closed again when all
-        servers are back,"""
+        """Rounds whose order a lost server may not have received. They are closed again
+        when all servers are back."""
         self._again_at = 0.0
-        """and not before this time."""
+        """Loop time before which failed rounds are not closed again."""
         self._error: UnavailableError | None = None
-        """Why a round can never be closed: servers may differ."""
+        """Why a round can never be closed, as servers may differ; None if all can."""
         self._news = asyncio.Event()
-        """Set by the next look, which replaces it."""
+        """An event that the next call of `look` sets, and replaces by another."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_held = False
         self._short_since: float | None = None
-        """Since when there are too few workers for a round."""
+        """Time since which there are too few workers for a round; None while there are
+        enough."""
         self._warned: set[int] = set()
-        """Optimizers with smaller rounds than there are workers."""
+        """Optimizers with smaller rounds than there are workers, for which a warning
+        was logged."""
 
     async def inherit(self, deadline: float) -> None:
-        """Takes over the rounds that the program before has left, when all servers are
-        in this session.
+        """Takes over the rounds that the program before this one has left, when all
+        servers are in this session.
 
         Raises:
-            UnavailableError: One server has lost what others have applied.
+            UnavailableError: A server has lost updates that others have applied.
             ZstratError: As `PsClient.close_round`.
 
-        Cancellation: another program may take them over.
+        Cancellation: another program may take the rounds over.
         """
         held = await self._client.held_rounds(deadline)
         self.first_step = first_free_step(held)
@@ -124,19 +127,19 @@ class RoundClosing:
                 raise _unclosed(order, optimizer, effect, error, sources) from error
 
     def add(self, optimizer: int, name: str, policy: Rounds, code: Code) -> None:
-        """Adds an optimizer that was created on the servers."""
+        """Adds the rounds of an optimizer that was created on the servers."""
         self.rounds.add(optimizer, name, policy)
         self._codes[optimizer] = code
         if self._coordinator is not None:
             self._coordinator.members.pace()
 
     def remove(self, optimizer: int) -> None:
-        """Removes an optimizer that has no handle, if it is there."""
+        """Removes an optimizer that no longer has a handle, if it has rounds."""
         self.rounds.remove(optimizer)
         self._codes.pop(optimizer, None)
 
     def attach(self, coordinator: CoordinatorParts) -> None:
-        """Uses the session's new coordinator."""
+        """Sets the session's new coordinator, whose workers rounds use."""
         if self._coordinator is not None:
             for rounds in self.rounds:
                 rounds.is_left_open = True
@@ -147,7 +150,8 @@ class RoundClosing:
     def contributed(
         self, worker: int, contributions: Sequence[StepContribution], now: float
     ) -> None:
-        """Takes contributions of steps that have ended on a worker."""
+        """Adds the contributions of steps that have ended on a worker to their
+        rounds."""
         for each in contributions:
             rounds = self.rounds.get(each.optimizer)
             if rounds is None:
@@ -201,13 +205,14 @@ class RoundClosing:
         self._set_timer(min(next_due, default=None))
 
     async def hold(self) -> None:
-        """Closes no round until `release`; waits until none is being closed.
+        """Closes no further round until `release`; waits until no round is being
+        closed.
 
         Raises:
-            UnavailableError: A server is away that may not have closed one, or never
-                can.
+            UnavailableError: A server that is away may not have closed a round, or
+                never can.
 
-        Cancellation: they are closed all the same.
+        Cancellation: the rounds that are being closed close all the same.
         """
         # First, or a round that is due could begin to close while others are awaited.
         self._is_held = True
@@ -224,21 +229,21 @@ class RoundClosing:
     async def settle(self) -> None:
         """Waits until no round is being closed.
 
-        Cancellation: they are closed all the same.
+        Cancellation: these rounds are closed all the same.
         """
         while self._closing:
             await asyncio.wait(self._closing)
 
     def release(self) -> None:
-        """Closes rounds again. Idempotent."""
+        """Ends `hold`: closes rounds again. Idempotent."""
         self._is_held = False
         self.look(asyncio.get_running_loop().time())
 
     async def drop(
         self, restored: Mapping[int, RestoredRounds] = MappingProxyType({})
     ) -> None:
-        """Drops what waits for rounds, on all servers. Only between `hold` and
-        `release`, as no round may be closed meanwhile.
+        """Drops the contributions that wait for rounds, on all servers. Call it only
+        between `hold` and `release`, as no round may be closed meanwhile.
 
         Args:
             restored: By optimizer: the rounds to continue from.
@@ -246,7 +251,7 @@ class RoundClosing:
         Raises:
             ZstratError: As `PsClient.close_round`.
 
-        Cancellation: what waits for some of the optimizers may be dropped.
+        Cancellation: the contributions to some of the optimizers may be dropped.
         """
         # Contributions of steps below this are dropped on the servers.
         over = self.first_step
@@ -316,8 +321,9 @@ class RoundClosing:
             rounds.closed(loop.time())
 
     async def _operands(self, order: RoundOrder) -> Sequence[np.ndarray]:
-        """Has a worker compute what the optimizer needs of all merged gradients. Any
-        worker can; waits for one if there is none, as closures do (`Dispatcher`)."""
+        """Makes a worker compute the values that the optimizer needs from all merged
+        gradients. Any worker can; waits for one if there is none, as closures do
+        (`Dispatcher`)."""
         assert self._coordinator is not None
         code = self._codes[order.optimizer]
         while True:
@@ -368,8 +374,8 @@ class RoundClosing:
             )
 
     def _check_workers(self, there: Sequence[int], now: float) -> list[float]:
-        """Fails if there have been too few workers for a round for too long; returns
-        when that will be."""
+        """Fails the run if there have been too few workers for a round for too long.
+        Returns the loop time at which that will be so; [] if there are enough."""
         coordinator = self._coordinator
         assert coordinator is not None
         # Without any worker closures wait for one longer (`Dispatcher`).

@@ -1,12 +1,12 @@
-"""A fleet: the tasks of one run on the machines of an engine, which are restarted when
-they fail and end together.
+"""A fleet: the tasks of one run on the machines of an engine (such as ssh, Slurm, Ray),
+which are restarted when they fail and end together.
 
 All fleets have in common: an assignment of tasks to hosts, new keys for each run, a log
 for each task, a start that succeeds for all tasks or fails, restarts at the same
-address (at most a number within a window), and an end with the workers first.
-`FleetState` decides all this without I/O; `Fleet` carries it out on one thread. An
-`Engine` only starts the process of a task, reports its address and its end, and ends
-it.
+address (at most a number within a period of time), and an end with the workers first.
+`FleetState` decides all this without I/O; `Fleet` carries its decisions out on one
+thread. An `Engine` only starts the process of a task, reports its address and its end,
+and ends it.
 
 To write an engine:
 
@@ -20,8 +20,8 @@ To write an engine:
   object that ends the process: ``drain()`` (finish the accepted requests, then end) and
   ``kill()``. Both return at once, also when the process has ended already.
 - Call ``events.bound(address)`` once the task serves, with the address at which others
-  reach it, and ``events.ended(TaskEnd(...))`` exactly once, whatever happened, also
-  after ``kill``. Both may be called from any thread, and never block.
+  reach the task, and ``events.ended(TaskEnd(...))`` exactly once, whatever happened,
+  also after ``kill``. Both may be called from any thread, and never block.
 - ``launch`` has the task, its host as the engine names it, the keys of its role as file
   name -> text, variables, and its last address (``bind``), "" the first time. An engine
   that cannot use the same address reports another one, which ``fleet.resolver`` returns

@@ -41,7 +41,8 @@ def host_of(address: str) -> str:
 
 @final
 class _DaskTask:
-    """One actor, and the thread that waits for its results."""
+    """One task: an actor in a Dask worker, and the thread that waits for the actor's
+    results."""
 
     def __init__(
         self, engine: DaskEngine, launch: TaskLaunch, events: TaskEvents
@@ -108,7 +109,7 @@ class DaskEngine:
         self._client = client
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        """Number of tasks that each Dask worker received."""
+        """Number of tasks that were given to each Dask worker."""
         self._hosts: dict[str, str] = {}
         """The last host of each task."""
 
@@ -137,8 +138,8 @@ class DaskEngine:
         )
 
     def _launch_on(self, host: str, launch: TaskLaunch) -> TaskLaunch:
-        """Adapts the launch to its host: on another host than planned the task is
-        counted with the tasks of its job there."""
+        """Adapts the launch of a task to its host: on another host than planned, counts
+        the task with the tasks of its job there."""
         task = launch.task
         with self._lock:
             self._hosts[task.name] = host
@@ -226,7 +227,7 @@ def _tasks(workers: Iterable[str], num_ps: int, num_workers: int) -> list[FleetT
     """Assigns the tasks round robin to the machines of the Dask workers.
 
     Raises:
-        UnavailableError: There is no worker.
+        UnavailableError: There is no Dask worker.
     """
     hosts = [host_of(worker) for worker in workers]
     if not hosts:

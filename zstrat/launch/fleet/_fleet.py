@@ -1,7 +1,7 @@
 """Carries out the decisions of `FleetState` on one thread.
 
 The thread lives as long as the tasks: for the kernel, the end of the thread that
-started a child is the death of its parent, for which it kills the child.
+started a child is the death of its parent, for which the kernel kills the child.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.launch")
 
 Event = Callable[[float], "Iterable[FleetOrder]"]
-"""Reports an event to the state, with the time; returns the orders of the state."""
+"""An event: reports itself to the `FleetState` at a time, and returns the orders that
+follow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,12 +125,13 @@ class FleetThread:
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Queues an event, from any thread; never blocks. The queue is bounded: each
-        attempt has two events, and calls of the program wait for their effect."""
+        """Queues an event for the thread. Never blocks; callable from any thread. The
+        queue is bounded: each attempt has two events, and calls of the program wait for
+        their effect."""
         self._events.put(event)
 
     def end(self) -> None:
-        """Ends all tasks, then the thread, and waits for that."""
+        """Ends all tasks, then the thread, and waits for the end of the thread."""
         self.put(self.state.stop)
         self._thread.join()
         if self.over.is_there:  # otherwise Ctrl-C prevented the start of the thread
@@ -328,7 +330,7 @@ class Fleet(StartedTasks[FleetTask]):
         self._thread.kill(self._task(task).name)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until all tasks have ended for good; False after ``timeout``
+        """Waits until all tasks have ended for good; returns False after ``timeout``
         seconds."""
         if not self._thread.over.wait(timeout):
             return False

@@ -8,9 +8,9 @@ drains when standard input closes, or when no heartbeat arrives for long, as on 
 that is cut off from the network.
 
 Engines with actors (Ray, Dask) make a `TaskHost` in an actor on the machine of the
-task. It starts the daemon as a process of its own, independent of the libraries that
-the process of the actor has loaded, and talks to it in the same way. The daemon ends
-with the process of the actor.
+task. The `TaskHost` starts the daemon as a separate process, independent of the
+libraries that the process of the actor has loaded, and talks to it in the same way. The
+daemon ends with the process of the actor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST_LINE: Final = 2**16
-"""Bytes of one line from the daemon; longer output of a shell before it is split."""
+"""The most bytes of one line from the daemon, or of output of a shell before that
+line."""
 
 BEATS: Final = 10
 """Number of heartbeats to a daemon within the launcher's timeout."""
@@ -80,7 +81,8 @@ class Piped(ABC):
         return {}
 
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
-        """Returns the meaning of an exit code of the command, with a remedy."""
+        """Returns what an exit code of the command means, with a remedy; "" if
+        unknown."""
         return ""
 
     def turn(self, task: FleetTask) -> AbstractContextManager[object]:
@@ -101,7 +103,7 @@ class Piped(ABC):
 
     @final
     def close(self) -> None:
-        """Does nothing: every process was waited for."""
+        """Does nothing: the fleet has waited for every process."""
         return
 
 
@@ -154,11 +156,11 @@ class TaskHost:
         self._over.set_result(end)
 
     async def address(self) -> str:
-        """Waits for the address of the task; "" if it ended before it served."""
+        """Waits for the address of the task; "" if the task ended before it served."""
         return await asyncio.wrap_future(self._bound)
 
     async def over(self) -> TaskEnd:
-        """Waits for the end of the task."""
+        """Waits for the end of the task, and describes that."""
         return await asyncio.wrap_future(self._over)
 
     async def drain(self) -> None:
@@ -171,8 +173,9 @@ class TaskHost:
 
 
 class _Conversation:
-    """One process, and the thread that starts it and reads its answers. The thread
-    lives until the process ends: for the kernel it is the parent."""
+    """The process of one task, and the thread that starts the process and reads its
+    answers. The thread lives until the process ends: for the kernel it is the
+    parent."""
 
     def __init__(
         self, engine: Piped, launch: TaskLaunch, events: TaskEvents, command: list[str]
@@ -180,7 +183,8 @@ class _Conversation:
         self._engine, self._launch, self._events = engine, launch, events
         self._command = command
         self._lock = threading.Lock()
-        """Guards the next two, which `drain` and `kill` use from other threads."""
+        """Guards ``_process`` and ``_is_ending``, which `drain` and `kill` use from
+        other threads."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = self._has_served = False
         self._over = threading.Event()
@@ -231,8 +235,8 @@ class _Conversation:
         return self._ended(process)
 
     def _read_or_kill(self, read: Callable[[], T]) -> T | None:
-        """Calls ``read``; kills the process and returns None if an answer is
-        invalid."""
+        """Calls ``read``, which reads an answer of the daemon; kills the process and
+        returns None if the answer is invalid."""
         try:
             return read()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -262,7 +266,8 @@ class _Conversation:
     def _set_up(
         self, process: subprocess.Popen[bytes], greeting: Mapping[str, object]
     ) -> None:
-        """Checks the versions, sends keys and variables, and waits for the address."""
+        """Checks the versions of the daemon, sends keys and variables to it, and waits
+        for its address."""
         # Before the keys are sent: a daemon that is not used does not get them.
         self._mistake = _mismatch(self._where(), greeting)
         if self._mistake is not None:
@@ -290,8 +295,8 @@ class _Conversation:
             self._events.bound(host_and_port(self._engine.host(launch.task), port))
 
     def _send_heartbeats(self) -> None:
-        """Sends heartbeats until the process has ended or is ending. A thread of its
-        own, as the program may be busy."""
+        """Sends heartbeats until the process has ended or is ending. Runs on a separate
+        thread, as the program may be busy."""
         assert self._process is not None
         stdin = _stream(self._process.stdin)
         while not self._over.wait(self._launch.launcher_timeout / BEATS):
@@ -349,8 +354,9 @@ def _read_answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
 
 
 def _bind(host: str, before: str) -> str:
-    """Returns the address to bind: all interfaces of the host, on which ``host`` may
-    not be a local address or may mean loopback. Loopback stays loopback."""
+    """Returns the address that the daemon binds: all interfaces of the host, on which
+    ``host`` may not be a local address or may mean loopback. Loopback stays loopback.
+    ``before`` has the port."""
     port = before.rpartition(":")[2]
     with contextlib.suppress(ValueError):  # a name, not an IP address
         if ipaddress.ip_address(host).is_loopback:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.launch")
 
 SETTLING: Final = 2.0
-"""Seconds to wait for the resources of each worker above the minimum; Ray assigns what
-it has within a fraction of that."""
+"""Seconds to wait for the resources of each worker above the minimum; Ray assigns the
+resources that it has within a fraction of that."""
 
 Resources = dict[str, float]
 """Resources of Ray: "CPU", "GPU", "memory" in bytes, and custom names."""
@@ -59,8 +59,8 @@ class RayHost(TaskHost):
 
 
 def _with_gpus(launch: TaskLaunch, gpus: Sequence[str]) -> TaskLaunch:
-    """Adds the GPUs that Ray assigned to the actor, and its share of the cores, which
-    Ray does not divide."""
+    """Adds the GPUs that Ray assigned to the actor to the variables of the launch, and
+    the actor's share of the cores, which Ray does not divide."""
     env = {GPUS_VARIABLE: ",".join(gpus), "NPROC": str(share(launch.on_host))}
     # One task on its host as far as the daemon is concerned: it must not divide the
     # GPUs of its actor once more.
@@ -79,9 +79,9 @@ class _RayTask:
     def __init__(self, ray: Any, actor: Any, events: TaskEvents) -> None:
         self._ray, self._events = ray, events
         self._actor: Any = actor
-        """None once the task has ended: Ray ends an actor without references, which
-        frees its resources. (A callback, which runs on a thread of Ray, must not kill
-        it.)"""
+        """The actor; None once the task has ended: Ray ends an actor without
+        references, which frees its resources. (A callback, which runs on a thread of
+        Ray, must not kill the actor.)"""
         # Both are asked at once and answered when it is so far; they run side by side,
         # as the methods of the actor are coroutines.
         actor.address.remote().future().add_done_callback(self._bound)

@@ -76,11 +76,13 @@ class SshHost:
     gpus: tuple[str, ...] | None = None
 
     def own(self, job: str) -> int:
-        """Returns the configured number of tasks of a job, -1 if there is none."""
+        """Returns the number of tasks of a job that is configured for this host; -1 if
+        none is."""
         return self.ps if job == "ps" else self.workers
 
     def port_range(self) -> range:
-        """Parses the ports of its tasks; empty if they use free ports.
+        """Parses the range of ports for tasks of this host; empty if they use free
+        ports.
 
         Raises:
             ValueError: ``ports`` has another form.
@@ -110,7 +112,8 @@ class SshHost:
 
 @dataclass(frozen=True, slots=True)
 class SshHosts:
-    """Hosts and the numbers of tasks in their file, None if it has none."""
+    """The hosts, and the total numbers of tasks (``ps``, ``workers``) if their file has
+    them, else None."""
 
     hosts: tuple[SshHost, ...]
     ps: int | None = None
@@ -118,7 +121,8 @@ class SshHosts:
 
     def tasks(self, num_ps: int | None, num_workers: int | None) -> list[FleetTask]:
         """Assigns tasks to hosts. Hosts with a configured number of tasks get that
-        number; the rest is assigned round robin to the others, ps before workers.
+        number; the other tasks are assigned round robin to the other hosts, ps before
+        workers.
 
         Raises:
             ValueError: A number of tasks is missing, no host accepts a job, or a host
@@ -294,7 +298,8 @@ def _is_address(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether the address means the own host on every host."""
+    """Returns whether the address is a loopback address, which on every host means that
+    host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -319,8 +324,8 @@ CONFIG_TIMEOUT: Final = 30.0
 """Seconds for `ssh -G` to print its configuration, which may run programs."""
 
 AT_A_TIME: Final = 6
-"""Number of clients that connect to one host at the same time: from ten unauthenticated
-connections on, an ssh server refuses some (MaxStartups)."""
+"""Number of ssh clients that connect to one host at the same time: from ten
+unauthenticated connections on, an ssh server refuses some (MaxStartups)."""
 
 _OPTIONS: Final = (
     "BatchMode=yes",
@@ -328,12 +333,13 @@ _OPTIONS: Final = (
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
 )
-"""After the user's options, which take precedence, as ssh uses the first value."""
+"""Options for ssh, given after the user's options, which take precedence, as ssh uses
+the first value."""
 
 
 @final
 class SshEngine(Piped):
-    """Runs each daemon with an ssh client of its own.
+    """Runs each daemon with its own ssh client.
 
     Raises:
         UnavailableError: The program ``ssh`` is missing or does not answer.

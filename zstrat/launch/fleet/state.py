@@ -43,8 +43,8 @@ LOG_TAIL: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class FleetTask:
-    """A task and the place where it runs: ``where`` is a name that the engine knows,
-    such as a host; ``port`` is the port it listens on, 0 for a free one."""
+    """A task and where it runs: ``where`` is a name that the engine knows, such as a
+    host; ``port`` is the port on which the task listens, 0 for a free one."""
 
     job: str
     index: int
@@ -68,7 +68,7 @@ def assign(num_ps: int, num_workers: int, hosts: Iterable[str]) -> list[FleetTas
 
 @dataclass(frozen=True, slots=True)
 class TaskLaunch:
-    """Everything that an engine needs to start a task.
+    """All data that an engine needs to start a task.
 
     Args:
         bind: The last address of the task, "" the first time.
@@ -76,7 +76,7 @@ class TaskLaunch:
             all public keys.
         env: Environment variables of the task.
         on_host: Number of tasks of its job on its host, which share cores and GPUs.
-        rank: Its rank among them.
+        rank: The task's number among these, from 0.
         log: The file for its output; None: standard error of this process.
         logged: Size of that file in bytes when this attempt began; the bytes before are
             of earlier attempts.
@@ -95,7 +95,7 @@ class TaskLaunch:
     launcher_timeout: float = Timeouts().launcher
 
     def log_tail(self) -> str:
-        """Reads the last 64 KiB that this attempt logged; "" without a log file."""
+        """Returns the last 64 KiB that this attempt logged; "" without a log file."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -107,10 +107,11 @@ class TaskLaunch:
 
 @dataclass(frozen=True, slots=True)
 class TaskEnd:
-    """The end of a process.
+    """How the process of a task ended.
 
     Args:
-        words: Follow the name of the task in messages: "ended with exit code 1".
+        words: Text that follows the name of the task in messages: "ended with exit code
+            1".
         code: The exit code, 0 for a task that drained; None if it is unknown.
         why: The cause and a remedy, if known.
         mistake: An error of the whole run, which a restart does not fix.
@@ -124,17 +125,19 @@ class TaskEnd:
 
 @dataclass(frozen=True, slots=True)
 class TaskEvents:
-    """Takes the events of one process, from any thread; never blocks."""
+    """Callbacks to which an engine reports the events of one process, from any thread;
+    they never block."""
 
     bound: Callable[[str], None]
-    """Call it with the address when the task serves; at most once, and before
+    """To be called with the address when the task serves; at most once, and before
     `ended`."""
     ended: Callable[[TaskEnd], None]
-    """Call it exactly once, when the process has ended."""
+    """To be called exactly once, when the process has ended."""
 
 
 class RunningTask(Protocol):
-    """Ends a process. Both methods return at once; `TaskEvents.ended` follows."""
+    """The process of a task, which these methods end. Both return at once;
+    `TaskEvents.ended` follows."""
 
     def drain(self) -> None:
         """Makes the task finish its accepted requests and end."""
@@ -162,21 +165,23 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees resources, after all processes have ended or were given up."""
+        """Frees the engine's resources, after all processes have ended or were given
+        up."""
         ...
 
 
 FIRST_PAUSE: Final = 1.0
-"""Seconds before the second restart within a window; doubles with each restart."""
+"""Seconds before the second restart of a task within the period in which restarts are
+counted (``window``); doubled with each further restart."""
 LONGEST_PAUSE: Final = 30.0
-"""Upper bound of the pause, so that a machine that came back is used soon."""
+"""The most seconds of that pause, so that a machine that came back is used soon."""
 KILL_TIMEOUT: Final = 5.0
 """Seconds within which the end of a killed task has to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartTask:
-    """Starts a task; ``bind`` is its last address, "" the first time."""
+    """An order to start a task; ``bind`` is its last address, "" the first time."""
 
     task: str
     attempt: int
@@ -195,7 +200,8 @@ class KillTask:
 
 @dataclass(frozen=True, slots=True)
 class LogTask:
-    """Logs a message about a task; ``is_failure``: it ended with an error."""
+    """An order to log a message about a task; ``is_failure``: the task ended with an
+    error."""
 
     message: str
     task: str
@@ -204,12 +210,12 @@ class LogTask:
 
 @dataclass(frozen=True, slots=True)
 class FleetReady:
-    """All tasks have served."""
+    """Reports that all tasks have served."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginFailed:
-    """The fleet could not start; its tasks are ending."""
+    """Reports that the fleet could not start; its tasks are ending."""
 
     error: ZstratError
     task: str
@@ -217,7 +223,7 @@ class BeginFailed:
 
 @dataclass(frozen=True, slots=True)
 class FleetOver:
-    """No task runs, and none will be started."""
+    """Reports that no task runs, and none will be started."""
 
 
 FleetOrder = (
@@ -241,8 +247,8 @@ class FleetStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FleetTimeouts:
-    """Timeouts of a fleet in seconds, and its number of restarts per task in a
-    window."""
+    """Timeouts of a fleet in seconds, and the most ``restarts`` of a task within
+    ``window`` seconds."""
 
     start: float
     drain: float
@@ -261,7 +267,8 @@ class FleetTimeouts:
 
 @dataclass(slots=True)
 class _TaskState:
-    """The state of a task. ``due``: when it is started, or must be serving."""
+    """The state of a task. ``due``: the time when it is to be started, or has to
+    serve."""
 
     phase: TaskPhase = TaskPhase.WAITING
     attempt: int = 0
@@ -272,7 +279,8 @@ class _TaskState:
 
 
 class FleetState:
-    """The states of the tasks of a fleet, by name."""
+    """The states of the tasks of a fleet, by name, and the decisions that follow from
+    events."""
 
     def __init__(self, tasks: Iterable[str], timeouts: FleetTimeouts) -> None:
         self._tasks = {task: _TaskState() for task in tasks}
@@ -281,7 +289,7 @@ class FleetState:
         self._timeouts = timeouts
         self._stage = FleetStage.BEGINNING
         self._wave: list[str] = []
-        """The tasks that have to end by the deadline."""
+        """The tasks that have to end by ``_deadline``."""
         self._deadline = 0.0
 
     @property
@@ -299,7 +307,8 @@ class FleetState:
         return self._tasks[task].attempt
 
     def next_look(self) -> float | None:
-        """Returns the time at which to call `tick`; None: not before the next event."""
+        """Returns the time at which to call `tick`; None: no call is needed before the
+        next event."""
         if self._stage is FleetStage.OVER:
             return None
         if self._stage is FleetStage.ENDING:
@@ -443,7 +452,8 @@ class FleetState:
         return orders
 
     def _fail(self, task: str, error: ZstratError, now: float) -> list[FleetOrder]:
-        """Kills all tasks, without a drain: no program has used them yet."""
+        """Fails the fleet, and kills all tasks without a drain, as no program has used
+        them yet."""
         self._stage, self._wave = FleetStage.ENDING, self._up(self._tasks)
         return self._over_if_all_down([BeginFailed(error, task), *self._kill(now)])
 
@@ -452,7 +462,8 @@ class FleetState:
         return [task for task in tasks if self._tasks[task].phase in up]
 
     def _advance(self, now: float) -> list[FleetOrder]:
-        """Drains the next wave if the one before has ended."""
+        """Drains the next wave of tasks (workers, then parameter servers) if the wave
+        before has ended."""
         if self._up(self._wave):
             return []
         # Workers first, as their last pushes need the parameter servers.
@@ -462,7 +473,8 @@ class FleetState:
         return self._over_if_all_down([DrainTask(task) for task in self._wave])
 
     def _kill_late_wave(self, now: float) -> list[FleetOrder]:
-        """Kills the wave at its deadline; tasks that were killed count as ended."""
+        """Kills the wave of tasks at its deadline; tasks that were killed before count
+        as ended."""
         if now < self._deadline:
             return []
         lost = [task for task in self._up(self._wave) if self._tasks[task].is_killed]

@@ -1,4 +1,4 @@
-"""A cluster and its program as objects of Kubernetes, for it to start."""
+"""A cluster and its program as objects of Kubernetes, which starts them."""
 
 from ._objects import KINDS as KINDS
 from ._objects import manifests as manifests

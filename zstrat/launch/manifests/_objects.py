@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _POD_INDEX: Final = "metadata.labels['apps.kubernetes.io/pod-index']"
-"""Since Kubernetes 1.28."""
+"""The field with the index of a pod, since Kubernetes 1.28."""
 _JOB_INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -126,7 +126,7 @@ KINDS: Final[Mapping[str, Callable[[PodCluster], list[Object]]]] = {
     "jobset": jobset,
     "tfjob": tfjob,
 }
-"""The function for each engine by its name."""
+"""The function that makes the objects of an engine, by name of the engine."""
 
 
 def manifests(engine: str, cluster: PodCluster) -> list[Object]:

@@ -23,7 +23,7 @@ PROGRAM: Final = "program"
 JOBS: Final = ("ps", "worker", PROGRAM)
 DAEMONS: Final = {"ps": "zstrat-ps", "worker": "zstrat-worker"}
 ROLES: Final = {"ps": "ps", "worker": "worker", PROGRAM: "chief"}
-"""The role of each job: of its key, and in TF_CONFIG."""
+"""The role of each job: names the key of its tasks, and is the job in TF_CONFIG."""
 
 USER: Final = 1000
 """An arbitrary user id other than root, which clusters may refuse."""
@@ -41,7 +41,8 @@ _NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _RESOURCE: Final = re.compile(r"[a-z0-9]([-a-z0-9./]*[a-z0-9])?")
 MAX_CLUSTER_NAME: Final = 40
-"""Characters: "-program-0-0" and what controllers append have to fit into 63."""
+"""The most characters of a cluster's name: "-program-0-0" and what controllers append
+have to fit into 63."""
 
 
 @dataclass(frozen=True, slots=True)
