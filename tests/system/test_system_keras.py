@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -13,15 +15,21 @@ from system_ranks import zstrat_run
 
 import zstrat as zs
 
-os.environ["KERAS_BACKEND"] = "jax"
-keras = pytest.importorskip("keras")
-
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="no keras"),
     pytest.mark.filterwarnings(
         "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
     ),
 ]
+
+
+@pytest.fixture(scope="module")
+def keras():
+    """Imported by the process that runs these tests, not by all that collect them."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    return importlib.import_module("keras")
+
 
 PROGRAM = """
 import keras
@@ -44,7 +52,7 @@ def fitted(strategy=None):
 """
 
 
-def test_two_processes_train_as_one(programs):
+def test_two_processes_train_as_one(keras, programs):
     """The last batch has one row, so the second process has none of it."""
     code, said = zstrat_run(
         2,
@@ -123,23 +131,23 @@ with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
         np.testing.assert_allclose(found[name], values[2:], rtol=1e-5)
 
 
-class Kill(keras.callbacks.Callback):
+def killing(keras, cluster, *, restarts):
     """Kills a server in the middle of the second epoch."""
+    batches = 0
 
-    def __init__(self, cluster, *, restarts):
-        super().__init__()
-        self.cluster, self.restarts, self.batches = cluster, restarts, 0
+    def on_train_batch_end(batch, logs):
+        nonlocal batches
+        batches += 1
+        if batches == 12:
+            cluster.kill("ps:1")
+            if restarts:
+                cluster.restart("ps:1")
 
-    def on_train_batch_end(self, batch, logs=None):
-        self.batches += 1
-        if self.batches == 12:
-            self.cluster.kill("ps:1")
-            if self.restarts:
-                self.cluster.restart("ps:1")
+    return keras.callbacks.LambdaCallback(on_train_batch_end=on_train_batch_end)
 
 
 @pytest.mark.parametrize("policy", ["raise", "restore"])
-def test_a_parameter_server_is_lost_in_an_epoch(policy, tmp_path):
+def test_a_parameter_server_is_lost_in_an_epoch(keras, policy, tmp_path):
     x = np.random.default_rng(0).normal(size=(160, 4)).astype("float32")
     ids = np.arange(160) << 33
     restarts = policy == "restore"
@@ -156,7 +164,7 @@ def test_a_parameter_server_is_lost_in_an_epoch(policy, tmp_path):
             model = keras.Model([given, key], keras.layers.Dense(1)(hidden))
             model.compile("adam", "mse")
         saves = zs.keras.ServerCheckpoint(tmp_path)
-        callbacks = [saves, Kill(cluster, restarts=restarts)]
+        callbacks = [saves, killing(keras, cluster, restarts=restarts)]
 
         def fit():
             return model.fit(
