@@ -24,7 +24,7 @@ LOCAL = ("--index", "0", "--bind", "127.0.0.1:0")
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
 def test_ready_watched_and_drained(start, job):
-    daemon = start(job, *LOCAL, WATCHDOG_USEC="100000")
+    daemon = start(job, *LOCAL, WATCHDOG_USEC="100000", forked=True)
     assert re.search(r"STATUS=serving at 127\.0\.0\.1:\d+", daemon.hear("READY=1"))
     for _ in range(3):
         assert "MiB in memory" in daemon.hear("WATCHDOG=1")
@@ -46,7 +46,7 @@ def test_without_standard_streams(start, job):
 
 
 def test_its_coordinator_ends_it(start):
-    daemon = start("ps", *LOCAL)
+    daemon = start("ps", *LOCAL, forked=True)
     address = daemon.hear("READY=1").split()[-1]
 
     async def end():
@@ -86,7 +86,7 @@ SET_ASIDE = Elsewhere(
 
 
 def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
-    daemon = start("ps", *LOCAL, ZSTRAT_DRAIN="0.2")
+    daemon = start("ps", *LOCAL, ZSTRAT_DRAIN="0.2", forked=True)
     address = daemon.hear("READY=1").split()[-1]
 
     async def end():
@@ -171,7 +171,7 @@ def test_a_ps_does_without_jax_logs_json_and_ends_by_an_interrupt(start):
 
 
 def test_two_lives_have_two_incarnations(start):
-    first, second = start("ps", *LOCAL), start("ps", *LOCAL)
+    first, second = [start("ps", *LOCAL, forked=True) for _ in range(2)]
     lives = set()
     for daemon in (first, second):
         daemon.hear("READY=1")
@@ -237,7 +237,7 @@ def test_keys_from_the_service_manager(start, tmp_path):
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
 def test_wrong_tf_config(start, job):
-    daemon = start(job, TF_CONFIG='{"cluster": {"ps": 7}}')
+    daemon = start(job, TF_CONFIG='{"cluster": {"ps": 7}}', forked=True)
     assert daemon.process.wait(100) == 2
     assert daemon.words().startswith(f"zstrat-{job}: TF_CONFIG: cluster.ps")
 

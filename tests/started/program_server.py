@@ -96,6 +96,8 @@ def _program(arguments):
             sys.argv = ["-m", *arguments[2:]]
             sys.path.insert(0, str(Path.cwd()))
             names.update(runpy=runpy, module=module)
+            if not hasattr(sys.modules.get(module), "__path__"):
+                sys.modules.pop(module, None)  # else runpy warns of it
             text = "runpy.run_module(module, run_name='__main__', alter_sys=True)"
             return compile(text, "<string>", "exec")
         case [script, *_]:
