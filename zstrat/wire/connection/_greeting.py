@@ -1,11 +1,13 @@
-"""Whether the two processes of a connection fit together, by the HELLO of each.
+"""Decides whether the two processes of a connection can work together, by the HELLO of
+each.
 
-A `Peer` calls `mismatch` with the first message of the other side, and refuses it with
-the words of the error. Compared are the protocol, the task, and the minor version of
-Python where step functions travel; `zstrat doctor` compares jax and numpy, too.
+A `Peer` calls `mismatch` with the first message of the other side, and refuses the
+other side with the returned error. Compared are the protocol, the task, and, where one
+side sends code to the other, the minor version of Python; `zstrat doctor` compares jax
+and numpy, too.
 
-Nobody has proved anything when these words are made, so what a stranger calls itself is
-cut to a length that fits into a message and a line of the log.
+When the error is made, the other side has proved nothing, so its names are cut to a
+length that fits into a message and a line of the log.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def mismatch(
 
 
 def _is_plain(hello: Hello) -> bool:
-    """Returns whether it may be remembered: greetings of strangers are, by the
-    thousand."""
+    """Returns whether the HELLO has only short printable names, so that it may be kept:
+    thousands of strangers may send one."""
     versions = hello.versions
     if len(versions) > _VERSIONS:
         return False
@@ -99,8 +101,8 @@ def _is_plain(hello: Hello) -> bool:
 
 
 def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
-    """Compares the Python versions: shipped functions are byte code, which only the
-    same Python can run."""
+    """Returns an error if one side sends code to the other and their Python versions
+    differ: functions travel as byte code, which only the same Python can run."""
     if not _ships(me, other) and not _ships(other, me):
         return None
     ours, theirs = map(_minor, (me.versions, other.versions))
@@ -123,4 +125,4 @@ def _minor(versions: dict[str, str]) -> str | None:
 
 
 MismatchOf = Callable[[Hello], ZstratError | None]
-"""Says why a HELLO is refused, or None."""
+"""Returns the error with which to refuse a HELLO, or None."""
