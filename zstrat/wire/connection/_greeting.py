@@ -23,13 +23,13 @@ _TAKES_CODE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
 _JOBS: Final = frozenset(Job)
 
 _NAME: Final = 255
-"""Characters; no host has a longer name."""
+"""Most characters of a name in a HELLO; no host has a longer name."""
 _VERSIONS: Final = 16
 
 
 def quoted(text: str, most: int) -> str:
-    """Returns a stranger's text on one line, without characters that do anything to a
-    log or a terminal."""
+    """Returns a stranger's text on one line, cut to ``most`` characters, without
+    characters that could control a terminal or break a log."""
     text = text[:most]
     if text.isprintable():
         return text
@@ -37,23 +37,23 @@ def quoted(text: str, most: int) -> str:
 
 
 def task_name(hello: Hello) -> str:
-    """Returns what messages call a task: ``worker:1``."""
+    """Returns the name of a task in messages to persons: ``worker:1``."""
     return f"{quoted(hello.job, 20)}:{hello.index}"
 
 
 def described(hello: Hello) -> str:
-    """Returns the task and where it runs, for messages to persons."""
+    """Returns the name of a task with its host and process, for messages to persons."""
     return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
 
 
 def mismatch(
     me: Hello, other: Hello, expect: tuple[str, int | None] | None = None
 ) -> ZstratError | None:
-    """Returns why ``me`` cannot work with ``other``, or None.
+    """Returns the error that says why ``me`` cannot work with ``other``, or None.
 
     Args:
-        expect: Job and index that must answer, where the caller knows; an index of
-            None is any.
+        expect: Job and index of the task that must answer, if the caller knows; an
+            index of None means any.
     """
     if other.protocol != PROTOCOL:
         return VersionMismatchError(
