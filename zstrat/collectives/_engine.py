@@ -96,7 +96,8 @@ class CollectiveCall:
 
 
 def margin_of(timeout: float) -> float:
-    """Returns the seconds between a call's deadline and the error of its caller."""
+    """Returns the seconds between the deadline of a call and the time when its caller
+    gets an error; ``timeout`` is that of the call."""
     return min(1.0, timeout / 4)
 
 

@@ -32,7 +32,8 @@ class Kind(enum.Enum):
 
     GAUGE = enum.auto()
     COUNTER = enum.auto()
-    """Only grows while the task runs; its Prometheus name ends in total."""
+    """A number that only grows while the task runs. Its name in Prometheus ends in
+    "total"."""
     HISTOGRAM = enum.auto()
     """Several `Windowed`, by phase or store."""
     RATE = enum.auto()

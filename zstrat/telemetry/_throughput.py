@@ -23,19 +23,22 @@ class Phase(enum.StrEnum):
     step computes, the next one is drawn and pulled."""
 
     WAIT = "wait"
-    """From the closure's arrival at the worker until its preparation begins."""
+    """The time from the closure's arrival at the worker until its preparation
+    begins."""
     DRAW = "draw"
     """The preparation of a step: arguments, elements of datasets, the compiled
     program."""
     PULL = "pull"
-    """From the first request for values until all have arrived."""
+    """The time from the first request for values until all values have arrived."""
     COMPUTE = "compute"
     """The compiled program of a step, from its start until its results are in
     memory."""
     PUSH = "push"
-    """From handing over the updates until all servers have acknowledged them."""
+    """The time from handing over the updates of a step until all servers have
+    acknowledged them."""
     APPLY = "apply"
-    """On a parameter server: from the turn of a push until it is applied."""
+    """On a parameter server: the time from the turn of a push until the push is
+    applied."""
     SEND = "send"
     """On a parameter server: while answers to one peer wait to be sent. Answers that
     are sent at once are not counted."""
@@ -114,7 +117,8 @@ STEADY: Final = 1.5
 """Events are steady if the last `RECENT` events came within this multiple of a
 window."""
 GAPS: Final = 3
-"""Length of a window for rare events, as a multiple of the gap between them."""
+"""Length of a window of recent time for rare events, as a multiple of the gap between
+events."""
 
 
 def window(times: Sequence[float], now: float) -> float:

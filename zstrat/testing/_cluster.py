@@ -259,7 +259,8 @@ class RelayedCluster(abc.ABC):
 
     @contextlib.contextmanager
     def blackholed(self, task: str) -> Iterator[None]:
-        """Silently drops all traffic between a task and the others."""
+        """Silently drops all traffic between a task and the other tasks during the
+        block."""
         with self.relay(task).blackholed():
             yield
 

@@ -49,7 +49,7 @@ then, somebody may still be copying the folder."""
 
 
 class Security:
-    """The keys of one task: its own pair, and the public keys of all others, as its
+    """The keys of one task: its own pair, and the public keys of all others, as the key
     folder had them at the last `refresh`."""
 
     def __init__(
@@ -179,8 +179,8 @@ class Security:
 
     @property
     def index(self) -> int | None:
-        """Index of the only task with this secret; None: all tasks of the role have
-        it."""
+        """Index of the only task with this secret; None: all tasks of the role have the
+        secret."""
         return self.index_of(self._keys.public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:

@@ -317,8 +317,9 @@ class Endpoint:
             self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
-        """Creates the connection of a peer whose first message has come; `Peer` checks
-        the message. Returns None if the connection is refused unread."""
+        """Creates the `Connection` of a peer whose first message has come; its `Peer`
+        checks the message. Returns None if the connection is refused without reading
+        the message."""
         # A client that chooses its id could take over the id of another connection.
         if len(frames) < 2 or len(routing) != 5 or routing[0] != 0:
             self._refused("it sent an empty message, or chose its own routing id")

@@ -59,7 +59,8 @@ class Keys:
     stamp: object
 
     def of(self, job: Job, index: int | None) -> list[str]:
-        """Returns the public keys that a task may have: its own, else its role's."""
+        """Returns the public keys that a task may have: its own ones if there are any,
+        else those of its role."""
         own = [key for key, owner in self.owners.items() if owner == (job, index)]
         return own or [k for k, owner in self.owners.items() if owner == (job, None)]
 

@@ -477,7 +477,8 @@ class Link:
             self._arm(outlet.peer.due)
 
     def _check_reconnect(self) -> None:
-        """Reports the task as lost if it did not reconnect in time."""
+        """Reports the task as lost if it did not reconnect within
+        ``timeouts.reconnect``."""
         self._watch = None
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:

@@ -344,7 +344,7 @@ class Dial:
         self._retry: asyncio.TimerHandle | None = None
         self._look_up: asyncio.Task[None] | None = None
         self.pump: Pump | None = None
-        """Reads the present socket; None: there is no socket now."""
+        """Reads and writes the present socket; None: there is no socket now."""
         self._question: Pump | None = None
         # Nothing, such as a proxy, comes before a socket in a folder.
         self._speaks: Final = where.scheme == "ipc"

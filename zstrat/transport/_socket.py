@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.transport")
 
 LINGER: Final = 0.2
-"""Seconds that a goodbye has to leave when its socket is closed."""
+"""Seconds that a goodbye has to leave before its socket is closed for good."""
 
 _SOCKETS: Final = 8192
 _LOCAL_BUFFER: Final = 4 * 2**20

@@ -60,7 +60,7 @@ _TYPES: Final = (
 DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
     {np.dtype(each).name: np.dtype(each).newbyteorder("<") for each in _TYPES}
 )
-"""Every dtype that may travel, by the name that it travels by."""
+"""Every dtype that may travel, by its name on the wire."""
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 

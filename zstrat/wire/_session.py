@@ -322,8 +322,8 @@ class Ownership:
 
     def _has_proved_alive(self, owner: Owner, session: int) -> bool:
         """Returns whether a message of the owner has come since ``session`` was first
-        refused. Earlier messages prove nothing: the owner may have been killed just
-        then."""
+        refused. Earlier messages do not prove that the owner lives, as it may have been
+        killed since."""
         links = dict.fromkeys((owner.peer, *self._links))
         before = self._refused.setdefault(session, {link: link.heard for link in links})
         if len(self._refused) > _REFUSED:

@@ -68,7 +68,7 @@ class SnapshotPinned:
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class WriteSnapshot:
     """Writes tensors of a snapshot (by index in `SnapshotPinned`) to the new file
-    ``path`` under these names, and syncs it. Answered by `SnapshotWritten`."""
+    ``path`` under ``names``, and syncs the file. Answered by `SnapshotWritten`."""
 
     kind: ClassVar = 42
     session: int

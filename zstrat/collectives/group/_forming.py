@@ -103,8 +103,9 @@ async def _agree(
     between: Between,
     timeout: float,
 ) -> CollectiveEngine | None:
-    """Returns the engine for shared memory if all ranks have memory and some share it,
-    else None. Acts as a barrier: no rank returns before all have called it."""
+    """Agrees with all ranks on an engine. Returns the engine for shared memory if all
+    ranks have such memory and some share it, else None. Acts as a barrier: no rank
+    returns before all have called the function."""
     size, rank = generation.size, generation.rank
     mapped = [False] * size
     if memory is not None:

@@ -274,7 +274,8 @@ class Generation:
         self.on_broken(error)
 
     def abort_by(self, error: Exception) -> None:
-        """Ends the generation after a local error, and notifies the other ranks."""
+        """Ends the generation after an error of this rank, and notifies the other
+        ranks."""
         if not isinstance(error, ZstratError):
             error = ProtocolError(f"{type(error).__name__}: {error}")
         why = f"{self.name(self.rank)} gave up in {self.title}: {error}"

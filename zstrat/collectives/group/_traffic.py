@@ -266,7 +266,7 @@ class Traffic:
         return [each for key in of_it for each in self._early[key]]
 
     def state(self, key: int) -> CallState | None:
-        """Returns the progress of a call; None if this rank has not made it."""
+        """Returns the progress of a call; None if this rank has not made the call."""
         running = self.running.get(key)
         if running is not None:
             return CallState(running.call.words, running.waits, False, False)

@@ -49,7 +49,7 @@ def direct_reduce_scatter(rank: int, size: int) -> Schedule:
 
 
 def direct_all_gather(rank: int, size: int) -> Schedule:
-    """Returns a gather in which each rank sends its block b to all others itself;
+    """Returns a gather in which rank b sends its block b to each other rank directly;
     blocks may differ in size.
 
     Cost: 1 step and size - 1 hops from each rank, its block each time.

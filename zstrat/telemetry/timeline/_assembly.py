@@ -292,7 +292,8 @@ class _Assembly:
 
 
 def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
-    """Makes the curves of closures queued in the program and of those at workers."""
+    """Makes two curves: the numbers of closures queued in the program, and at
+    workers."""
     # The program notes events, not numbers: a queue's length is the sum of its changes.
     changes = [(ended, 1, 0) for _, _, ended in notes.scheduled]
     changes += [(at, -count, count) for _, count, _, at in notes.dispatched]

@@ -42,7 +42,8 @@ class RoundTrip(NamedTuple):
 
     @property
     def offset(self) -> float:
-        """Seconds by which the other clock is ahead, if both ways took equally long."""
+        """Seconds by which the other clock is ahead of the local one, if request and
+        answer took equally long."""
         return self.remote - (self.sent + self.received) / 2
 
     @property

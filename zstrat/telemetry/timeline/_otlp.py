@@ -38,7 +38,7 @@ def http_exporter() -> SpanExporter:
 
 
 def has_arrived(exporter: SpanExporter, spans: list[ReadableSpan]) -> bool:
-    """Exports the spans, blocking; returns whether the collector accepted them."""
+    """Exports spans, blocking; returns whether the collector accepted them."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     return exporter.export(spans) is SpanExportResult.SUCCESS

@@ -164,7 +164,8 @@ class HttpServer:
     """Answers requests with what ``answer`` returns, on the running loop.
 
     Args:
-        arrival: Seconds that a request may take to come, and an answer to be taken.
+        arrival: Seconds that a client has to send its request, and again to take the
+            answer.
     """
 
     def __init__(

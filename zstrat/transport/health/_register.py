@@ -301,7 +301,7 @@ EXTRA: Final = (
 )
 
 TaskStatistics = tuple[str, "Mapping[str, PlainTree]"]
-"""The name of a task, and its statistics."""
+"""The name of a task, and the task's statistics."""
 
 _LABELS: Final = {"phases": "phase", "staleness": "store"}
 """For each metric that has several histograms, the label by which they differ."""

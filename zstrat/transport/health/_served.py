@@ -105,7 +105,7 @@ class HealthServer:
 
     @property
     def url(self) -> str:
-        """URL of the page, with its token if it has one."""
+        """URL of the page, with the page's token if it has one."""
         host, _, port = self.address.rpartition(":")
         if host in ("*", "0.0.0.0", "[::]"):
             host = socket.gethostname()

@@ -430,7 +430,7 @@ class RunWatch:
 
 
 def _of_task(name: str, values: Mapping[str, PlainTree]) -> Metrics:
-    """Returns the metrics of a run if this process sees only one task of it."""
+    """Returns the metrics of a run for a process that sees only one task of the run."""
     about = values.get("task")
     known = about if isinstance(about, dict) else {}
     task = TaskReport("open", str(known.get("address", "")), "", values)

@@ -89,7 +89,7 @@ class Outbox:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` would return a message."""
+        """Whether `take` would return a message now."""
         # As `take` decides, without taking: asked after each message of a flush.
         if self._urgent:
             return True
