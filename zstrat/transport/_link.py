@@ -233,8 +233,8 @@ class Link:
             deadline: Loop time.
 
         Raises:
-            DeadlineExceededError: The task did not greet in time; the error names its
-                address.
+            DeadlineExceededError: The task did not greet in time; the error names
+                the address of the task.
             VersionMismatchError, ProtocolError: One side refused the other.
             PermissionDeniedError: The task refuses the key of this process.
             ClosedError: The link was closed.
