@@ -559,7 +559,7 @@ _BEAT: Final = Beat(wanted=False)
 
 
 def failure(error: BaseException) -> Failure:
-    """Returns the message that reports the error as the outcome of a request."""
+    """Returns the error as the outcome of a request."""
     return Failure(cast("PlainTree", to_wire(error)))
 
 
