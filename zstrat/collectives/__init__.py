@@ -1,4 +1,5 @@
-"""Ranks that compute together: schedules, groups, memory that one host shares."""
+"""Collective operations among ranks: groups, schedules of algorithms, and memory that
+ranks of one host share."""
 
 from zstrat.doors import fetched_late
 

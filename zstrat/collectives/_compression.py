@@ -2,8 +2,9 @@
 
 ``bf16`` and ``f16`` round. ``int8`` keeps 8 bits per value and one scale per chunk;
 ``topk`` keeps the largest values of a chunk and their indices. These two lose much in
-one call, but nothing over many: what was left out is added to the next call of the same
-name (error feedback), so that sums over time are right up to the present residual.
+one call, but nothing over many calls: the *residual*, the part of the values that was
+left out, is added to the values of the next call of the same name (error feedback), so
+that sums over time are right up to the present residual.
 
 Seide et al., "1-bit stochastic gradient descent", 2014; Alistarh et al., "QSGD", 2017;
 Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback
@@ -36,36 +37,40 @@ from ._reduction import ReduceOp, narrow, widened
 
 if TYPE_CHECKING:
     Key = tuple[str, int]
-    """Name of a call, and the position within it."""
+    """Name of a call, and the position of a block within the call."""
     from ._reduction import Reduction
     from .schedules._chunks import Codec
 
 ROOM: Final = 256 * MiB
-"""Initial bound in bytes: the gradients of 64 million values."""
+"""Initial bound of all residuals in bytes: the gradients of 64 million values."""
 
 NAMES: Final = 2**17
-"""Most dropped residuals that are remembered: 10 MB, for 16 GiB in chunks."""
+"""Most dropped residuals that are remembered: 10 MB, for 16 GiB of residuals in
+chunks."""
 
 
 class Residuals:
-    """The residuals (what was left out so far) of one compression in one generation, by
-    call and position. Used on one thread."""
+    """The residuals (values that were left out so far) of one compression in one
+    generation, by call and position. Used on one thread."""
 
     __slots__ = ("_gone", "_kept", "_room", "nbytes")
 
     def __init__(self, room: int = ROOM) -> None:
         self._kept: OrderedDict[Key, np.ndarray] = OrderedDict()
         self._gone: OrderedDict[int, None] = OrderedDict()
-        """Dropped keys, by hash: a collision only makes the bound larger."""
+        """Hashes of the keys of dropped residuals. A collision only makes the bound
+        larger."""
         self._room = room
         self.nbytes = 0
 
     def get(self, key: Key) -> np.ndarray | None:
-        """Returns the residual of the last call of this name, if it is kept."""
+        """Returns the residual that the last call of this name left, or None if it is
+        not kept."""
         return self._kept.get(key)
 
     def put(self, key: Key, values: np.ndarray) -> None:
-        """Replaces the residual by ``values``."""
+        """Replaces the residual of a key by ``values``; drops the least recently used
+        residuals above the bound."""
         before = self._kept.pop(key, None)
         if before is not None:
             self.nbytes -= before.nbytes
@@ -93,7 +98,8 @@ _KINDS: Final = "'bf16', 'f16', 'int8', 'topk' or 'topk:FRACTION' (0.01 if not g
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A kind of compression; ``fraction`` is the part of a chunk that top-k keeps."""
+    """A kind of compression; ``fraction`` is the part of a chunk's values that top-k
+    keeps."""
 
     kind: str
     fraction: float = 0.01
@@ -103,7 +109,7 @@ class Compression:
         """Parses the name of a compression.
 
         Raises:
-            ValueError: There is no such compression; names those that exist.
+            ValueError: There is no such compression; the error names the existing ones.
         """
         kind, colon, text = name.partition(":")
         if kind == "topk" and colon:
@@ -125,9 +131,8 @@ class Compressor:
     """Creates the codecs of one generation, which share its residuals.
 
     Each call gets a codec. Calls of the same ``name`` (tag and position in the tree)
-    with the same sizes continue each other's residual. Memory, for ``int8`` and
-    ``topk``: a float32 for each value that a rank sends; names that are used once take
-    256 MiB in total.
+    with the same sizes share a residual. Memory, for ``int8`` and ``topk``: a float32
+    for each value that a rank sends; names that are used once take 256 MiB in total.
     """
 
     compression: Compression
@@ -173,8 +178,8 @@ class _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Int8:
-    """Encodes a scale, then a byte per value, with an error of at most half the
-    scale."""
+    """Encodes values as a scale, then a byte per value, with an error of at most half
+    the scale."""
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         data = np.zeros(4 + len(values), np.uint8)
@@ -195,8 +200,8 @@ class _Int8:
 
 @dataclass(frozen=True, slots=True)
 class _TopK:
-    """Encodes the indices of the largest values, then these values; the others are
-    zero."""
+    """Encodes values as the indices of the largest ones, then these; the others are
+    decoded as zero."""
 
     fraction: float
 
@@ -230,7 +235,8 @@ class _TopK:
 
 @dataclass(frozen=True, slots=True)
 class _Feedback:
-    """Adds the residual of the last call, and keeps that of this one."""
+    """Encodes values together with the residual of the last call, and keeps the
+    residual of this one."""
 
     codec: _Int8 | _TopK
     accumulator: np.dtype

@@ -1,13 +1,13 @@
 """The interface between a group and the engines that run its calls.
 
-A group numbers, describes and watches calls; an *engine* moves the bytes. There are two
-kinds. Messages (`zstrat.collectives.group._traffic`) can carry every call, any number
-at a time, on the loop. A `CollectiveEngine`, such as shared memory of one host, blocks
-the thread that runs it, and runs one call after the other.
+A group numbers, describes and watches calls; an *engine* transfers the bytes. There are
+two ways. Messages (`zstrat.collectives.group._traffic`) can carry every call, any
+number at a time, on the loop. A `CollectiveEngine`, such as shared memory of one host,
+blocks the thread that runs it, and runs one call after the other.
 
-The law by which ranks agree without communication: which engine runs a call, and in
-which order, depends only on what is equal on all ranks (kind, dtype, sizes, tag,
-options).
+Law by which ranks agree without communication: which engine runs a call, and in which
+order, depends only on properties of the call that are equal on all ranks (kind, dtype,
+sizes, tag, options).
 
 *Blame.* An engine knows ranks, not tasks. It raises `Overdue` or `Differs`; the group
 asks those ranks, and makes the error for the user.
@@ -42,9 +42,10 @@ class CallKind(enum.Enum):
 class CollectiveCall:
     """One collective call of this rank, on flat arrays of one dtype.
 
-    ``source`` and ``target`` are one-dimensional, C-contiguous, in the machine's byte
-    order; they are the same memory (an in-place call) or do not overlap. The engine
-    writes only to ``target``, and keeps neither after the call.
+    ``source`` (the contribution of this rank) and ``target`` (for the result) are
+    one-dimensional, C-contiguous, in the machine's byte order; they are the same memory
+    (an in-place call) or do not overlap. The engine writes only to ``target``, and
+    keeps neither after the call.
 
     ==============  =====================  ===============  ========================
     kind            source                 target           sizes, in elements
@@ -60,42 +61,49 @@ class CollectiveCall:
     """
 
     key: int
-    """Names the call on the wire; the same on all ranks, unique in the generation."""
+    """Identifies the call on the wire; the same on all ranks, unique in the
+    generation."""
     kind: CallKind
     source: np.ndarray
     target: np.ndarray
     about: int
-    """Digest of ``words``, 32 bits, by which ranks notice different calls."""
+    """Digest of ``words``, 32 bits, by which ranks notice that they make different
+    calls."""
     words: str
     """Description of the call: ``all_reduce(float32[10, 3], SUM)``."""
     deadline: float
     """`time.monotonic` at which an engine that still waits raises `Overdue`."""
     timeout: float
-    """Seconds that the caller allows. The deadline is earlier by `margin_of`, to find
-    out why the call takes so long."""
+    """Seconds that the caller allows. The deadline is earlier by `margin_of`, which
+    leaves time to find out why the call takes so long."""
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
-    """Index among the ranks that take part."""
+    """Index of the root among the ranks that take part."""
     sizes: tuple[int, ...] = ()
     tag: str | None = None
-    """Tagged calls may be made in another order on another rank."""
+    """Tag of the caller. Ranks may make calls with different tags in different
+    orders."""
     compression: str | None = None
     place: str = ""
-    """Name of the array, or bucket of arrays, the same at each reduction of it."""
+    """Name of the array, or bucket of arrays, which is the same each time that the
+    program reduces it."""
     algorithm: str | None = None
     is_frozen: bool = False
-    """``source`` is never changed, not even after the call."""
+    """Whether ``source`` is never changed, not even after the call."""
     whole: int | None = None
-    """Key of the call that this one is a part of; inquiries are about that one."""
+    """Key of the call that this one is a part of; inquiries name that call. None: this
+    call is not a part."""
 
 
 def margin_of(timeout: float) -> float:
-    """Returns the seconds between a call's deadline and the error of its caller."""
+    """Returns the seconds between the deadline of a call and the time when its caller
+    gets an error; ``timeout`` is that of the call."""
     return min(1.0, timeout / 4)
 
 
 class Overdue(Exception):
-    """The deadline of a call has passed; ``ranks`` are those that it waits for."""
+    """The deadline of a call has passed; ``ranks`` are the ranks that the call waits
+    for."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(tuple(ranks))
@@ -103,7 +111,7 @@ class Overdue(Exception):
 
 
 class Differs(Exception):
-    """A rank makes another call under the same number."""
+    """Another rank makes a different call under the same number."""
 
     def __init__(self, rank: int, about: int) -> None:
         super().__init__(rank, about)
@@ -111,7 +119,7 @@ class Differs(Exception):
 
 
 class ConnectionEnded(Exception):
-    """The connection to a rank that this one waits for has ended."""
+    """The connection to a rank that the call waits for has ended."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -119,24 +127,24 @@ class ConnectionEnded(Exception):
 
 
 class CollectiveEngine(Protocol):
-    """Runs calls in the calling thread, one after the other."""
+    """Runs collective calls in the calling thread, one after the other."""
 
     def takes(self, call: CollectiveCall) -> bool:
-        """Returns whether `run` supports the call; depends only on what is equal on all
-        ranks."""
+        """Returns whether `run` supports the call; depends only on properties of the
+        call that are equal on all ranks."""
 
     def run(self, call: CollectiveCall) -> None:
-        """Blocks until ``target`` holds the result.
+        """Runs a call; blocks until its ``target`` holds the result.
 
         Never called by two threads at a time; on all ranks in the same order.
 
         Raises:
             Overdue: The deadline of the call has passed.
-            Differs: Another rank makes another call.
+            Differs: Another rank makes a different call.
             ConnectionEnded: The connection to a rank has ended.
             Exception: The error given to `abort`.
 
-        After any of these nothing more is run.
+        After any of these errors the engine runs no further calls.
         """
 
     def waits(self) -> Sequence[int]:
@@ -148,21 +156,21 @@ class CollectiveEngine(Protocol):
         for. From any thread. Waits for messages are counted by the traffic."""
 
     def abort(self, error: Exception) -> None:
-        """Makes `run`, the present and later ones, raise this error at once.
+        """Makes the present `run` and later ones raise ``error`` at once.
 
-        From any thread; the first error stays. Ranks of the same host that wait in
-        `run` are notified by their own groups, but may be woken by this one, too.
+        From any thread; the first error stays. Other ranks of the host that wait in
+        `run` get an error from their own groups, but this method may wake them, too.
         """
 
     def close(self) -> None:
-        """Releases all memory. No `run` is under way."""
+        """Releases all memory. Call it when no `run` is under way."""
 
 
 class Started(Protocol):
-    """A call among some ranks, under way."""
+    """A started call among some ranks."""
 
     def wait(self) -> None:
-        """Blocks until its ``target`` holds the result.
+        """Blocks until the ``target`` of the call holds the result.
 
         Raises:
             Overdue, Differs, Exception: As `CollectiveEngine.run`.
@@ -170,11 +178,13 @@ class Started(Protocol):
 
 
 class Between(Protocol):
-    """Starts calls by messages, for engines that have to reach other hosts."""
+    """Starts calls by messages between hosts, for engines whose own memory does not
+    reach other hosts."""
 
     def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
-        """Starts ``call`` among ``ranks`` (ascending, this one among them) alone.
+        """Starts ``call`` among ``ranks`` alone (ascending, this rank among them).
 
-        Several parts of one call may be under way; ``part`` numbers them, alike on all
-        of ``ranks``. ``source`` must not change before `Started.wait` returns.
+        Several parts of one call may be under way; ``part`` is the number of the part,
+        the same on all of ``ranks``. ``source`` must not change before `Started.wait`
+        returns.
         """

@@ -1,4 +1,5 @@
-"""Pytrees and jax arrays at the edge of a collective. Brings jax: imported late."""
+"""Flattens pytrees with jax arrays, and makes jax arrays of results. Imports jax, so
+import it only when needed."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SPELT: Final = 3
-"""Leaves whose places are spelt out; of more there is a digest."""
+"""Most leaves whose paths are spelt out; of more there is a digest."""
 
 
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
-    """Returns the leaves of a pytree, a function that makes such a pytree of other
-    leaves, and the paths of the leaves, as text that is equal in every process."""
+    """Flattens a pytree. Returns its leaves, a function that makes such a pytree of
+    other leaves, and the paths of the leaves, as text that is equal in every
+    process."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_leaf)
     rebuild = partial(jax.tree_util.tree_unflatten, structure)
     try:
@@ -43,10 +45,10 @@ def _paths(structure: Any) -> str:
 
 
 def is_array(leaf: object) -> bool:
-    """Returns whether it is a jax array.
+    """Returns whether the leaf is a jax array.
 
     Raises:
-        TypeError: It is a traced array, which has no values.
+        TypeError: The leaf is a traced array, which has no values.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise TypeError(
@@ -57,7 +59,7 @@ def is_array(leaf: object) -> bool:
 
 
 def put(values: np.ndarray, like: jax.Array) -> jax.Array:
-    """Returns a jax array of these values on the device of ``like``."""
+    """Returns a jax array of ``values`` on the device of ``like``."""
     devices = like.devices()
     # A sharding over several devices may not fit another shape: one of its devices
     # does.

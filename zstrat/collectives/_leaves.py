@@ -5,9 +5,9 @@ large results are aligned to 64 bytes, so that jax uses them without a copy.
 
 Many small arrays are sent as few large ones, in *buckets*, by TensorFlow's rule: arrays
 are taken from the last to the first, because a backward pass finishes the last layers
-first; a pack is started when the one before is *larger* than ``bytes_per_pack``; dtypes
-never share a buffer. Ranks agree on buckets because these depend only on dtypes and
-sizes.
+first; a new pack begins when the one before is *larger* than ``bytes_per_pack``; arrays
+of different dtypes never share a pack. Ranks agree on buckets because these depend only
+on dtypes and sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _SPELT: Final = 3
-"""Most arrays that are named one by one."""
+"""Most arrays that a description names one by one."""
 
 _NUMPY: Final = (np.ndarray, np.generic, bool, int, float, complex)
 """Types that numpy converts without jax."""
@@ -45,7 +45,7 @@ _NUMPY: Final = (np.ndarray, np.generic, bool, int, float, complex)
 
 @runtime_checkable
 class SlicesLike(Protocol):
-    """`zs.IndexedSlices`, which is defined on a higher floor."""
+    """The interface of `zs.IndexedSlices`, which this package cannot import."""
 
     values: Any
     indices: Any
@@ -56,8 +56,8 @@ class SlicesLike(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayLeaf:
-    """One array of a user. ``flat`` is ``[n]`` in C order and the machine's byte order:
-    a view of the user's memory if possible."""
+    """One array of the user's argument (``origin``). ``flat`` is ``[n]`` in C order and
+    the machine's byte order: a view of the user's memory if possible."""
 
     flat: np.ndarray
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class ArrayLeaf:
         return math.prod(self.shape[1:])
 
     def back(self, values: np.ndarray) -> Any:
-        """Converts a result to the kind that the user gave."""
+        """Converts a result to the kind of array that the user gave (numpy or jax)."""
         if not self.is_jax:
             return values
         from ._jax_leaves import put
@@ -99,8 +99,8 @@ _ARE_SLICES: Final[WeakKeyDictionary[type, bool]] = WeakKeyDictionary()
 
 
 def is_slices(node: object) -> TypeGuard[SlicesLike]:
-    """Returns whether the node is `zs.IndexedSlices`. Cached by class, as checking the
-    protocol takes ten microseconds."""
+    """Returns whether the node is `zs.IndexedSlices`. Remembers the answer for each
+    class, as checking the protocol takes ten microseconds."""
     kind = type(node)
     are_slices = _ARE_SLICES.get(kind)
     if are_slices is None:
@@ -109,8 +109,8 @@ def is_slices(node: object) -> TypeGuard[SlicesLike]:
 
 
 def dense(slices: SlicesLike) -> Any:
-    """Returns the dense array. In numpy if the slices are: jax would truncate 64
-    bits."""
+    """Returns the slices as a dense array: by numpy if they are numpy arrays, because
+    jax would truncate 64 bits."""
     values, indices, shape = slices.values, slices.indices, slices.dense_shape
     are_numpy = isinstance(values, np.ndarray) and isinstance(indices, np.ndarray)
     if shape is None or not are_numpy:
@@ -123,18 +123,19 @@ def dense(slices: SlicesLike) -> Any:
 
 
 def with_rows(slices: Any, divisor: int | None, values: Any, indices: Any) -> Any:
-    """Returns the slices of all ranks, divided by ``divisor``: for a mean by the number
-    of ranks, as their sum is taken later."""
+    """Returns slices with the gathered ``values`` and ``indices`` of all ranks. Divides
+    the values by ``divisor`` (the number of ranks) for a mean, because rows of equal
+    index are summed later."""
     if divisor is not None:
         values = values / divisor
     return dataclasses.replace(slices, values=values, indices=indices)
 
 
 def leaf_of(origin: Any) -> ArrayLeaf:
-    """Converts an argument to a leaf.
+    """Converts an array or number of the user to a leaf.
 
     Raises:
-        TypeError: It is not an array, or its dtype is not supported.
+        TypeError: ``origin`` is not an array, or its dtype is not supported.
     """
     is_jax = _is_jax(origin)
     if not is_jax and not isinstance(origin, _NUMPY):
@@ -156,7 +157,8 @@ def leaf_of(origin: Any) -> ArrayLeaf:
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
     """Flattens a pytree with IndexedSlices as leaves. Returns the leaves, a function
-    that rebuilds the tree, and the paths, which must be equal on all ranks."""
+    that rebuilds the tree of other leaves, and the paths of the leaves as text, which
+    must be equal on all ranks."""
     if isinstance(tree, _NUMPY):
         return [tree], lambda leaves: leaves[0], ""
     # Only here: programs of numpy alone never load jax.
@@ -166,8 +168,8 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
 
 
 def described(leaves: Sequence[ArrayLeaf], free: Sequence[ArrayLeaf] = ()) -> str:
-    """Describes what must be equal on all ranks: ``float32[10, 3]``; many arrays by
-    their number and a digest.
+    """Describes the dtypes and shapes of arrays, which must be equal on all ranks:
+    ``float32[10, 3]``. Describes many arrays by their number and a digest.
 
     Args:
         free: Leaves whose length along the first axis may differ.
@@ -198,7 +200,8 @@ def _is_jax(origin: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Arrays of one dtype that are sent together: their indices and element counts."""
+    """Arrays of one dtype that are sent as one: their indices in the call, and their
+    numbers of elements."""
 
     dtype: np.dtype
     members: tuple[int, ...]
@@ -210,7 +213,7 @@ class Bucket:
 
     @property
     def is_packed(self) -> bool:
-        """Whether several members share the bucket, and have to be copied."""
+        """Whether several arrays share the bucket, so that they have to be copied."""
         return len(self.members) > 1
 
     def flat(
@@ -218,11 +221,11 @@ class Bucket:
         arrays: Sequence[np.ndarray],
         allocate: Callable[[int, np.dtype], np.ndarray],
     ) -> np.ndarray:
-        """Concatenates the elements of the members: ``[sum(counts)]`` in C order;
-        ``arrays`` are all arrays that were packed.
+        """Concatenates the elements of the bucket's arrays: ``[sum(counts)]`` in C
+        order; ``arrays`` are all arrays that were packed.
 
-        A single member in C order is not copied: the result is a view. Else
-        ``allocate(elements, dtype)`` returns the memory.
+        A single array in C order is not copied: the result is a view. Otherwise
+        ``allocate(elements, dtype)`` provides the memory.
         """
         members = [arrays[member] for member in self.members]
         if not self.is_packed:
@@ -233,7 +236,7 @@ class Bucket:
         return whole
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Returns views of ``flat``, ``[count]`` per member."""
+        """Splits ``flat`` into a view ``[count]`` for each array of the bucket."""
         return split(flat, self.counts)
 
 
@@ -248,7 +251,8 @@ def buckets(
     bytes_per_pack: int = 0,
     alone: int | None = None,
 ) -> list[Bucket]:
-    """Returns which arrays are sent together, in the order in which to start.
+    """Divides arrays into buckets that are sent as one, in the order in which to send
+    them.
 
     Args:
         arrays: Dtype and number of elements of each array.

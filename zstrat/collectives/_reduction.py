@@ -1,9 +1,10 @@
-"""The arithmetic of a reduction: how contributions become a result, and its dtypes.
+"""The arithmetic of a reduction: how contributions become a result, and in which
+dtypes.
 
 f32, f64, complex and integers are reduced in their own dtype. The sum of numbers of
 fewer bits (f16, bf16, float8) is kept in f32 and rounded once, when it is complete. MIN
-and MAX never round. A mean is the sum divided by the number of ranks; of integers there
-is none, because it would have to be cut.
+and MAX never round. A mean is the sum divided by the number of ranks; integers have no
+mean, because it would have to be truncated.
 
 NaN: SUM and MEAN are NaN where a contribution is; so are MIN and MAX, as in numpy.
 """
@@ -30,10 +31,10 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """Returns the member itself, or the one of that name in any case.
+        """Returns ``op``, or the member of that name, in upper or lower case.
 
         Raises:
-            ValueError: No member has that name; lists the members.
+            ValueError: No member has that name; the error lists the members.
         """
         if isinstance(op, ReduceOp):
             return op
@@ -73,8 +74,9 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 class Reduction:
     """One operation on one dtype among ``size`` ranks.
 
-    ``dtype`` is that of contributions and result, ``accumulator`` that of what is
-    reduced in part. A contribution may stand where a part is expected: it is widened.
+    ``dtype`` is the dtype of contributions and result, ``accumulator`` that of partial
+    sums. A contribution may be passed in place of a partial sum: it is converted to the
+    accumulator's dtype.
     """
 
     op: ReduceOp
@@ -83,7 +85,7 @@ class Reduction:
     size: int
 
     def reduce(self, some: np.ndarray, more: np.ndarray, out: np.ndarray) -> None:
-        """Writes the reduction of both into ``out`` (of ``accumulator``), which may be
+        """Reduces two arrays into ``out`` (of the dtype ``accumulator``), which may be
         one of them."""
         # By identity, which is quick and nearly always enough; `widened` compares
         # again.
@@ -95,7 +97,8 @@ class Reduction:
             _UFUNCS[self.op](some, more, out=out)
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Writes the result into ``out`` (of ``dtype``), which may be ``total``."""
+        """Converts the partial sum of all ranks to the result, in ``out`` (of the dtype
+        ``dtype``), which may be ``total``."""
         # By one would be exact, and cost a pass.
         if self.op is ReduceOp.MEAN and self.size > 1:
             if total.dtype != self.accumulator:
@@ -113,13 +116,14 @@ class Reduction:
                 narrow(total, out)
 
     def widened(self, values: np.ndarray) -> np.ndarray:
-        """Converts contributions to the accumulator's dtype, exactly; new memory unless
-        they have that dtype."""
+        """Converts contributions to the accumulator's dtype, exactly. Returns new
+        memory unless they have that dtype."""
         return widened(values, self.accumulator)
 
     @property
     def rounds(self) -> bool:
-        """Whether parts are of a wider dtype than contributions and result."""
+        """Whether partial sums have a wider dtype than contributions and result, so
+        that the result is rounded."""
         return self.accumulator != self.dtype
 
     @property
@@ -128,8 +132,8 @@ class Reduction:
 
 
 def widened(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the same values in a dtype that has them all; new memory unless it is
-    theirs."""
+    """Converts values to a dtype that can represent all of them. Returns new memory
+    unless they have that dtype."""
     if values.dtype == dtype:
         return values
     if values.dtype == _BF16:
@@ -141,8 +145,8 @@ def widened(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def narrow(values: np.ndarray, out: np.ndarray) -> None:
-    """Writes the values into ``out``; f32 is rounded to the nearest number of fewer
-    bits, ties to even."""
+    """Copies values into ``out``. If ``out`` has fewer bits, rounds f32 values to the
+    nearest number, ties to even."""
     if out.dtype != _BF16 or values.dtype != _F32:
         with _quiet():
             out[...] = values
@@ -169,11 +173,13 @@ def _quiet() -> np.errstate:
 
 @lru_cache(maxsize=256)
 def reduction_of(op: ReduceOp | str, dtype: np.dtype, size: int) -> Reduction:
-    """Returns how arrays of ``dtype`` are reduced by ``op`` among ``size`` ranks.
+    """Returns the reduction by which ``size`` ranks reduce arrays of ``dtype`` with
+    ``op``.
 
     Raises:
         ValueError: There is no such operation.
-        TypeError: Not for this dtype; says for which, and what to do.
+        TypeError: The operation does not support this dtype; the error names the
+            supported ones and a remedy.
     """
     op, dtype = ReduceOp.of(op), np.dtype(dtype)
     if not dtype.isnative:  # else it stays the one that arrays have, to be known again

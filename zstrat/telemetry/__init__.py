@@ -1,4 +1,5 @@
-"""Measures a run: durations, rates, staleness and bottlenecks."""
+"""Measures a run: durations, rates, staleness (age of values that gradients are
+computed from) and bottlenecks."""
 
 from ._histogram import EDGES as EDGES
 from ._histogram import Histogram as Histogram

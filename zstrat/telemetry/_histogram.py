@@ -1,13 +1,14 @@
 """Histograms of durations, counts and sizes, with approximate quantiles.
 
 Buckets are a quarter of a power of two wide: the exponent of a float and the first two
-bits of its mantissa are the number of its bucket. So a thousand values are sorted in a
-few microseconds, histograms of all tasks have the same edges, and merging them is
-addition. The error of a quantile is below the width of its bucket, a quarter of its
-lower edge; counts up to eight are exact.
+bits of its mantissa are the number of its bucket. So a thousand values are sorted into
+buckets in a few microseconds, histograms of all tasks have the same edges, and merging
+them is addition. The error of a quantile is below the width of its bucket, a quarter of
+its lower edge; counts up to eight are exact.
 
 `HistogramTable` holds the histograms of all tasks of a run: numpy computes the
-quantiles of a thousand in a few milliseconds; one by one they would take a hundred.
+quantiles of a thousand histograms in a few milliseconds; one by one they would take a
+hundred.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ Plain = Any
 """Values of JSON and msgpack: None, bool, int, float, str, list, dict."""
 
 _PER_OCTAVE: Final = 4
-"""Buckets from a value to its double: a quantile is off by less than a quarter."""
+"""Number of buckets from a value to its double: a quantile is off by less than a
+quarter."""
 _MANTISSA: Final = 50
-"""Bits of a float64 after its exponent and the two that number the quarters."""
+"""Number of bits of a float64 after its exponent and the two bits that number the
+quarters."""
 _BIAS: Final = 1023
 """The bias of the exponent of a float64 in IEEE 754."""
 
@@ -43,7 +46,7 @@ class Unit(enum.StrEnum):
     """The unit of a histogram, which determines its range of buckets."""
 
     SECONDS = "seconds"
-    """2**-20 (about a microsecond) to 1,024."""
+    """2**-20 (about a microsecond) to 1,024 seconds."""
     COUNTS = "counts"
     """1 to 2**30."""
     BYTES = "bytes"
@@ -68,13 +71,13 @@ def _upper_edges(unit: Unit) -> tuple[float, ...]:
 
 
 EDGES: Final = {unit: _upper_edges(unit) for unit in Unit}
-"""The upper edge of each bucket. The first bucket has all smaller values, including
-zero; the last one is unbounded."""
+"""For each unit the upper edges of the buckets. The first bucket has all smaller
+values, including zero; the last one is unbounded."""
 
 
 @final
 class Histogram:
-    """Counts of values by size. Negative values and NaN count as zero."""
+    """Counts values by size. Negative values and NaN count as zero."""
 
     __slots__ = ("_counts", "max", "total", "unit")
 
@@ -96,7 +99,7 @@ class Histogram:
         return self._counts.copy()
 
     def add_many(self, values: ArrayLike) -> None:
-        """Counts values ([n], in the unit)."""
+        """Counts ``values`` ([n], in the unit of the histogram)."""
         array = np.asarray(values, np.float64)
         if array.size:
             self.take(*_counted(array, self.unit))
@@ -105,7 +108,7 @@ class Histogram:
         """Adds the counts of another histogram.
 
         Raises:
-            ValueError: It has another unit.
+            ValueError: The other histogram has another unit.
         """
         if other.unit is not self.unit:
             raise ValueError(
@@ -114,7 +117,7 @@ class Histogram:
         self.take(other._counts, other.total, other.max)
 
     def take(self, counts: np.ndarray, total: float, largest: float) -> None:
-        """Adds counts in the form of `counts`, with the sum of the values and the
+        """Adds counts in the form of `counts`, with the sum of their values and the
         largest one."""
         self._counts += counts
         self.total += total
@@ -162,7 +165,8 @@ class Histogram:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Plain]) -> Histogram:
-        """Makes a histogram of the plain data from another process.
+        """Creates a histogram from plain data that `plain` returned, maybe in another
+        process.
 
         Raises:
             ValueError: The data is malformed.
@@ -181,8 +185,8 @@ class Histogram:
 
 @final
 class Windowed:
-    """A histogram of all values, and one of recent ones (`window`): a ring with one
-    histogram for each second with values."""
+    """A histogram of all values since the start, and one of recent values (`window`): a
+    ring with one histogram for each second with values."""
 
     __slots__ = ("_ring", "total")
 
@@ -205,8 +209,8 @@ class Windowed:
             self.total.take(*counted)
 
     def recent(self, now: float) -> Histogram:
-        """Merges the values of the last `RECENT` seconds and the current one, or of
-        more seconds if values are rare (`window`)."""
+        """Returns a histogram of the values of the last `RECENT` seconds and the
+        current one, or of more seconds if values are rare (`window`)."""
         since = math.floor(now) - window([second for second, _ in self._ring], now)
         merged = Histogram(self.total.unit)
         for second, histogram in self._ring:
@@ -279,7 +283,7 @@ K = TypeVar("K")
 
 @final
 class HistogramTable(Generic[K]):
-    """Histograms by key. Data of another unit or another version of zstrat counts as an
+    """Histograms by key. Data of another unit or another version of zstrat count as an
     empty histogram: observing a run must not stop it.
 
     Args:
@@ -311,7 +315,7 @@ class HistogramTable(Generic[K]):
 
 
 _Parsed = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Counts ([n, buckets] int64), totals and maxima ([n] float64)."""
+"""Counts ([n, buckets] int64), totals and maxima ([n] float64) of n histograms."""
 
 
 def _parsed(plains: list[Plain], unit: Unit) -> _Parsed:

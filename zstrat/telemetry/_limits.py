@@ -1,9 +1,10 @@
 """Finds the bottlenecks of a run, with the numbers that show them. Without I/O.
 
 The step thread of a worker does one thing at a time: it draws inputs, computes, waits
-for values, waits for its pushes (in eager steps only), or is idle. The shares add up to
-its time, whatever other threads do meanwhile. The largest share limits the worker, and
-the reports of the parameter servers show which of them causes it.
+for values, waits for its pushes (in eager steps only), or is idle. The shares of these
+activities add up to the thread's time, whatever other threads do meanwhile. The largest
+share limits the worker, and the reports of the parameter servers show which server
+causes it.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 NOTABLE: Final = 0.3
-"""A smaller share of a task's time is not a bottleneck."""
+"""Share of a task's time below which an activity is not a bottleneck."""
 BUSY: Final = 0.5
-"""A server that spends this share of its time on updates makes workers wait."""
+"""Share of a server's time that updates may take before they make workers wait."""
 UNEQUAL: Final = 1.5
-"""A server with this multiple of the mean traffic of all servers has too much."""
+"""Multiple of the mean traffic of all servers from which a server has too much."""
 LEAST_BYTES: Final = 1e6
-"""Bytes per second of all servers below which their traffic is not a bottleneck."""
+"""Bytes per second of all servers together below which their traffic is not a
+bottleneck."""
 SMALL: Final = 64 * 1024
 """Bytes of an answer below which the round trip takes longer than the transfer."""
 OLD: Final = 3.0
-"""Notable multiple of the median staleness that the number of workers alone causes. One
-prefetched step, which the user asked for, doubles it or a little more."""
+"""Multiple of the median staleness that the number of workers alone causes, from which
+staleness is reported. One prefetched step, which the user asked for, doubles the median
+or a little more."""
 LONG_PHASE_SECONDS: Final = 10.0
 """Seconds after which an unfinished phase of a step is reported."""
 WORST: Final = 3
 """Number of limits shown in addition to the slowest worker."""
 SLOWER: Final = 0.8
-"""A worker below this fraction of the median rate is slow."""
+"""Fraction of the median rate below which a worker is slow."""
 ALONE: Final = 0.5
-"""A worker for which rounds wait this share of their waits holds them up, and not
-several workers in turn."""
+"""Share of the waits of rounds from which one worker that causes them counts as holding
+the rounds up; below it several workers cause them in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,16 @@ class Limit:
 
     ``share``, by which limits are sorted, is the share of the task's time, 0 to 1. For
     an imbalance it is the share of time that workers wait for values, times this
-    server's part of the bytes; for staleness ``1 - usual / median``; for rounds the
-    share of time in which they waited for their last contribution alone.
+    server's part of the bytes; for staleness ``1 - usual / median``; for rounds (joint
+    updates by several workers) the share of time in which they waited for their last
+    contribution alone.
     """
 
     task: str
     what: str
-    """``compute``, ``pull of ps:1`` (``pull`` if the server is unknown), ``draw``,
-    ``queue``, ``full queue``, ``stale``, ``imbalance``, ``round``: rounds wait for the
+    """Kind of the bottleneck: ``compute``, ``pull of ps:1`` (``pull`` if the server is
+    unknown), ``draw`` (of inputs), ``queue`` (of closures is empty), ``full queue``
+    (the program waits), ``stale``, ``imbalance``; ``round``: rounds wait for the
     worker, ``lead``: a worker waits for the slowest one; ``push``: a worker waits for
     the pushes of eager steps, or a server is busy with updates."""
     share: float
@@ -89,9 +94,9 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
 def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the ``task`` with the fewest steps, and ``why``; None if no worker runs.
 
-    Of several workers of about the same speed it is the one that waits most; with
-    rounds, in which all have the same speed, it is the one that rounds wait for. A lost
-    worker is returned only if no other worker runs.
+    Of several workers of about the same speed, returns the one that waits most; with
+    rounds, in which all workers have the same speed, the one that the rounds wait for.
+    A lost worker is returned only if no other worker runs.
     """
     workers = _of_job(metrics.get("tasks", {}), "worker")
     holding_up = [
@@ -208,7 +213,8 @@ _OWN: Final = {
         "this is the ideal bottleneck: add workers, or make the step cheaper",
     ),
 }
-"""Bottlenecks of a worker that other tasks do not cause, with advice."""
+"""Description and advice for the bottlenecks of a worker that other tasks do not
+cause."""
 
 
 def _pull_limit(
@@ -326,7 +332,8 @@ def _round_limits(
 
 
 def _rate_without_waits(worker: Mapping[str, Any]) -> float:
-    """Returns the steps per second of a worker that waits for nobody."""
+    """Returns the steps per second that a worker would make if it never waited for
+    other tasks."""
     time = worker.get("time", {})
     busy = sum(time.get(what, 0.0) for what in ("draw", "compute", "push"))
     rate: float = worker.get("steps_per_s", 0.0)
@@ -357,7 +364,8 @@ def _push_limit(
 
 
 def _with_long_phase(limit: Limit, worker: Mapping[str, Any]) -> Limit:
-    """Adds the current phase to the limit if it has lasted for long."""
+    """Adds the current phase of the worker to the limit if the phase has lasted for
+    long."""
     now: Mapping[str, Any] = worker.get("now") or {}
     seconds = now.get("seconds", 0.0)
     if seconds < LONG_PHASE_SECONDS or now.get("phase") != limit.what.partition(" ")[0]:
@@ -392,7 +400,8 @@ def _idle_limit(
 
 
 def _full_queue_limit(queued: int) -> Limit:
-    """Makes a remark with share 0, as no worker waits for it."""
+    """Returns a limit with share 0, a mere remark, as no worker waits for a full
+    queue."""
     return Limit(
         "program",
         "full queue",
@@ -465,7 +474,7 @@ def _staleness_limits(staleness: Mapping[str, Any], workers: int) -> Iterable[Li
 
 
 def _name_of_largest(amounts: Mapping[str, float]) -> str:
-    """Returns the name of the largest amount; "" if there is none."""
+    """Returns the name of the largest amount; "" if there are no amounts."""
     # Equal amounts by name, so that the answer does not change from look to look.
     return max(amounts, key=lambda name: (amounts[name], name), default="")
 

@@ -32,7 +32,8 @@ class Kind(enum.Enum):
 
     GAUGE = enum.auto()
     COUNTER = enum.auto()
-    """Only grows while the task runs; its Prometheus name ends in total."""
+    """A number that only grows while the task runs. Its name in Prometheus ends in
+    "total"."""
     HISTOGRAM = enum.auto()
     """Several `Windowed`, by phase or store."""
     RATE = enum.auto()
@@ -47,11 +48,12 @@ class Metric:
         name: Its key in `ClusterCoordinator.metrics`.
         unit: Its unit; of a rate, the unit per second.
         help: Its meaning.
-        of: The jobs that report it. A program that shares the parameter servers of a
-            chief is called "program"; a worker from its program's view is a "member",
-            the rounds of an optimizer are "rounds", a worker there a "contributor";
-            a leased dataset is "leases", a worker that has some a "holder".
-        path: The keys in the report that lead to it.
+        of: The jobs that report it. Other things that report have names like jobs:
+            "program" is a program that shares the parameter servers of a chief,
+            "member" a worker in the view of its program, "rounds" the rounds of an
+            optimizer, "contributor" a worker that contributes to them, "leases" a
+            leased dataset, "holder" a worker that has leased ranges of it.
+        path: The keys that lead to the number in a report.
         prometheus: Its name in Prometheus; "" if it is not exported.
     """
 
@@ -64,8 +66,8 @@ class Metric:
     prometheus: str
 
     def find(self, values: Mapping[str, Plain]) -> float | None:
-        """Finds the number in the report of a process; None if it is missing or not
-        finite."""
+        """Finds the number of the metric in the report of a process; None if it is
+        missing or not finite."""
         value: Plain = values
         for key in self.path:
             value = value.get(key) if isinstance(value, dict) else None
@@ -75,14 +77,14 @@ class Metric:
 
 
 def _read(table: str) -> tuple[Metric, ...]:
-    """Returns the metrics of a table.
+    """Parses a table of metrics that is written as text.
 
     Args:
-        table: "[jobs] part" heads the numbers of one part of what these jobs report. A
-            number is a line: where it is in the part, with a + before it if it is a
-            counter, a * if it is histograms, and its unit after a colon if it does
-            not just count; what Prometheus calls it after ``zstrat_``, or -; and the
-            help.
+        table: A line "[jobs] part" begins the metrics in one part of the report of
+            these jobs. Each metric is a line of three columns. First its keys in the
+            part, with + before them for a counter, * for histograms, and the unit after
+            a colon unless it is counts. Then its Prometheus name without ``zstrat_``,
+            or -. Then the help text.
     """
     found, jobs, part = [], "", ""
     for line in table.strip().splitlines():
@@ -246,7 +248,7 @@ in_flight coordinator_worker_in_flight Closures a worker has.
 +completed coordinator_worker_completed Closures a worker did.
 +losses coordinator_worker_losses How often a worker was lost.
 """)
-"""All of them."""
+"""All metrics of all jobs."""
 
 COLUMNS: Final = {
     "steps_per_s": "Steps/s",
@@ -265,8 +267,8 @@ COLUMNS: Final = {
     "encoded_to": "",
     "retries": "",
 }
-"""The metrics of a task in `ClusterCoordinator.metrics` -> the heading of their column
-on the page; "" without a column."""
+"""For each metric of a task in `ClusterCoordinator.metrics` the heading of its column
+on the web page; "": it has no column."""
 
 
 # The tables never change, and these are asked for each task at each look.

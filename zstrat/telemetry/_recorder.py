@@ -1,9 +1,10 @@
 """Records the measurements of one session of a task: phases, staleness, rates.
 
 Recording must be negligible for a step of ten microseconds, so numbers are only
-appended to plain lists, and sorted into histograms in bulk. The thread that runs steps
-appends to its own lists, which it posts with its results (`StepTimes`); everything else
-belongs to the loop. All lists are bounded, by `PENDING` or by the limit of a capture.
+appended to plain lists. A *digest* sorts them into histograms and rates in bulk. The
+thread that runs steps appends to its own lists, which it posts with its results
+(`StepTimes`); all other data belong to the loop's thread. All lists are bounded, by
+`PENDING` or by the limit of a capture.
 """
 
 from __future__ import annotations
@@ -30,51 +31,55 @@ if TYPE_CHECKING:
     from ._throughput import SpanCapture, StepUnderWay
 
 EVERY: Final = 0.25
-"""Seconds between two digests."""
+"""Seconds between two digests of the recorded numbers."""
 PENDING: Final = 4096
-"""Number of entries after which a digest is made earlier."""
+"""Number of recorded entries from which a digest is made earlier."""
 
 EAGER: Final = 256
-"""The same for eager steps, each of which may have hundreds of spans."""
+"""Number of recorded eager steps from which a digest is made earlier: each may have
+hundreds of spans."""
 
 QUICK: Final = 2
-"""Numbers of a step that neither drew nor pulled: seconds that it waited and ran."""
+"""Count of the numbers recorded for a step that neither drew inputs nor pulled values:
+seconds that the step waited, and seconds that it ran."""
 FULL: Final = 10
-"""Numbers of any other step, and of all steps in a capture: step number; time of
-arrival; time of the end of its preparation; seconds that it ran; time of its end;
-seconds of its preparation; times of the first request and of the last answer of its
-values; seconds that it waited for them; number of examples."""
+"""Count of the numbers recorded for any other step, and for all steps in a capture:
+step number; time of arrival; time of the end of its preparation; seconds that it ran;
+time of its end; seconds of its preparation; times of the first request for values and
+of the last answer; seconds that the step waited for values; number of examples."""
 
 
 @final
 @dataclass(slots=True)
 class EagerNotes:
-    """The phases of an eager step, which draws, reads and pushes while it runs. Any
-    thread may append."""
+    """The phases of an eager step, which runs as Python, and draws, reads and pushes
+    while it runs. Any thread may append."""
 
     spans: list[tuple[Phase, float, float]] = field(default_factory=list)
     """Phase, begin and end of each draw, read and push, of the first `PENDING`."""
     examples: int = 0
-    """That it has drawn."""
+    """Number of examples that the step has drawn."""
     stale: list[tuple[int, int]] = field(default_factory=list)
-    """Servers, and how old what was pushed to them was, in versions, of the first
-    `PENDING` pushes."""
+    """Server and staleness of each push: how many versions old the values were that the
+    pushed update was computed from. Of the first `PENDING` pushes."""
 
     def spent(self, phase: Phase, began: float, ended: float) -> None:
-        """Notes that the step has waited for ``phase``; what there is no room for
-        counts as computing."""
+        """Notes that the step has waited for ``phase`` from ``began`` to ``ended``.
+        Beyond `PENDING` notes the time counts as computing."""
         if len(self.spans) < PENDING:
             self.spans.append((phase, began, ended))
 
     def aged(self, server: int, versions: int) -> None:
-        """Notes how many versions old what was pushed to a server was."""
+        """Notes that an update pushed to ``server`` was computed from values
+        ``versions`` versions old."""
         if len(self.stale) < PENDING:
             self.stale.append((server, versions))
 
 
 class EagerTimes(NamedTuple):
-    """An eager step that ran: its number, when it was received, when its preparation
-    had ended, the seconds that it ran, when it ended, and what it noted."""
+    """The times of an eager step that ran: its number, when it was received, when its
+    preparation had ended, the seconds that it ran, when it ended, and what it noted
+    itself."""
 
     step: int
     received: float
@@ -87,28 +92,28 @@ class EagerTimes(NamedTuple):
 @final
 @dataclass(slots=True)
 class StepTimes:
-    """Steps that ran, as flat lists of numbers."""
+    """The times of steps that ran, as flat lists of numbers."""
 
     quick: list[float] = field(default_factory=list)
-    """`QUICK` numbers for each."""
+    """`QUICK` numbers for each step that neither drew nor pulled."""
     full: list[float] = field(default_factory=list)
-    """`FULL` numbers for each."""
+    """`FULL` numbers for each other step."""
     idle: float = 0.0
-    """Seconds in which there was no closure,"""
+    """Seconds in which the worker had no closure."""
     stalled: float = 0.0
-    """and in which all waited for values;"""
+    """Seconds in which all closures of the worker waited for values."""
     stalls: dict[int, float] = field(default_factory=dict)
-    """by the server that answered last."""
+    """The seconds of ``stalled`` by the server that answered last."""
     eager: list[EagerTimes] = field(default_factory=list)
-    """Eager ones, which are in none of the others."""
+    """The times of eager steps, which are in none of the other lists."""
 
 
 @final
 class Recorder:
-    """The measurements of one session of a task. Belongs to the loop.
+    """Collects the measurements of one session of a task. Used on the loop's thread.
 
     Args:
-        phases: The phases of the task.
+        phases: The phases that the task records.
     """
 
     def __init__(self, phases: Iterable[Phase]) -> None:
@@ -125,7 +130,8 @@ class Recorder:
         self._digested = 0.0
         self._capture: SpanCapture | None = None
         self.on_capture: Callable[[bool], None] = _ignore
-        """Called when a capture begins, and when it ends."""
+        """Called with True when a capture of spans begins, and with False when it
+        ends."""
 
     def ran(self, times: StepTimes, now: float) -> None:
         """Adds the times of steps that ran."""
@@ -160,8 +166,8 @@ class Recorder:
             self.digest(ended)
 
     def stale(self, store: str, versions: int) -> None:
-        """Records the age in versions of the values from which a push to the store was
-        computed."""
+        """Records the age, in versions, of the values from which an update pushed to
+        ``store`` was computed."""
         ages = self._stale.get(store)
         if ages is None:
             ages = self._stale[store] = []
@@ -171,18 +177,18 @@ class Recorder:
             self.digest(self._digested)
 
     def count(self, name: str, amount: float, now: float) -> None:
-        """Adds an amount to a rate."""
+        """Adds an amount to the counter of rate ``name``."""
         self._rate(name, now).add(amount, now)
 
     def start(self, totals: Mapping[str, float], now: float) -> None:
         """Begins the session; ``totals`` are the current values of counters that are
-        kept elsewhere and are older than the session."""
+        kept elsewhere, and may have grown before the session."""
         self._began = now
         for name, total in totals.items():
             self._rates[name] = Rate(now, total)
 
     def reach(self, totals: Mapping[str, float], now: float) -> None:
-        """Updates rates from the current totals of counters kept elsewhere."""
+        """Updates rates by the current totals of counters that are kept elsewhere."""
         for name, total in totals.items():
             self._rate(name, now).reach(total, now)
 
@@ -196,11 +202,11 @@ class Recorder:
     def plain(
         self, now: float, under_way: StepUnderWay | None = None
     ) -> dict[str, Plain]:
-        """Returns everything as plain data: ``phases`` and ``staleness`` as
+        """Returns all measurements as plain data: ``phases`` and ``staleness`` as
         `Windowed.plain` by phase and store; ``rates`` per second; ``time``: shares of
         the time of the step thread, or of the loop that applies pushes; ``stalls``:
-        shares in which it waited for each server; ``now``: ``phase``, ``step`` and
-        ``seconds`` of the current phase."""
+        shares in which the step thread waited for each server; ``now``: ``phase``,
+        ``step`` and ``seconds`` of the current phase."""
         self.digest(now)
         present: dict[str, Plain] = {}
         if under_way is not None:
@@ -224,7 +230,8 @@ class Recorder:
         }
 
     def begin_capture(self, capture: SpanCapture, now: float) -> None:
-        """Begins to copy spans and traffic into the capture."""
+        """Begins to copy spans and traffic (bytes received and sent) into the
+        capture."""
         self.digest(now)  # what came before is in no capture
         self._capture = capture
         capture.sample(now)
@@ -282,8 +289,8 @@ class Recorder:
                 found.clear()
 
     def _busy(self, began: np.ndarray, ended: np.ndarray) -> float:
-        """Returns seconds that the spans cover, and none before has covered: some wait
-        for the same thread."""
+        """Returns the seconds that the spans cover and no earlier span has covered:
+        spans may overlap, as several wait for the same thread."""
         # A sweep over the spans by their begin; `maximum.accumulate` is how far those
         # before reach.
         order = np.argsort(began)
@@ -294,7 +301,8 @@ class Recorder:
         return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
-        """Sorts steps that only waited and ran; there is no capture."""
+        """Sorts the rows of steps that only waited and ran into histograms. There is no
+        capture."""
         waited, ran = rows.T
         self.count("steps_per_s", len(rows), now)
         self._shares.add("compute", float(ran.sum()), now)
@@ -302,7 +310,8 @@ class Recorder:
         self._phases[Phase.COMPUTE].add_many(ran, now)
 
     def _digest_full(self, rows: np.ndarray, now: float) -> None:
-        """Sorts steps that drew, pulled, or ran in a capture."""
+        """Sorts the rows of steps that drew, pulled, or ran in a capture into
+        histograms."""
         number, received, prepared, ran, ended = rows.T[:5]
         drew, asked, arrived, pulled, examples = rows.T[5:]
         self.count("steps_per_s", len(rows), now)
@@ -319,8 +328,8 @@ class Recorder:
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
 
     def _digest_eager(self, times: list[EagerTimes], now: float) -> None:
-        """Sorts the times of all eager steps together: to sort one number costs as much
-        as to sort many."""
+        """Sorts the times of all eager steps into histograms together, because to sort
+        one number costs as much as to sort many."""
         found: dict[Phase, list[float]] = {phase: [] for phase in WORKER_PHASES}
         for step, received, prepared, ran, ended, notes in times:
             found[Phase.WAIT] += (step, received, prepared)
@@ -386,8 +395,8 @@ def _ignore(_: object) -> None:
 
 
 def log_file() -> str:
-    """Returns the path of the log, the file of standard error; "" if standard error is
-    not a file, or without /proc."""
+    """Returns the path of the log file of this process, to which standard error is
+    redirected; "" if standard error is not a file, or without /proc."""
     try:
         if not stat.S_ISREG(os.fstat(2).st_mode):
             return ""
@@ -398,8 +407,8 @@ def log_file() -> str:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process, with shared pages; 0 while all its
-    file descriptors are in use."""
+    """Returns the bytes of resident memory of this process, with shared pages; 0 while
+    no file descriptor is free."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except FileNotFoundError:  # not Linux

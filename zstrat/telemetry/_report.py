@@ -1,7 +1,8 @@
 """Combines the reports of the tasks of a run into its metrics.
 
 Law of the file: plain data in, plain data out. Missing or malformed values of a task
-are absent or zero in the result, never an error: observing a run must not stop it.
+become absent or zero in the result, and never raise an error: observing a run must not
+stop it.
 
 `over` combines several samples of a task, each of the seconds before it, because a
 minute shows more than ten seconds, such as a dataset that stalls now and then. It adds
@@ -30,12 +31,13 @@ WORKER: Final = "worker"
 PS: Final = "ps"
 
 Window = tuple[str, str]
-"""A task and one of its phases, or a task and a store to which it pushes."""
+"""Key of a histogram: a task and one of its phases, or a task and a store to which it
+pushes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """The last report of a task to the program or to an observer.
+    """The last report that the program or an observer has received from a task.
 
     ``values`` has the parts of `METRICS`, and ``phases``, ``staleness``, ``time``,
     ``stalls``, ``now``, ``transports``, ``program`` and ``log``. It is empty before the
@@ -51,7 +53,7 @@ class TaskReport:
 def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
     """Computes ``steps_per_s``, ``examples_per_s``, ``phases``, ``staleness``,
     ``tasks``, ``rounds``, ``largest_lead``, ``leases`` and ``slowest`` of
-    `ClusterCoordinator.metrics`; the numbers of rounds and leases are a second old.
+    `ClusterCoordinator.metrics`; the numbers of rounds and leases may be a second old.
 
     Args:
         tasks: The reports by task name, such as "worker:0".
@@ -121,8 +123,8 @@ def _task(
 
 
 def _last_program(programs: Iterable[dict[str, Plain]]) -> dict[str, Plain]:
-    """Returns the newest information about the program, that of the worker to which it
-    dispatched closures last."""
+    """Returns the newest information about the program: that in the report of the
+    worker to which the program dispatched closures last."""
     known = [program for program in programs if program]
     return min(known, key=lambda program: _number(program.get("seconds")), default={})
 
@@ -213,7 +215,8 @@ def _shares(values: Mapping[str, Plain], name: str) -> dict[str, float]:
 
 
 def _windows(tasks: Mapping[str, TaskReport], part: str) -> dict[Window, Plain]:
-    """Returns the recent windows of all `Windowed.plain` in a part of the reports."""
+    """Returns the histograms of recent values in a part of all reports, by task and
+    phase or store."""
     return {
         (name, key): windowed["recent"]
         for name, task in tasks.items()

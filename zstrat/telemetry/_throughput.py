@@ -1,4 +1,5 @@
-"""Recent rates, and the phases of steps and requests, also captured for a time line.
+"""Computes recent rates, and defines the phases of steps and requests, whose spans may
+be captured for a time line.
 
 Rates are over ten seconds, or more if steps take longer. Steps have phases on workers,
 requests on parameter servers.
@@ -22,17 +23,22 @@ class Phase(enum.StrEnum):
     step computes, the next one is drawn and pulled."""
 
     WAIT = "wait"
-    """From the closure's arrival at the worker until its preparation begins."""
+    """The time from the closure's arrival at the worker until its preparation
+    begins."""
     DRAW = "draw"
-    """Its preparation: arguments, elements of datasets, the program."""
+    """The preparation of a step: arguments, elements of datasets, the compiled
+    program."""
     PULL = "pull"
-    """From the first request for values until all have arrived."""
+    """The time from the first request for values until all values have arrived."""
     COMPUTE = "compute"
-    """The program, from its start until its results are in memory."""
+    """The compiled program of a step, from its start until its results are in
+    memory."""
     PUSH = "push"
-    """From handing over the updates until all servers have acknowledged them."""
+    """The time from handing over the updates of a step until all servers have
+    acknowledged them."""
     APPLY = "apply"
-    """On a parameter server: from the turn of a push until it is applied."""
+    """On a parameter server: the time from the turn of a push until the push is
+    applied."""
     SEND = "send"
     """On a parameter server: while answers to one peer wait to be sent. Answers that
     are sent at once are not counted."""
@@ -43,7 +49,8 @@ PS_PHASES: Final = (Phase.APPLY, Phase.SEND)
 
 
 class StepUnderWay(NamedTuple):
-    """The current phase of a worker: its step and its begin by the worker's clock."""
+    """The step that a worker runs now: its number, its current phase, and the phase's
+    begin by the worker's clock."""
 
     phase: Phase
     step: int
@@ -73,8 +80,10 @@ class SpanCapture:
     """A bounded capture of spans and traffic of one session. Belongs to the loop.
 
     Args:
-        limit: Number of spans and of points of traffic to keep, the last ones.
-        until: Later spans are dropped, because the program that asked may be lost.
+        limit: Most spans, and most points of traffic, to keep; earlier ones are
+            dropped.
+        until: Time after which spans are dropped, because the program that asked may be
+            lost.
         moved: Returns the bytes that the process has received and sent.
     """
 
@@ -103,11 +112,13 @@ class SpanCapture:
 
 
 RECENT: Final = 10
-"""Length of a window in seconds, and its number of parts."""
+"""Length of the window of recent time in seconds, and number of its parts."""
 STEADY: Final = 1.5
-"""Events are steady if `RECENT` of them came within this multiple of a window."""
+"""Events are steady if the last `RECENT` events came within this multiple of a
+window."""
 GAPS: Final = 3
-"""Length of a window for rare events, as a multiple of the gap between them."""
+"""Length of a window of recent time for rare events, as a multiple of the gap between
+events."""
 
 
 def window(times: Sequence[float], now: float) -> float:
@@ -132,39 +143,40 @@ def usual_gap(times: Sequence[float], now: float) -> float:
 
 
 MARK: Final = 1.0
-"""Seconds between two marks."""
+"""Seconds between two marks of a counter."""
 MARKS: Final = 32
-"""Number of marks: enough for four steps of a minute of eight workers."""
+"""Number of marks that are kept: enough for four steps of a minute of eight workers."""
 
 
 class _Mark(NamedTuple):
     at: float
     before: float
-    """How much there was before what came then,"""
+    """Value of the counter before the increase that the mark notes."""
     after: float
-    """and with it."""
+    """Value of the counter after that increase."""
 
 
 @final
 class Throughput:
-    """The recent rate of a counter. It has no timer: the caller passes the time, and
-    makes a mark about once in `MARK` seconds."""
+    """Computes the recent rate of a counter from *marks*, notes of its value. It has no
+    timer: the caller passes the time, and makes a mark about once in `MARK` seconds."""
 
     __slots__ = ("_marks", "next_mark")
 
     def __init__(self) -> None:
         self._marks: deque[_Mark] = deque(maxlen=MARKS)
         self.next_mark = -math.inf
-        """The time from which on an increase has to be followed by a `mark`."""
+        """Time from which on the next increase of the counter has to be followed by a
+        `mark`."""
 
     def mark(self, now: float, before: float, after: float) -> None:
-        """Marks that the counter has grown from ``before`` to ``after`` just now."""
+        """Notes that the counter has grown from ``before`` to ``after`` just now."""
         self._marks.append(_Mark(now, before, after))
         self.next_mark = now + MARK
 
     def rate(self, now: float, total: float) -> float:
-        """Returns the rate per second over the last `window`, given the ``total`` by
-        now; 0 if nothing came for longer than a window."""
+        """Returns the rate per second over the last `window`, given the present value
+        ``total`` of the counter; 0 if it has not grown for longer than a window."""
         marks = list(self._marks)
         times = [mark.at for mark in marks]
         span, gap = window(times, now), usual_gap(times, now)
@@ -188,8 +200,8 @@ class Rate:
     """A counter that only grows, with its recent rate.
 
     Args:
-        since: The time at which counting starts.
-        total: The value at that time.
+        since: Time at which counting starts.
+        total: Value of the counter at that time.
     """
 
     __slots__ = ("_throughput", "total")
@@ -200,12 +212,13 @@ class Rate:
         self._throughput.mark(since, total, total)
 
     def add(self, amount: float, now: float) -> None:
-        """Adds an amount now."""
+        """Adds an amount to the counter now."""
         if amount:
             self.reach(self.total + amount, now)
 
     def reach(self, total: float, now: float) -> None:
-        """Sets the counter, which is kept elsewhere, to ``total``."""
+        """Sets the counter to ``total``, its present value where it is kept
+        elsewhere."""
         if total == self.total:
             return
         before, self.total = self.total, total
@@ -213,8 +226,9 @@ class Rate:
             self._throughput.mark(now, before, total)
 
     def per_second(self, now: float) -> float:
-        """Returns the rate of the last ten seconds, or since the start if that is less,
-        but at least of one second; of more seconds for rare events (`window`)."""
+        """Returns the rate of the last ten seconds, or since the start if that is less
+        time, but over at least one second; for rare events over more seconds
+        (`window`)."""
         return self._throughput.rate(now, self.total)
 
 
@@ -226,10 +240,11 @@ class TimeShares:
 
     def __init__(self) -> None:
         self._ring: deque[tuple[int, Counter[str]]] = deque(maxlen=RECENT + 1)
-        """Second of the clock -> seconds spent, by name, that were added in it."""
+        """For each recent second of the clock, the seconds that `add` was given in it,
+        by name."""
 
     def add(self, name: str, seconds: float, now: float) -> None:
-        """Adds seconds that were spent until now."""
+        """Adds seconds that an activity has taken until now."""
         if not seconds:
             return
         second = math.floor(now)
@@ -241,11 +256,11 @@ class TimeShares:
     def shares(
         self, now: float, under_way: StepUnderWay | None = None
     ) -> dict[str, float]:
-        """Returns the share of the time by name; the sum is at most one. A long phase
-        is added when it ends, and may be longer than the window.
+        """Returns the share of recent time by name of the activity; the sum is at most
+        one. A long phase is added only when it ends, and may be longer than the window.
 
         Args:
-            under_way: The current phase, which is not added yet.
+            under_way: The current phase, which was not added yet.
         """
         ring = list(self._ring)
         since = math.floor(now) - window([second for second, _ in ring], now)

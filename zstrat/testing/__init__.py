@@ -1,7 +1,7 @@
 """Tools to test programs that use zstrat; zstrat itself does not import them.
 
-Faults are context managers, in force during their block. All are for ``with``;
-`in_thread` adapts slow ones to ``async with``. pytest is not required.
+Faults are context managers, in force during their block. All of them work with
+``with``; `in_thread` adapts slow ones to ``async with``. pytest is not required.
 """
 
 from ._cluster import DaemonCluster as DaemonCluster

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _ON_ITS_WAY: Final = 20.0
-"""Seconds for a thread to end on a busy machine."""
+"""Seconds that a thread has to end on a busy machine."""
 
 
 @contextlib.contextmanager
@@ -80,15 +80,16 @@ def _limit(pid: int, limits: tuple[int, int]) -> None:
 
 
 class ProcessResources(NamedTuple):
-    """The descriptors and threads of this process, to compare before and after."""
+    """The file descriptors and threads of this process, to compare before and after a
+    test."""
 
     descriptors: int
     threads: tuple[str, ...]
 
     @classmethod
     def held(cls) -> ProcessResources:
-        """Reads the current resources, after a garbage collection; threads by name,
-        sorted."""
+        """Reads the resources that this process has now, after a garbage collection.
+        Threads by name, sorted."""
         gc.collect()  # of cycles that hold sockets or files
         threads = sorted(thread.name for thread in threading.enumerate())
         return cls(len(os.listdir("/proc/self/fd")), tuple(threads))
@@ -102,10 +103,11 @@ def leak_check(timeout: float = _ON_ITS_WAY) -> Iterator[None]:
     all child processes have to end. Threads and processes from before are ignored.
 
     Args:
-        timeout: Seconds for a thread to end.
+        timeout: Seconds that threads and processes have to end.
 
     Raises:
-        AssertionError: Names the leaked threads or processes, after the block.
+        AssertionError: Threads or processes have leaked in the block; the error names
+            them.
     """
     threads, children = set(threading.enumerate()), _children()
     yield
@@ -165,7 +167,7 @@ async def in_thread(
                 ...
 
     Cancellation: while entering, waits until the context is entered, and leaves it;
-    while leaving, it is left nevertheless.
+    while leaving, the context is left nevertheless.
     """
     stack = contextlib.ExitStack()
     # Shielded: a thread cannot be cancelled, and what it enters has to be left.
@@ -193,7 +195,7 @@ async def _leave(stack: contextlib.ExitStack, error: BaseException | None) -> bo
 
 
 class RelayedCluster(abc.ABC):
-    """Parameter servers and workers, started on entry of ``with``.
+    """Parameter servers and workers behind relays, started on entry of ``with``.
 
         with DaemonCluster(num_ps=2, num_workers=2) as cluster:
             strategy = zs.ParameterServerStrategy(cluster.resolver)
@@ -221,7 +223,7 @@ class RelayedCluster(abc.ABC):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names such as "ps:0", parameter servers first."""
+        """Names of the tasks, such as "ps:0", parameter servers first."""
         return tuple(self._relays)
 
     @property
@@ -257,14 +259,15 @@ class RelayedCluster(abc.ABC):
 
     @contextlib.contextmanager
     def blackholed(self, task: str) -> Iterator[None]:
-        """Silently drops all traffic between a task and the others."""
+        """Silently drops all traffic between a task and the other tasks during the
+        block."""
         with self.relay(task).blackholed():
             yield
 
     @abc.abstractmethod
     def _start(self, stack: contextlib.ExitStack) -> Mapping[str, str]:
-        """Starts all tasks, ps first, and registers their end on the stack; returns
-        "host:port" of each."""
+        """Starts all tasks, ps first, and registers their end on the stack. Returns
+        "host:port" of each task by its name."""
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -281,9 +284,9 @@ class RelayedCluster(abc.ABC):
 
 @final
 class DaemonCluster(RelayedCluster):
-    """Real daemons of a `zstrat.launch.LocalCluster`.
+    """Parameter servers and workers as real daemons of a `zstrat.launch.LocalCluster`.
 
-    ``local`` is that cluster, with logs, process ids, and faults without a relay.
+    ``local`` is the `LocalCluster`, with logs, process ids, and faults without a relay.
     """
 
     local: LocalCluster
@@ -310,7 +313,7 @@ class DaemonCluster(RelayedCluster):
         without its state.
 
         Raises:
-            UnavailableError, DeadlineExceededError: It does not restart.
+            UnavailableError, DeadlineExceededError: The task does not restart.
         """
         # Restarted whatever the block raises: other faults of the test may follow.
         self.local.kill(task)
@@ -328,7 +331,8 @@ class DaemonCluster(RelayedCluster):
 
 @final
 class ThreadCluster(RelayedCluster):
-    """Servers on threads of this process (`zstrat.launch.Server`)."""
+    """Parameter servers and workers as servers on threads of this process
+    (`zstrat.launch.Server`)."""
 
     def _start(self, stack: contextlib.ExitStack) -> Mapping[str, str]:
         addresses: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A connection and a clock for tests, without sockets and without time.
+"""A connection and a clock for tests, without sockets and without waiting.
 
 `FakeLink` replaces `zstrat.transport.Link`, on the side that sends requests;
 `FakeRemote` replaces `zstrat.transport.Remote`, on the side of a service. Law: every
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
     Reply = asyncio.Future[Message]
     Handler = Callable[[Message], Any]
-    """Answers a message with a message, an awaitable of one, or None."""
+    """Answers a message by returning a message, an awaitable of one, or None."""
 
 
 @dataclass(eq=False)
 class FakeTimer:
-    """A call that is due at a time of a `FakeClock`."""
+    """A call that a `FakeClock` makes at a certain time."""
 
     due: float
     callback: Callable[[], object]
     is_cancelled: bool = field(default=False, init=False)
 
     def cancel(self) -> None:
-        """Cancels the call; does nothing if it was made already."""
+        """Cancels the call; does nothing if the clock has made it already."""
         self.is_cancelled = True
 
 
 class FakeClock:
-    """Seconds that pass only in `advance`; a clock, and the timers of a loop.
+    """A clock whose seconds pass only in `advance`, with the timers of an event loop.
 
     Calling it returns the time, so that it replaces `time.time` and `time.monotonic` in
     arguments such as ``CheckpointManager(clock=)``. Its ``time``, ``call_at`` and
@@ -72,8 +72,8 @@ class FakeClock:
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any
     ) -> FakeTimer:
-        """Schedules ``callback(*args)`` for the `advance` that reaches the time, like
-        the method of a loop."""
+        """Schedules ``callback(*args)`` for the `advance` that reaches the time
+        ``when``, like the method of an event loop."""
         timer = FakeTimer(when, lambda: callback(*args))
         self._timers.append(timer)
         return timer
@@ -86,7 +86,7 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         """Advances the time, and makes the calls that become due, each at its time,
-        including those that such calls schedule.
+        including calls that these schedule.
 
         Raises:
             ValueError: ``seconds`` is negative.
@@ -123,11 +123,11 @@ _LIMITS: Final = Limits()
 
 
 def through_the_codec(message: Message) -> Message:
-    """Encodes and decodes a message, as its receiver gets it: arrays are read-only
-    copies.
+    """Encodes and decodes a message. Returns it as its receiver would get it, with
+    read-only copies of the arrays.
 
     Raises:
-        TypeError, ValueError, ProtocolError: It cannot be encoded or decoded.
+        TypeError, ValueError, ProtocolError: The message cannot be encoded or decoded.
     """
     # Bytes, as from a socket: a receiver that writes to an array fails here, too.
     header, arrays = encode(message)
@@ -143,10 +143,10 @@ class FakeRemote:
     """A connected task as a service sees it; replaces `zstrat.transport.Remote`.
 
     Args:
-        role: The role of its key.
-        incarnation: The incarnation of its process; default: a random one.
-        name: Its name in errors; default: its job and index.
-        pid: The id of its process, on the host "here".
+        role: The role of the task's key.
+        incarnation: The incarnation of the task's process; default: a random one.
+        name: The task's name in errors; default: its job and index.
+        pid: The id of the task's process, on the host "here".
     """
 
     def __init__(
@@ -164,23 +164,24 @@ class FakeRemote:
         self.hello: Final = Hello(PROTOCOL, str(role), index, number, "here", pid)
         self.alive = True
         self.notices: list[Message] = []
-        """The notices that it received, in order."""
+        """The notices that the task received, in order."""
         self.notified: Final = asyncio.Event()
-        """Set with every notice; clear it before waiting for the next one."""
+        """Set with every notice that the task receives; clear it before waiting for the
+        next one."""
         self.refusals: list[Callable[[Message], Exception | None]] = []
-        """The first one is called with each notice; if it returns an error, that is
-        raised, and the refusal is removed."""
+        """Functions that refuse notices. `notify` calls the first one with the notice;
+        if it returns an error, `notify` raises the error and removes the function."""
         self.promised = 0
         self.is_heard = True
-        """Whether it is connected and sent a message just now."""
+        """Whether the task is connected and has sent a message just now."""
         self.heard = 0
-        """Changes with each message from it."""
+        """A value that changes with each message from the task."""
 
     def notify(self, message: Message) -> None:
-        """Appends a notice.
+        """Appends a notice to `notices`.
 
         Raises:
-            PeerLostError: It is not ``alive``.
+            PeerLostError: The task is not ``alive``.
             Exception: The error of the first of ``refusals``.
         """
         if not self.alive:
@@ -193,7 +194,7 @@ class FakeRemote:
         self.notified.set()
 
     def promise(self, nbytes: int) -> None:
-        """Records the announced size of an answer."""
+        """Records the announced size of an answer as ``promised``."""
         self.promised = nbytes
 
     def __repr__(self) -> str:
@@ -205,11 +206,11 @@ class FakeLink:
     thread of the loop that calls `start`.
 
     Args:
-        handler: Called with each message that arrives. Its result, or that of an
-            awaitable, answers a request; None leaves the request open. Its error is the
-            outcome of the request.
+        handler: Called with each message that arrives. The message that it returns, or
+            that an awaitable returns, answers a request; None leaves the request open.
+            An error that it raises is the outcome of the request.
         name, address: The name and the address of the task in errors.
-        hello: The handshake of the task in `start`; None: it is unreachable until
+        hello: The handshake of the task in `start`; None: the task is unreachable until
             `connect`.
         on_notice, on_open, on_lost: See `zstrat.transport.Link`.
         on_change: Called after each event on the link, for tests that wait.
@@ -229,26 +230,26 @@ class FakeLink:
     ) -> None:
         self.name, self.address = name, address
         self.peer: Hello | None = None
-        """The handshake of the task, while the link is open."""
+        """The handshake of the task while the link is open; None: it is not open."""
         self.is_started = self.is_closed = False
         self.is_refused = False
         """Whether the last attempt to connect failed at once, as in a `Link`."""
         self.is_silent = False
-        """Whether it is open, but the task sends nothing."""
+        """Whether the task sends nothing although the link is open."""
         self.trouble = "no answer"
-        """The reason why it is not open, as in a `Link`."""
+        """The reason why the link is not open, as in a `Link`."""
         self.sent: list[Message] = []
         """All sent requests and notices, in order."""
         self.held: list[tuple[Message, Reply | None]] | None = None
-        """Messages that are held between `hold` and `release`."""
+        """Messages that are held back between `hold` and `release`."""
         self.requests: dict[Reply, None] = {}
         """Open requests, in order."""
         self._handler, self._hello = handler, hello
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
         self._on_change = on_change
         self._connection = 0
-        """Number of connections: messages of an earlier one do not arrive, even if the
-        handshake is the same."""
+        """Number of connections so far: messages of an earlier connection do not
+        arrive, even if the handshake is the same."""
         self._waiters: list[asyncio.Future[Hello]] = []
 
     @property
@@ -264,7 +265,7 @@ class FakeLink:
         return self.is_open and not self.is_silent
 
     def start(self) -> None:
-        """Connects, if there is a ``hello``.
+        """Connects to the task, if there is a ``hello``.
 
         Raises:
             ClosedError: The link was started or closed before.
@@ -308,7 +309,8 @@ class FakeLink:
     async def request(
         self, message: Message, *, deadline: float | None = None
     ) -> Message:
-        """Awaits `submit`. Cancellation: drops the answer."""
+        """Sends a request as `submit` does, and awaits its answer. Cancellation: drops
+        the answer."""
         return await self.submit(message, deadline=deadline)
 
     def notify(self, message: Message) -> None:
@@ -330,7 +332,7 @@ class FakeLink:
         """Connects or reconnects the task.
 
         Args:
-            hello: Its handshake; None: the previous one.
+            hello: The task's handshake; None: the previous one.
 
         Raises:
             ValueError: There is no previous handshake.
@@ -359,7 +361,7 @@ class FakeLink:
 
         Args:
             left: Whether the task closed the connection on purpose.
-            returns: Seconds within which it announced to return with its state.
+            returns: Seconds within which the task announced to return with its state.
         """
         if self.peer is None:
             return
@@ -371,7 +373,7 @@ class FakeLink:
         self._on_change()
 
     def hold(self) -> None:
-        """Begins to hold sent messages back, in ``held``."""
+        """Begins to hold sent messages back; they are in `held`."""
         self.held = [] if self.held is None else self.held
 
     def release(self) -> None:

@@ -1,11 +1,13 @@
 """Faults of the network: a TCP relay, and namespaces on one switch.
 
-A relay in front of a task resets or silences its connections. It runs on a separate
-thread and loop, so that it works while the test, or the program under test, blocks.
+A relay in front of a task resets or silences the task's connections. It runs on a
+separate thread and loop, so that it works while the test, or the program under test,
+blocks.
 
-A network of namespaces has faults of its cables and switch. Only for Linux, with root
-and the program ``ip``. Packets pass through the kernel, so that faults are realistic:
-connections are not reset but become silent, as with a broken cable or switch.
+A network of namespaces simulates machines on one switch, with faults of cables and
+switch. Only for Linux, with root and the program ``ip``. Packets pass through the
+kernel, so that faults are realistic: connections are not reset but become silent, as
+with a broken cable or switch.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ T = TypeVar("T")
 _PIECE: Final = 65536
 """Bytes that are forwarded at a time."""
 _TIMEOUT: Final = 30.0
-"""Seconds for a call on the relay's loop; all calls are short."""
+"""Seconds that a call on the relay's loop may take; all calls are short."""
 _LAST: Final = 1.0
-"""Seconds for reset connections to end; one to a task that does not answer may not."""
+"""Seconds that reset connections have to end; one to a task that does not answer may
+not end."""
 
 
 class Relay:
@@ -59,12 +62,13 @@ class Relay:
         """"host:port" of the relay, on loopback."""
 
     def reset(self, every: int = 1) -> None:
-        """Resets connections on both sides: all, or every second, third, ... one."""
+        """Resets connections on both sides: all of them, or every second, third, ...
+        one."""
         self._call(self._reset(every))
 
     @contextlib.contextmanager
     def blackholed(self) -> Iterator[None]:
-        """Stops forwarding without closing connections; new ones get no answer.
+        """Stops forwarding without closing connections; new connections get no answer.
 
         Bytes in flight are forwarded afterwards, in order.
         """
@@ -76,7 +80,8 @@ class Relay:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Resets all connections, and closes new ones at once."""
+        """Resets all connections, and closes new ones at once, until the end of the
+        block."""
         # First, or a peer that reconnects at once would get in.
         self._is_refusing = True
         self.reset()
@@ -86,7 +91,7 @@ class Relay:
             self._is_refusing = False
 
     def close(self) -> None:
-        """Resets all connections and ends the thread. Idempotent."""
+        """Resets all connections and ends the relay's thread. Idempotent."""
         if self._loop.is_closed():
             return
         # All tasks end in the loop; one that is dropped with it would warn.
@@ -195,7 +200,7 @@ class SwitchedNetwork:
         return ["ip", "netns", "exec", name]
 
     def make(self) -> None:
-        """Creates the namespaces.
+        """Creates the namespaces, cables and switch.
 
         Raises:
             subprocess.CalledProcessError: A command failed; some namespaces may exist.
@@ -221,19 +226,22 @@ class SwitchedNetwork:
 
     @contextlib.contextmanager
     def unplugged(self, n: int) -> Iterator[None]:
-        """Unplugs the cable of a machine, which its network card notices."""
+        """Unplugs the cable of machine ``n`` during the block, which its network card
+        notices."""
         with self._fault(self._plug, n):
             yield
 
     @contextlib.contextmanager
     def lossy(self, n: int) -> Iterator[None]:
-        """Makes the switch silently drop all packets from and to a machine."""
+        """Makes the switch silently drop all packets from and to machine ``n`` during
+        the block."""
         with self._fault(self._forward, n):
             yield
 
     @contextlib.contextmanager
     def mute(self, n: int) -> Iterator[None]:
-        """Drops all packets from a machine, but not those to it."""
+        """Drops all packets from machine ``n``, but not those to it, during the
+        block."""
         with self._fault(self._unmute, n):
             yield
 

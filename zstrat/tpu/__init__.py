@@ -1,4 +1,5 @@
-"""The cores of a TPU system, and which replica gets which of them; numbers alone."""
+"""The cores of a TPU system, and their assignment to replicas. Computes with
+coordinates alone, not with devices."""
 
 from . import experimental as experimental
 from ._topology import devices_by_task as devices_by_task

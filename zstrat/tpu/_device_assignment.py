@@ -1,13 +1,13 @@
 """Assigns the cores of a TPU system to the logical cores of replicas.
 
-Blocks of cores are placed in the mesh of cores in an order (`Packing`). A computation
-uses a block of ``shape`` cores, ``stride`` apart in each dimension; its footprint is
-their product. Strided blocks interlock: in each dimension one footprint has as many
-replicas as its stride.
+`Packing` places blocks of cores in the mesh of cores, in an order. The computation of a
+replica uses a block of ``shape`` cores, ``stride`` apart in each dimension; its
+*footprint* is the product of shape and stride in each dimension. Strided blocks
+interlock: in each dimension, as many replicas as the stride share one footprint.
 
-In the order of a block of chips each chip is adjacent to the previous one. For a block
-with even sides the order is a ring: the last chip is adjacent to the first one as well.
-Then collectives between neighbours never share a link.
+The order of the chips in a block makes each chip adjacent to the previous one. For a
+block with even sides the order is a ring: the last chip is adjacent to the first one as
+well. Then collectives between neighbours never share a link.
 
 Law of `Packing`: plain integers, and arrays of them with four entries, x, y, z and
 core; no devices.
@@ -36,17 +36,18 @@ class DeviceOrderMode(enum.IntEnum):
     AUTO = 0
     """RING if it is possible, else MESH."""
     RING = 1
-    """Neighbours in the numbering are neighbours in the mesh."""
+    """Cores that are neighbours in the numbering are neighbours in the mesh."""
     MESH = 2
-    """Row by row."""
+    """Cores are numbered row by row of the mesh."""
 
 
 @final
 class DeviceAssignment:
-    """The cores of each replica. `build` makes one from the shape of a replica.
+    """The cores that each replica uses. `build` creates an assignment from the shape of
+    a replica.
 
     Args:
-        topology: The system.
+        topology: The topology of the TPU system.
         core_assignment: Coordinates ``[replicas, cores per replica, 4]``.
 
     Raises:
@@ -80,24 +81,26 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> DeviceAssignment:
-        """Makes replicas of equal blocks of cores, arranged as near to a cube as fits.
+        """Assigns equal blocks of cores to replicas, and arranges the blocks as near to
+        a cube as fits.
 
         In a system with missing devices, the existing ones are assigned in the order of
         tasks, and the order mode is ignored.
 
         Args:
-            topology: The system, or its serialized form.
+            topology: The topology of the TPU system, or its serialized form.
             computation_shape: Cores ``[4]`` of one replica in x, y, z and in each chip;
                 default: one core.
-            computation_stride: Distances ``[4]`` between them; default: adjacent.
+            computation_stride: Distances ``[4]`` between the cores of one replica;
+                default: they are adjacent.
             num_replicas: Number of replicas.
             device_order_mode: The order of replicas and cores; a ring needs whole
                 chips, no stride, and as many replicas as fit.
 
         Raises:
             ValueError: The replicas do not fit; a shape is not four positive integers;
-                a ring is not possible; or devices are missing and there is a stride or
-                there are too few.
+                a ring is not possible; or devices are missing, and there is a stride or
+                too few devices.
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
@@ -129,7 +132,8 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> np.ndarray:
-        """int32 ``[replicas, cores per replica, 4]``."""
+        """Coordinates of the cores, int32 ``[replicas, cores per replica, 4]``: x, y,
+        z, core."""
         return self._cores
 
     @property
@@ -147,10 +151,11 @@ class DeviceAssignment:
         return tuple(self._cores[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Returns the replicas that have that logical core on that task, in order.
+        """Returns the replicas whose logical core ``logical_core`` is on task
+        ``task_id``, in order.
 
         Raises:
-            ValueError: None has.
+            ValueError: No replica has its core there.
         """
         found = self._replicas.get((task_id, logical_core))
         if found is None:
@@ -161,21 +166,22 @@ class DeviceAssignment:
         return list(found)
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Returns the number of a logical core's device among those of its task."""
+        """Returns the index of a logical core's device among the devices of its
+        task."""
         place = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(place)
 
     def host_device(
         self, replica: int = 0, logical_core: int = 0, job: str | None = None
     ) -> str:
-        """TF's name of the host of a logical core."""
+        """Returns TensorFlow's name of the host (CPU device) of a logical core."""
         place = self.coordinates(replica, logical_core)
         return self._topology.cpu_device_name_at_coordinates(place, job=job)
 
     def tpu_device(
         self, replica: int = 0, logical_core: int = 0, job: str | None = None
     ) -> str:
-        """TF's name of a logical core's device."""
+        """Returns TensorFlow's name of a logical core's device."""
         place = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_name_at_coordinates(place, job=job)
 
@@ -198,7 +204,7 @@ def _require_topology(topology: object) -> None:
 
 
 def _task_order_cores(topology: Topology, packed: Packing) -> np.ndarray:
-    """Returns the cores that there are, in the order of tasks, cut into replicas."""
+    """Returns the cores that exist, in the order of tasks, divided among replicas."""
     if math.prod(packed.stride) != 1:
         raise ValueError(
             f"computation_stride {list(packed.stride)} needs a whole mesh, and "
@@ -252,16 +258,16 @@ def _extents(name: str, given: Sequence[int] | None) -> list[int]:
 _log: Final = logging.getLogger(__name__)
 
 Chip = tuple[int, int, int]
-"""The place of a chip: ``(x, y, z)``."""
+"""The position of a chip: ``(x, y, z)``."""
 
 
 def ring(extents: Sequence[int]) -> list[Chip]:
     """Orders all chips of a block of these three extents, beginning at (0, 0, 0).
 
-    One extent greater than 1: a line. Two: a ring of one plane. Three: rings of the
-    planes, opened at their corners and strung along z. All extents greater than 1 must
-    be even for that; with an odd one among several the order is row by row, x fastest,
-    and a warning is logged.
+    With one extent greater than 1 the order is a line, with two a ring in one plane,
+    with three the rings of all planes, opened at their corners and joined along z. A
+    ring needs even extents (those greater than 1); if one of several is odd, the order
+    is row by row, x fastest, and a warning is logged.
     """
     # An axis of extent 1 has no neighbours to go to.
     long = [axis for axis in range(3) if extents[axis] > 1]
@@ -292,10 +298,10 @@ def _at(places: dict[int, int]) -> Chip:
 
 
 def _opened(columns: int, rows: int) -> list[tuple[int, int]]:
-    """Returns the ring of a plane without its corner (0, 0): from the one neighbour of
-    the corner to the other.
+    """Returns the ring of a plane without the corner (0, 0): from one neighbour of the
+    corner to the other.
 
-    Row by row to and fro, and back along column 0.
+    The path goes back and forth through the rows, and returns along column 0.
     """
     found: list[tuple[int, int]] = []
     for row in range(rows):
@@ -316,12 +322,13 @@ def _strung(extents: Sequence[int]) -> list[Chip]:
 
 
 Cores = tuple[int, int, int, int]
-"""A place, or extents: x, y, z, core."""
+"""A position, or extents, in the mesh: x, y, z, core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Blocks in a mesh. Made by `packing`, which checks that they fit."""
+    """Places blocks of cores in a mesh. Created by `packing`, which checks that they
+    fit."""
 
     mesh: Cores
     shape: Cores
@@ -330,19 +337,21 @@ class Packing:
 
     @property
     def footprint(self) -> Cores:
-        """Extents of what one computation covers, with what is between its cores."""
+        """Extents of the part of the mesh that one block covers, with the cores between
+        its own."""
         return _each(a * b for a, b in zip(self.shape, self.stride, strict=True))
 
     @property
     def counts(self) -> Cores:
-        """The number of replicas that fit in each dimension."""
+        """The number of blocks (replicas) that fit in each dimension."""
         blocks = [m // f for m, f in zip(self.mesh, self.footprint, strict=True)]
         return _each(b * s for b, s in zip(blocks, self.stride, strict=True))
 
     @property
     def can_ring(self) -> bool:
-        """Whether a ring leads through the chips of a block, and one through all
-        blocks: whole chips, side by side, and all of them."""
+        """Whether a ring leads through the chips of each block, and one through all
+        blocks: the blocks must be of whole chips without strides, and use all chips of
+        the mesh."""
         return (
             self.shape[3] == self.mesh[3]
             and math.prod(self.stride) == 1
@@ -350,8 +359,9 @@ class Packing:
         )
 
     def in_rings(self) -> np.ndarray:
-        """Cores ``[replicas, cores, 4]``: the replicas one after the other in a ring of
-        blocks, the chips of each in a ring, the cores of a chip together."""
+        """Cores ``[replicas, cores, 4]``: the blocks of the replicas follow each other
+        in a ring, the chips of each block in a ring, and the cores of a chip one after
+        the other."""
         # Whole chips, so that all cores of one follow each other in the numbering.
         chips = np.array(ring(self.shape[:3]), np.int32)
         blocks = np.array(ring(self.grid()[:3]), np.int32) * self.shape[:3]
@@ -361,8 +371,9 @@ class Packing:
         return found.reshape(len(blocks), -1, 4)
 
     def in_rows(self) -> np.ndarray:
-        """Cores ``[replicas, cores, 4]``: those of a replica row by row, the core of a
-        chip fastest and x slowest; replicas side by side by core, x, y, z."""
+        """Cores ``[replicas, cores, 4]``: the cores of a replica row by row, the core
+        of a chip fastest and x slowest; replicas one after the other by core, x, y,
+        z."""
         spans = zip(self.footprint, self.stride, strict=True)
         offsets = list(itertools.product(*(range(0, f, s) for f, s in spans)))
         x, y, z, core = (range(extent) for extent in self.grid())
@@ -372,7 +383,7 @@ class Packing:
         return np.array(starts, np.int32)[:, None] + np.array(offsets, np.int32)
 
     def _start(self, place: Cores) -> Cores:
-        """Returns the first core of the replica at that place of the grid."""
+        """Returns the first core of the replica at position ``place`` of the grid."""
         spans = zip(place, self.footprint, self.stride, strict=True)
         # Replicas interlock: ``s`` of them share a footprint, each one core further.
         return _each(p // s * f + p % s for p, f, s in spans)
@@ -381,7 +392,8 @@ class Packing:
         """Returns the number of adjacent replicas in each dimension, near a cube.
 
         The dimension with the least room is filled first, so that no choice leaves too
-        little for the others; of equal ones the cores of a chip, then x, y, z.
+        little room in the others. Of dimensions with equal room the first is that of
+        the cores of a chip, then x, y, z.
         """
         counts, left = self.counts, self.replicas
         # (axis + 1) % 4 makes the cores of a chip the first among equals.
@@ -397,10 +409,11 @@ class Packing:
 def packing(
     mesh: Sequence[int], shape: Sequence[int], stride: Sequence[int], replicas: int
 ) -> Packing:
-    """Blocks of ``shape`` cores, ``stride`` apart, in a mesh.
+    """Returns the packing of ``replicas`` blocks of ``shape`` cores, ``stride`` apart,
+    in a mesh.
 
     Raises:
-        ValueError: One of them does not fit, or not as many as there are to be.
+        ValueError: A block does not fit into the mesh, or ``replicas`` blocks do not.
     """
     found = Packing(_each(mesh), _each(shape), _each(stride), replicas)
     if any(f > m for f, m in zip(found.footprint, found.mesh, strict=True)):
@@ -425,5 +438,5 @@ def _each(values: Iterable[int]) -> Cores:
 
 
 def _root(number: int, degree: int) -> int:
-    """Returns the least integer whose power is at least ``number``."""
+    """Returns the least integer whose power ``degree`` is at least ``number``."""
     return next(n for n in itertools.count(1) if n**degree >= number)

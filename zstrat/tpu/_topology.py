@@ -1,15 +1,17 @@
-"""A TPU system: its mesh of cores, and which device of which task each core is.
+"""The topology of a TPU system: its mesh of cores, and which device of which task each
+core is.
 
-A core is at four coordinates: three of its chip and its own number in it. The mesh may
-have holes, where a chip is broken or belongs to another job.
+A core has four coordinates: three of its chip, and its own index on the chip. The mesh
+may have holes, where a chip is broken or belongs to another job.
 
-As bytes it is TensorFlow's ``TopologyProto``; either reads the other's. Fields: 1
-mesh_shape (int32, repeated), 2 num_tasks (int32), 3 num_tpu_devices_per_task (int32), 4
-device_coordinates (int32, repeated); the encoding is that of protocol buffers, version
+Serialized, a topology is TensorFlow's ``TopologyProto``; each library reads what the
+other writes. Fields: 1 mesh_shape (int32, repeated), 2 num_tasks (int32), 3
+num_tpu_devices_per_task (int32), 4 device_coordinates (int32, repeated); the encoding
+is that of protocol buffers, version
 3. Fields that are not known here are skipped.
 
-Law of `Topology`: immutable; everything is checked when it is made, whatever the bytes
-were that it comes from.
+Law of `Topology`: it is immutable, and everything is checked when it is created, also
+if it comes from arbitrary bytes.
 
 The TPU system of this process has the devices of jax. A TPU device has coordinates.
 Other devices are placed in a mesh whose shape the caller chooses, so that a program for
@@ -79,7 +81,7 @@ class Topology:
 
     @property
     def mesh_shape(self) -> np.ndarray:
-        """int32 ``[4]``: x, y, z, cores per chip."""
+        """Extents of the mesh, int32 ``[4]``: x, y, z, cores per chip."""
         return self._mesh_shape
 
     @property
@@ -89,7 +91,7 @@ class Topology:
 
     @property
     def device_coordinates(self) -> np.ndarray:
-        """int32 ``[tasks, devices per task, 4]``."""
+        """Coordinates of the devices, int32 ``[tasks, devices per task, 4]``."""
         return self._coordinates
 
     @property
@@ -110,31 +112,33 @@ class Topology:
         return np.argwhere(holes)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Returns the task of the device there.
+        """Returns the task of the device at these coordinates.
 
         Raises:
-            ValueError: There is no device; so do the other methods.
+            ValueError: There is no device. The other methods with coordinates raise
+                this, too.
         """
         return self._at(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(
         self, device_coordinates: Sequence[int]
     ) -> int:
-        """Returns the number of the device there among those of its task."""
+        """Returns the index of the device at these coordinates among the devices of its
+        task."""
         return self._at(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """TF's name of the host of the device there: "/job:J/task:T/device:CPU:0",
-        without its first part where ``job`` is None."""
+        """Returns TensorFlow's name of the host of the device at these coordinates:
+        "/job:J/task:T/device:CPU:0", without "/job:J" if ``job`` is None."""
         return f"{_task(job, self._at(device_coordinates)[0])}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """TF's name of the device there: "/job:J/task:T/device:TPU:N", without its
-        first part where ``job`` is None."""
+        """Returns TensorFlow's name of the device at these coordinates:
+        "/job:J/task:T/device:TPU:N", without "/job:J" if ``job`` is None."""
         task, device = self._at(device_coordinates)
         return f"{_task(job, task)}/device:TPU:{device}"
 
@@ -246,12 +250,12 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MESH, _TASKS, _DEVICES, _COORDINATES = 1, 2, 3, 4
 
 _MAX_VARINT: Final = 10
-"""Bytes of the longest one: of 64 bits, 7 in each byte."""
+"""Bytes of the longest varint, which has 64 bits, 7 in each byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopologyMessage:
-    """The fields of a message, as they were sent."""
+    """The fields of a ``TopologyProto``, as they are on the wire."""
 
     mesh_shape: tuple[int, ...]
     num_tasks: int
@@ -260,7 +264,7 @@ class TopologyMessage:
 
 
 def encode(message: TopologyMessage) -> bytes:
-    """Returns the message as bytes; its numbers are not negative."""
+    """Encodes a message whose numbers are not negative."""
     return b"".join(
         (
             _packed(_MESH, message.mesh_shape),
@@ -272,10 +276,11 @@ def encode(message: TopologyMessage) -> bytes:
 
 
 def decode(data: bytes) -> TopologyMessage:
-    """Inverse of `encode`.
+    """Decodes the bytes of a message; the inverse of `encode`.
 
     Raises:
-        ValueError: These bytes are no such message; says at which byte.
+        ValueError: The bytes are not such a message; the error names the position of
+            the first wrong byte.
     """
     found: dict[int, list[int]] = {}
     for field, kind, value in _fields(data):
@@ -358,7 +363,7 @@ def _no_topology(data: bytes, at: int) -> ValueError:
 
 
 _FASTEST_FIRST: Final = (3, 0, 1, 2)
-"""The order of coordinates: the cores of a chip first, then x, y, z."""
+"""The order in which coordinates change: the cores of a chip first, then x, y, z."""
 
 
 def initialize_tpu_system(
@@ -368,16 +373,16 @@ def initialize_tpu_system(
 ) -> Topology:
     """Returns the topology of the cores of all processes of this jax job.
 
-    Only jax is initialized, if it is not yet. Task ``t`` is process ``t`` of jax; its
-    devices are numbered by their ids.
+    The call initializes jax if it is not initialized yet, and nothing else. Task ``t``
+    is process ``t`` of jax; its devices are numbered by their ids.
 
     Args:
         cluster_resolver: The resolver of the system. It is not queried, as jax finds
-            the devices; the topology is set on a `TPUClusterResolver`.
+            the devices. A `TPUClusterResolver` gets the topology.
         mesh_shape: Extents ``[4]`` (x, y, z, cores per chip) of the mesh for devices
             without coordinates, such as CPUs; their product is the number of devices,
-            which are placed core by core, then along x, y and z. Default:
-            ``[1, 1, 1, n]``, one chip with all devices.
+            which are placed core by core, then along x, y and z. Default: ``[1, 1, 1,
+            n]``, one chip with all devices.
 
     Raises:
         TypeError: ``cluster_resolver`` is not a resolver.

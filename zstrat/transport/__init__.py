@@ -1,4 +1,5 @@
-"""Sockets, connections and keys: how tasks reach each other. The door to ZeroMQ."""
+"""Sockets, connections and keys, by which tasks reach each other. Only this package of
+zstrat uses ZeroMQ."""
 
 from ._address import check_address as check_address
 from ._address import check_reachable as check_reachable

@@ -16,12 +16,13 @@ from typing import Final, NamedTuple
 _IPC_LONGEST: Final = 107  # sun_path of Linux, less the final zero
 
 _HOST: Final = re.compile(r"[0-9A-Za-z._%:*-]{1,255}")
-"""Names, numbers, and interfaces. Some come from strangers, and are logged."""
+"""The characters of a host: a name, a number, or an interface. Some hosts come from
+strangers, and are logged."""
 
 
 class Address(NamedTuple):
-    """An address to bind or to connect to. ``scheme`` is "tcp" or "ipc"; ``port`` is 0
-    for ipc and for "any free port".
+    """An address to bind or to connect to, parsed. ``scheme`` is "tcp" or "ipc";
+    ``port`` is 0 for ipc and for "any free port".
 
     ``is_ipv6``: a socket for the address is an IPv6 socket. A socket bound to all
     interfaces ("*") accepts IPv4, too, and is an IPv4 socket where the system has only
@@ -35,7 +36,7 @@ class Address(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """The address in ZeroMQ's form."""
+        """The address in ZeroMQ's form: ``tcp://host:port`` or ``ipc://path``."""
         if self.scheme == "ipc":
             return f"ipc://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -81,7 +82,7 @@ def check_reachable(text: str) -> None:
     """Checks that other machines can use the address to reach a task.
 
     Raises:
-        ValueError: As `check_address`; or the address stands for all interfaces.
+        ValueError: As `check_address`; or the host means all interfaces, as "*" does.
     """
     check_address(text)
     if _is_any(parse(text).host):
@@ -92,14 +93,15 @@ def check_reachable(text: str) -> None:
 
 
 def reached_as(bound: str, known: str) -> str:
-    """Returns the address of another endpoint of a process.
+    """Returns the address by which the caller reaches another endpoint of a process
+    that it already reaches at ``known``.
 
     Args:
-        bound: Address where that endpoint listens, maybe on all interfaces.
-        known: Address by which the caller reaches the process.
+        bound: Address where the other endpoint listens, maybe on all interfaces.
+        known: Address by which the caller reaches the process now.
 
     Raises:
-        ValueError: One of them is not an address.
+        ValueError: ``bound`` or ``known`` is not an address.
     """
     listening, reached = parse(bound), parse(known)
     if (
@@ -125,11 +127,11 @@ def is_name(address: Address) -> bool:
 
 
 async def looked_up(address: Address) -> tuple[Address, bool]:
-    """Resolves a name. Returns the address with `is_ipv6` set, and whether the name has
-    both IPv4 and IPv6 addresses.
+    """Resolves the host name of an address. Returns the address with `is_ipv6` set, and
+    whether the name has both IPv4 and IPv6 addresses.
 
     Raises:
-        OSError: The name cannot be resolved, so far.
+        OSError: The name cannot be resolved now; that may change.
     """
     loop = asyncio.get_running_loop()
     infos = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
@@ -138,15 +140,15 @@ async def looked_up(address: Address) -> tuple[Address, bool]:
 
 
 def unknown(host: str, error: OSError) -> str:
-    """Describes a failed lookup of a name, with the resolver's error."""
+    """Describes a failed lookup of a host name, with the resolver's error."""
     return f"the name {host!r} cannot be resolved ({error.strerror})"
 
 
 async def bindable(address: Address, task: str) -> Address:
-    """Resolves an address to bind: its host is a number, an interface, or a name.
+    """Resolves an address to bind, whose host may be a number, an interface, or a name.
 
     Raises:
-        OSError: EADDRNOTAVAIL: the name cannot be resolved, so far.
+        OSError: EADDRNOTAVAIL: the name cannot be resolved now; that may change.
     """
     if not is_name(address):
         return address
@@ -175,8 +177,7 @@ def _is_number(host: str) -> bool:
 
 async def is_local(address: Address) -> bool:
     """Returns whether only this machine can reach a socket bound to the address. False
-    if its name cannot be resolved.
-    """
+    if the host name cannot be resolved."""
     if address.scheme == "ipc":
         return True
     if address.host == "*":
@@ -219,11 +220,12 @@ def check_directory(address: Address) -> None:
 
 
 def check_unused(address: Address) -> None:
-    """Checks that no process listens at an ipc address, and that no other file is
-    there. libzmq would silently replace the socket, or remove the file.
+    """Checks that no process listens at an ipc address, and that its path is not
+    another kind of file: a bind of libzmq would silently replace the other process's
+    socket, or remove the file.
 
     Raises:
-        OSError: A process listens there, or the path is not a socket.
+        OSError: A process listens at the address, or the path is not a socket.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(address.host).st_mode):

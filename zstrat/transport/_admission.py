@@ -1,21 +1,22 @@
-"""Decides which peers an endpoint admits, in which role, and which of two is replaced.
+"""Decides which peers an endpoint admits, in which role, and which of two processes
+that claim to be the same task is replaced.
 
-A task without keys trusts what a peer claims, so only this machine may reach it. With
-keys, the role of a connection is the role of its key. Both are checked before any
-request is served.
+A task without keys trusts what a peer claims, so only this machine may reach the task.
+With keys, the role of a connection is the role of its key. Admission and role are
+checked before any request is served.
 
 `Roster` decides without I/O. A worker, ps or evaluator exists once; several workers may
-have no number yet. If two processes claim to be the same task, the one that is present
+have no index yet. If two processes claim to be the same task, the one that is present
 and answers stays, and the other one is refused until the first is lost. A process whose
 connection broke is replaced by the other one, and its incarnation is refused from then
 on, so that a process which was frozen and wakes up does not replace its successor.
-There may be several coordinators and observers; the session decides which coordinator
-is obeyed.
+There may be several coordinators and observers; the session decides which coordinator's
+requests are served.
 
 A task that is admitted becomes a `Remote`, and is lost once. A remote outlives its
 connection: the same task may come back on another one before it is lost.
 
-Law of the file: it alone creates remotes and ends them.
+Law of the file: no other file creates or ends a `Remote`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ async def check_exposure(
             neither keys nor ``settings.insecure``.
         PermissionError, FileNotFoundError: Other users may enter the folder of an ipc
             address, or the folder does not exist.
-        OSError: A process listens at that ipc address, or its file is not a socket.
+        OSError: A process listens at the ipc address, or the path is not a socket.
     """
     if address.scheme == "ipc":
         check_directory(address)
@@ -72,7 +73,8 @@ async def check_exposure(
 def role_of(
     hello: Hello, security: Security | None, user: str | None
 ) -> tuple[Job, ZstratError | None]:
-    """Returns the role of a peer with the key ``user``, and the error if refused."""
+    """Returns the role of a peer that said ``hello`` and proved to have the key
+    ``user``, and the error with which to refuse the peer, or None."""
     job = Job(hello.job)
     # Without keys only this machine, or a network that the user trusts, gets here; see
     # `check_exposure`.
@@ -100,11 +102,12 @@ def role_of(
 _SINGLE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
 
 FENCED: Final = 1024
-"""Replaced incarnations that are remembered. Each is one restart of a task."""
+"""Number of replaced incarnations that are remembered. Each is one restart of a
+task."""
 
 
 class Identity(NamedTuple):
-    """The part of a HELLO that is the same on the next connection of a link."""
+    """The fields of a HELLO that stay the same on the next connection of a link."""
 
     job: str
     task_index: int
@@ -117,23 +120,27 @@ def identity_of(hello: Hello) -> Identity:
 
 
 class Roster:
-    """The tasks that are present, and the incarnations that were replaced."""
+    """Decides which tasks are admitted: remembers the tasks that are present, and the
+    incarnations that were replaced."""
 
     def __init__(self) -> None:
         self._present: dict[Identity, Hello] = {}
         self._fenced: OrderedDict[tuple[str, int, int], str] = OrderedDict()
-        """Description of the process that replaced each one."""
+        """For each replaced incarnation, a description of the process that replaced
+        it."""
 
     def admit(
         self, hello: Hello, answers: Callable[[Identity], bool]
     ) -> tuple[ZstratError | None, tuple[Identity, ...]]:
-        """Admits or refuses a task that says HELLO. An admitted task is present.
+        """Admits or refuses a task that says HELLO. An admitted task counts as present
+        until it leaves.
 
         Args:
             answers: Returns whether the connection of a present task is intact.
 
         Returns:
-            The reason of a refusal, and the identities that the task replaces.
+            The error of a refusal, or None, and the identities of the tasks that this
+            one replaces.
         """
         winner = self._fenced.get((hello.job, hello.index, hello.incarnation))
         if winner is not None:
@@ -181,12 +188,14 @@ def _taken(present: Hello, hello: Hello) -> ZstratError:
 
 
 ENDED: Final = 4096
-"""Closed connections that are remembered. Messages that they sent before may still be
-read, and would otherwise be taken for first messages of new peers."""
+"""Number of closed connections that are remembered. Messages that their peers sent
+before may still be read, and would otherwise be taken for first messages of new
+peers."""
 
 
 class Admission:
-    """The remotes of the endpoint of ``task``: admits, replaces and ends them.
+    """Admits, replaces and ends the remotes (connected tasks) of the endpoint of
+    ``task``.
 
     Args:
         connections: Connections of the endpoint, by routing id; ended ones are removed.
@@ -213,14 +222,14 @@ class Admission:
 
     @property
     def names(self) -> list[str]:
-        """Names of the connected tasks, as in errors."""
+        """Names of the connected tasks, as errors show them."""
         return [remote.name for remote in self._remotes.values()]
 
     def greet(self, connection: Connection, hello: Hello, now: float) -> None:
         """Admits the task of a connection, or refuses it with the reason.
 
         A task that reconnects before it is lost keeps its `Remote`; a task that
-        replaces another process ends the remote of that one.
+        replaces another process ends the `Remote` of that process.
         """
         peer = connection.outlet.peer
         role, error = role_of(hello, self._security, connection.user)
@@ -246,7 +255,8 @@ class Admission:
         peer.accept(hello, now)
 
     def forget(self, connection: Connection, reason: str) -> None:
-        """Removes an ended connection; its task is lost with it."""
+        """Removes an ended connection, and reports its task as lost; a connection
+        without a task counts as refused."""
         self._drop(connection)
         remote = connection.remote
         if remote is None:

@@ -1,20 +1,22 @@
 """Keys: which processes may join a cluster, and in which role.
 
-`KeyFolder` reads them. A task needs the secret of its role, or its own, and the public
-keys of all. Tasks of a role may have a pair each: then no task can impersonate another
-one, and no parameter server can keep a backup for another one.
+`KeyFolder` reads the keys. A task needs the secret of its role, or its own, and the
+public keys of all. Tasks of a role may have a pair each; then no task can impersonate
+another one, and no parameter server can keep a backup for another one.
 
 The authenticator answers libzmq when it asks whether a key may connect. It runs on the
-loop of its endpoint, at an address that libzmq fixes per context. An error in it is a
-refusal and never stops it. If its socket is closed, `revive` opens another one; in
-between nobody is admitted, because the sockets enforce their domain.
+loop of its endpoint, at an address that libzmq fixes per context. An error in the
+authenticator refuses the key and never stops the authenticator. If its socket is
+closed, `revive` opens another one; until then nobody is admitted, because the sockets
+enforce their domain.
 
 *Threats.* Any host that reaches a port may try to connect. CURVE proves which secret a
 peer has, the authenticator admits exactly the public keys of the folder, and the role
 of a connection is the role of its key, whatever its HELLO claims. A process that reads
 a secret has its role, so a folder that others can enter is refused (`Secrecy`). CURVE
 without an authenticator admits every key, and a socket that does not enforce its domain
-admits all if the authenticator dies; `arm_server` sets both before the bind.
+admits every peer if the authenticator dies; `arm_server` turns both protections on
+before the bind.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ if TYPE_CHECKING:
 
 DOMAIN: Final = "zstrat"
 _TALKING: Final = (Job.CHIEF, Job.PS, Job.WORKER)
-"""Roles whose tasks connect to tasks of the two other roles."""
+"""Roles whose tasks connect to tasks of the two other roles in this tuple."""
 
 SETTLED: Final = 1.0
-"""Seconds without a change of the folder until a missing key counts as removed: before,
-the folder may be being copied."""
+"""Seconds without a change of the folder until a missing key counts as removed: until
+then, somebody may still be copying the folder."""
 
 
 class Security:
-    """The keys of one task: its own pair, and the public keys of all others, as its
+    """The keys of one task: its own pair, and the public keys of all others, as the key
     folder had them at the last `refresh`."""
 
     def __init__(
@@ -60,9 +62,10 @@ class Security:
         self._warned: object = None
         self._found: object = None
         self._since = 0.0
-        """Since when the folder has these keys, and lacks a valid one."""
+        """Time of the clock when the folder got the keys that it has now, one of the
+        known keys missing among them."""
         self._rest_until = 0.0
-        """Until when `look_again` does nothing."""
+        """Time of the clock until which `look_again` does nothing."""
 
     @classmethod
     def load(
@@ -80,11 +83,12 @@ class Security:
         Args:
             index: Index of the task in ``job``; None: it has no index.
             guarded: Do not check permissions, because something else protects the
-                folder, such as an access control list, whose mask looks like
+                folder: for example an access control list, whose mask looks like
                 permissions of the group.
 
         Raises:
-            ValueError: The folder or a file is missing or not a key; names it.
+            ValueError: The folder or a file is missing, or a file is not a key; the
+                error names the path.
             PermissionDeniedError: Other users can read the secret.
         """
         folder = KeyFolder(path, Job(job), index, guarded)
@@ -100,11 +104,11 @@ class Security:
         return cls(folder, keys, clock)
 
     def refresh(self) -> None:
-        """Reads the folder again if it has changed.
+        """Reads the key folder again if it has changed.
 
-        If it cannot be read now, for example because it is being copied, logs that and
-        keeps the known keys. A missing key stays valid until the folder has not changed
-        for `SETTLED` seconds, as the copy may not be complete.
+        If the folder cannot be read now, for example because it is being copied, logs
+        the error and keeps the known keys. A missing key stays valid until the folder
+        has not changed for `SETTLED` seconds, as the copy may not be complete.
         """
         stamp = self._source.stamp()
         if stamp == self._keys.stamp:
@@ -132,8 +136,9 @@ class Security:
             self._keys = replace(self._keys, owners=both)
 
     def look_again(self) -> None:
-        """Calls `refresh` after a peer came with an unknown key. Takes at most a
-        twentieth of the time, so that strangers cannot keep the process busy."""
+        """Calls `refresh`, after a peer came with an unknown key. Skips calls so that
+        refreshing takes at most a twentieth of the time, and strangers cannot keep the
+        process busy."""
         began = self._clock()
         if began < self._rest_until:
             return
@@ -142,8 +147,8 @@ class Security:
         self._rest_until = ended + 19 * (ended - began)
 
     def _is_settled(self, found: Keys) -> bool:
-        """Returns whether no known key is missing, or the folder did not change for
-        `SETTLED`."""
+        """Returns whether ``found`` lacks no known key, or the folder has not changed
+        for `SETTLED` seconds."""
         if self._keys.owners.keys() <= found.owners.keys():
             return True
         now = self._clock()
@@ -158,7 +163,7 @@ class Security:
 
     @property
     def keys(self) -> Keys:
-        """Keys in the folder, as last read."""
+        """Keys that the folder had when it was last read."""
         return self._keys
 
     def role_of(self, key: str) -> Job | None:
@@ -167,19 +172,20 @@ class Security:
         return None if owner is None else owner[0]
 
     def index_of(self, key: str) -> int | None:
-        """Returns the index of the only task with the key; None: it is of a role."""
+        """Returns the index of the only task that has the public key; None: the key
+        belongs to all tasks of a role, or is not in the folder."""
         owner = self._keys.owners.get(key)
         return None if owner is None else owner[1]
 
     @property
     def index(self) -> int | None:
-        """Index of the only task with this secret; None: all tasks of the role have
-        it."""
+        """Index of the only task with this secret; None: all tasks of the role have the
+        secret."""
         return self.index_of(self._keys.public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Makes ``socket`` accept only keys that the authenticator admits. Before
-        bind."""
+        """Makes ``socket`` accept only keys that the authenticator admits. Call before
+        the bind."""
         socket.curve_server = True
         socket.curve_secretkey = self._keys.secret.encode()
         socket.zap_domain = DOMAIN.encode()
@@ -192,15 +198,15 @@ class Security:
         index: int | None,
         failed: int = 0,
     ) -> None:
-        """Makes ``socket`` connect only to a task with a key of that server.
+        """Makes ``socket`` connect only to a task that has a key of the given server.
 
         Args:
             index: Index of the server; None: any task with the key of the role.
-            failed: Number of failed handshakes so far. While keys are changed, a server
-                has one of several; each one is tried in turn.
+            failed: Number of failed handshakes so far. While keys are rotated, a server
+                may have one of several keys; each is tried in turn.
 
         Raises:
-            ValueError: The folder has no key of that task or role.
+            ValueError: The folder has no key of that task or its role.
         """
         # The link may be older than the present keys of its task.
         self.refresh()
@@ -214,7 +220,7 @@ class Security:
         socket.curve_secretkey = self._keys.secret.encode()
 
     def denied(self, target: str) -> PermissionDeniedError:
-        """Returns the error of a client whose key ``target`` refused."""
+        """Returns the error of a client whose key the task ``target`` has refused."""
         return PermissionDeniedError(
             f"{target} refused the key of the role {self.job} from "
             f"{self._source.folder}: the task there has the keys of another cluster; "
@@ -229,8 +235,9 @@ Admits = Callable[[str], bool]
 
 
 class Authenticator:
-    """Admits CURVE keys (Z85), and passwords of sockets that need one, if ``admits``
-    returns true for them. To be created before the bind."""
+    """Answers libzmq's questions whether to admit a peer: admits CURVE keys (Z85), and
+    passwords of sockets that need one, for which ``admits`` returns true. Create it
+    before the bind."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Admits) -> None:
         self._context, self._admits = context, admits
@@ -238,7 +245,7 @@ class Authenticator:
         self.revive()
 
     def revive(self) -> None:
-        """Opens the socket for libzmq's questions if it is closed."""
+        """Opens the socket that receives libzmq's questions again, if it is closed."""
         if self._pump is not None and not self._pump.is_closed:
             return
         socket: zmq.Socket[bytes] = self._context.socket(zmq.REP)

@@ -1,20 +1,22 @@
-"""Sockets that a blocking thread drives itself, without the loop.
+"""Sockets between the members of a group that a blocking thread drives itself, without
+the loop.
 
 Passing a message from a thread to the loop and back costs two wake-ups more than the
-message itself, so a thread that blocks for its bytes reads them itself. Each member
-binds a ROUTER and has a DEALER to each of the others; a message is a header and raw
-bytes. There is no greeting, no credit and no beat: the members also have links
-(`_link`), which identify them and report losses.
+message itself, so a thread that waits for bytes of a collective operation reads them
+itself. Each member binds a ROUTER and has a DEALER to each other member; a message is a
+header and raw bytes. There is no greeting, no flow control and no heartbeat: the
+members also have links (`_link`), which identify them and report losses.
 
-The law of this file: one thread at a time, which holds `DataConnections.held`; only
-`wake` is for any thread. A broken connection is never reopened: its messages are lost.
+Law of the file: one thread at a time calls the methods, the one that holds
+`DataConnections.held`; only `wake` is for any thread. A broken connection is never
+reopened: its messages are lost.
 
-*Threats.* Only members can connect. Each draws a credential for this purpose, and sends
-it to the others over links: with keys in the cluster, the public half of a new CURVE
-pair, which authenticates and encrypts; else a password of 32 random bytes. libzmq asks
-the authenticator before it accepts a message. When all are connected, the port is shut:
-libzmq cannot unbind without ending the connections, so the kernel drops packets of all
-others (`refuse_newcomers`).
+*Threats.* Only members can connect. Each member draws a credential for this purpose,
+and sends it to the other members over links: with keys in the cluster, the public half
+of a new CURVE pair, which authenticates and encrypts; else a password of 32 random
+bytes. libzmq asks the authenticator before it accepts a message. When all members are
+connected, the port is shut: libzmq cannot unbind without ending the connections, so the
+kernel drops packets of all other senders (`refuse_newcomers`).
 """
 
 from __future__ import annotations
@@ -55,24 +57,28 @@ if TYPE_CHECKING:
     from ._curve import Security
 
 LINGER: Final = 5.0
-"""Seconds that what was sent has to leave when connections are closed."""
+"""Seconds that sent messages have to leave when connections are closed."""
 
 IDLE: Final = 1.0
-"""Seconds of the longest wait. A signal that comes just before it does not end it."""
+"""Seconds that one wait lasts at most. A signal that comes just before a wait does not
+end the wait."""
 
 _ROOM: Final = 64
-"""Messages that wait on each side of a connection."""
+"""Number of messages that may wait on each side of a connection."""
 
 _LARGEST: Final = 2 * MiB
-"""Bytes of a frame, at most: a chunk of a call, with room."""
+"""Bytes of a frame, at most: a chunk of a collective call, with room to spare."""
 
 _COPIED: Final = 256 * 1024
-"""Bytes below which what is sent is copied: to track a smaller buffer costs more."""
+"""Bytes of a buffer below which the sender copies it: to track a smaller buffer costs
+more than the copy."""
 
 _OWN_FILES: Final = 24
-"""Descriptors of a context, its threads, the ROUTER and what wakes a thread; and"""
+"""File descriptors that a context, its threads, the ROUTER and the pipe that wakes a
+thread take together."""
 _FILES: Final = 4
-"""of each member: those of two connections and of their sockets."""
+"""File descriptors that each other member takes: those of two connections and of their
+sockets."""
 
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -80,7 +86,7 @@ _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
 class DataMessage(NamedTuple):
-    """A message: its sender, its header, and its bytes."""
+    """A received message: its sender, its header, and its bytes."""
 
     member: int
     header: bytes
@@ -88,8 +94,9 @@ class DataMessage(NamedTuple):
 
 
 class DataConnections:
-    """The data connections of one member, bound at any free port of ``where``. Created,
-    connected and shut on a loop, which runs the authenticator meanwhile.
+    """The data connections of one member to all other members, bound at any free port
+    of ``where``. Create, connect and shut them on a loop, which runs the authenticator
+    meanwhile.
 
     Args:
         member: Index of this member.
@@ -100,7 +107,8 @@ class DataConnections:
     """
 
     MOST: ClassVar = 64
-    """Members: each has a connection to every other one, and one back."""
+    """Most members that a group may have: each has a connection to every other one, and
+    one back."""
 
     def __init__(
         self, member: int, where: Address, settings: Settings, *, encrypted: bool
@@ -108,15 +116,17 @@ class DataConnections:
         self._member, self._settings = member, settings
         self._secret = b""
         self.credential = z85.encode(secrets.token_bytes(32))
-        """The 40 bytes by which the other members, and nobody else, know this one."""
+        """The 40 bytes by which the other members, and nobody else, recognize this
+        member."""
         if encrypted:
             self.credential, self._secret = zmq.curve_keypair()
         self._known: dict[str, int] = {}
-        """Members by credential."""
+        """Index of each admitted member, by credential."""
         self._met: dict[bytes, int] = {}
-        """Members that have sent something, by routing id;"""
+        """Index of each member that has sent something, by routing id of its
+        connection."""
         self._accepted: dict[int, Accepted] = {}
-        """and what it came by."""
+        """The connection by which each of those members sends, by index."""
         # One sends while the other receives: where both encrypt, an all-reduce of 2 MB
         # by four ranks takes half the time.
         self._context = new_context(threads=2)
@@ -131,7 +141,7 @@ class DataConnections:
         self._wanted: list[tuple[Any, int]] = [(self._router, _IN), (self._woken, _IN)]
         self._sent = self._got = 0
         self.held = threading.Lock()
-        """Held by the only thread that uses them at present."""
+        """Lock of the only thread that may use the connections at present."""
         self._closing = threading.Lock()
         self._is_closed = False
         try:
@@ -150,11 +160,11 @@ class DataConnections:
         settings: Settings,
         security: Security | None,
     ) -> DataConnections:
-        """Returns the data connections of a member to all others, so many ``members``,
+        """Returns the data connections of ``member`` in a group of so many ``members``,
         bound at the host of ``address``, which may be a name.
 
         Raises:
-            OSError: As the constructor; or the process may not open as many files.
+            OSError: As the constructor; or the process may not open that many files.
             PermissionDeniedError: As `check_exposure`.
 
         Cancellation: nothing is bound.
@@ -166,20 +176,20 @@ class DataConnections:
 
     @property
     def port(self) -> int:
-        """The bound port."""
+        """The port that this member has bound."""
         return parse(bound_to(self._router)).port
 
     def admit(self, member: int, credential: bytes) -> None:
-        """Lets another member connect to this one."""
+        """Lets another member connect to this one with its ``credential``."""
         self._known[credential.decode()] = member
 
     async def connect(self, member: int, address: str, credential: bytes) -> None:
-        """Connects to another member, which admits this one already.
+        """Connects to another member, which must have admitted this one before.
 
         Raises:
             OSError: The name in ``address`` cannot be resolved.
 
-        Cancellation: it is not connected.
+        Cancellation: this member is not connected to the other one.
         """
         where = parse(address)
         if is_name(where):
@@ -197,17 +207,17 @@ class DataConnections:
         self._outward[member] = line
 
     def shut(self) -> None:
-        """Refuses further connections.
+        """Refuses all further connections to the bound port.
 
         Raises:
-            OSError: The system does not support that.
+            OSError: The system cannot refuse connections of a socket that listens.
         """
         self._authenticator.close()
         refuse_newcomers(self._listener)
 
     def send(self, member: int, header: bytes, data: memoryview) -> bool:
-        """Sends a message; False: there is no room for it now. ``data`` has to stay as
-        it is until it has arrived."""
+        """Sends a message to a member; returns False if there is no room for it now.
+        ``data`` must not change until the message has arrived."""
         send = super(zmq.Socket, self._outward[member]).send
         try:
             send(header, _MORE)
@@ -242,9 +252,9 @@ class DataConnections:
                 return DataMessage(member, frames[1].bytes, data)
 
     def wait(self, full: Iterable[int], seconds: float) -> bool:
-        """Waits until something arrives, one of the ``full`` connections may have room,
-        or `wake` is called; at most ``seconds`` and `IDLE`. Returns whether any of
-        these happened."""
+        """Waits until a message arrives, one of the connections to the members ``full``
+        may have room, or `wake` is called, but at most ``seconds`` and `IDLE`. Returns
+        whether any of these happened."""
         polled = self._wanted
         if full:
             polled = [*polled, *[(self._outward[member], _OUT) for member in full]]
@@ -255,8 +265,8 @@ class DataConnections:
         return bool(ready)
 
     def ended(self, members: Iterable[int]) -> list[int]:
-        """Returns those of ``members`` whose connection has ended. Messages that came
-        before can still be received."""
+        """Returns those of ``members`` whose connection has ended. Messages that they
+        sent before can still be received."""
         known = [each for each in members if each in self._accepted]
         return [
             each
@@ -266,20 +276,21 @@ class DataConnections:
         ]
 
     def wake(self) -> None:
-        """Ends a `wait`, the present or the next one; from any thread."""
+        """Ends the present `wait`, or the next one. From any thread."""
         with self._closing:  # or the number is some other file's by now
             if not self._is_closed:
                 with suppress(BlockingIOError):  # it was woken so often already
                     os.write(self._waker, b"!")
 
     def settle(self) -> None:
-        """Adds what was moved to the counts of the process."""
+        """Adds the bytes moved since the last call to the counts of the process."""
         count_direct(self._sent, self._got)
         self._sent = self._got = 0
 
     def close(self, linger: float = LINGER) -> None:
-        """Ends all connections. Blocks until what was sent has left, at most ``linger``
-        seconds. To be called on the loop if they were not shut."""
+        """Ends all connections. Blocks until sent messages have left, at most
+        ``linger`` seconds. Call it on the loop unless the connections were shut
+        before."""
         with self._closing:
             if self._is_closed:
                 return
@@ -300,8 +311,8 @@ class DataConnections:
         self._closing, self._is_closed = threading.Lock(), True
 
     def _meet(self, routing: bytes, frame: zmq.Frame) -> int | None:
-        """Returns the member whose first message this is; None if the credential is not
-        that of the member."""
+        """Returns the member that sent this first message of a connection; None if the
+        credential does not belong to a member with that routing id."""
         member = self._known.get(str(frame.get("User-Id")))
         if member is None or routing != b"%d" % member:
             return None
@@ -310,7 +321,7 @@ class DataConnections:
         return member
 
     def _bind(self, where: Address) -> int:
-        """Binds, and returns the descriptor of the listening socket."""
+        """Binds the ROUTER, and returns the descriptor of the listening socket."""
         router = self._router
         if self._secret:
             router.curve_server, router.curve_secretkey = True, self._secret
@@ -335,11 +346,11 @@ class DataConnections:
 
 
 def _require_room(members: int) -> None:
-    """Checks that enough descriptors are free: libzmq ends a process in which it cannot
-    open what it needs.
+    """Checks that enough file descriptors are free for connections to ``members``:
+    libzmq ends the process if it cannot open a descriptor.
 
     Raises:
-        OSError: EMFILE; says how many descriptors there are.
+        OSError: EMFILE; the error says how many descriptors the process has.
     """
     try:
         used = len(os.listdir("/proc/self/fd"))
@@ -358,14 +369,15 @@ _open: Final[weakref.WeakSet[DataConnections]] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Delivers what was sent when a program ends without closing its groups."""
+    """Closes all data connections at the end of a program that did not close its
+    groups, and so delivers what was sent."""
     for connections in list(_open):
         if connections.held.acquire(blocking=False):  # else a thread is frozen in it
             connections.close()
 
 
 def _forget() -> None:
-    """Forgets all connections after a fork: they are the parent's."""
+    """Forgets all data connections after a fork: they belong to the parent."""
     for connections in list(_open):
         connections.forget()
     _open.clear()

@@ -1,12 +1,13 @@
-"""Descriptors of connections: what Linux says of those that libzmq has opened.
+"""File descriptors of connections that libzmq has opened, and what Linux says about
+them.
 
 libzmq has no call that ends one connection of a socket, or says how much it has moved,
-so its descriptor is borrowed as a socket. A descriptor may belong to another connection
-by now, so the inode is compared before one is ended.
+so the descriptor of the connection is borrowed as a socket. A descriptor may belong to
+another connection by now, so the inode is compared before a connection is ended.
 
-*The other end.* A silent peer on this machine is not cut off: no network and no relay
-is in between. It hangs, or gets no processor. `Accepted.is_held_by` finds out, on Linux
-alone.
+*The other end.* A silent peer on this machine is not cut off, as there is no network
+and no relay between: it hangs, or gets no processor. `Accepted.is_held_by` finds out
+whether its process still has the other end, on Linux alone.
 
 *Forks.* A child that outlives its parent would keep the parent's port and connections:
 the next process of the task could not bind, and peers would not notice that the parent
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """A connection that libzmq has accepted or made: its descriptor, and the inode."""
+    """A connection that libzmq has accepted or made: its file descriptor, and the inode
+    of the socket."""
 
     descriptor: int
     inode: int
@@ -56,8 +58,8 @@ class Accepted(NamedTuple):
                     line.shutdown(socket.SHUT_RDWR)
 
     def carried(self) -> Carried:
-        """Returns the bytes moved by the connection; all 0 where Linux does not
-        say."""
+        """Returns the bytes that the connection has moved; all 0 where Linux does not
+        report them."""
         with suppress(OSError, struct.error), borrowed(self.descriptor) as line:
             size = _TCP_INFO.size
             info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
@@ -66,14 +68,15 @@ class Accepted(NamedTuple):
         return Carried()
 
     def is_held_by(self, pid: int) -> bool:
-        """See `zstrat.wire.connection.Carrier`."""
+        """Returns whether process ``pid`` has the other end of the connection; see
+        `zstrat.wire.connection.Carrier`."""
         with suppress(OSError), borrowed(self.descriptor) as line:
             return is_held_by(line, pid)
         return False
 
     @property
     def address(self) -> str:
-        """Host of the other end; "" if the connection has ended."""
+        """Host at the other end; "" if the connection has ended."""
         with suppress(OSError), borrowed(self.descriptor) as line:
             name = line.getpeername()
             return str(name[0]) if name else ""
@@ -81,7 +84,7 @@ class Accepted(NamedTuple):
 
 
 def refuse_newcomers(listener: int) -> None:
-    """Refuses new connections of a listening socket; accepted ones continue.
+    """Makes a listening socket refuse new connections; accepted ones continue.
 
     Raises:
         OSError: The system has no packet filter for sockets.
@@ -106,14 +109,14 @@ bytes_received, notsent_bytes."""
 
 
 def accepted(descriptor: int) -> Accepted:
-    """Returns the connection that has the descriptor now."""
+    """Returns the connection that has the file descriptor now."""
     with suppress(OSError):
         return Accepted(descriptor, os.fstat(descriptor).st_ino)
     return Accepted(descriptor, -1)
 
 
 def allowed() -> int:
-    """Returns how many descriptors this process may have."""
+    """Returns how many file descriptors this process may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -131,7 +134,8 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid and gid of the other end
 
 _STOPPED: Final = frozenset("TtZX")
-"""States of a process that does not run: stopped, traced, or dead."""
+"""States of a process that does not run: stopped, traced, or dead, as /proc shows
+them."""
 
 _TABLES: Final = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
 
@@ -179,7 +183,7 @@ def _inode_of_other_end(line: socket.socket) -> str | None:
 
 
 def _written(line: socket.socket, address: tuple[str, int]) -> str:
-    """Formats an address as the tables of the kernel do, word by word."""
+    """Formats an address as the kernel's table of connections does, word by word."""
     raw = socket.inet_pton(line.family, address[0].partition("%")[0])
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     numbers = [int.from_bytes(word, sys.byteorder) for word in words]
@@ -193,7 +197,8 @@ def _target(path: str) -> str:
 
 
 SocketName = tuple[str, int]
-"""A numeric host, "" for all interfaces, and a port; or a path and 0."""
+"""One end of a socket: a numeric host, "" for all interfaces, and a port; or a path and
+0."""
 
 _addresses: Final[weakref.WeakKeyDictionary[zmq.Socket[bytes], str]] = (
     weakref.WeakKeyDictionary()
@@ -201,12 +206,13 @@ _addresses: Final[weakref.WeakKeyDictionary[zmq.Socket[bytes], str]] = (
 
 
 def note_address(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Records where the socket is bound or connected, for `os.fork`."""
+    """Records the address where the socket is bound or connected, so that a forked
+    child recognizes its descriptors."""
     _addresses[socket] = endpoint
 
 
 def give_up(descriptors: Iterable[int]) -> None:
-    """Replaces descriptors of the parent by ``/dev/null``."""
+    """Replaces inherited descriptors, in a forked child, by ``/dev/null``."""
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
@@ -214,7 +220,8 @@ def give_up(descriptors: Iterable[int]) -> None:
 
 
 def _give_up_sockets() -> None:
-    """Gives up libzmq's sockets after a fork: its threads run in the parent alone."""
+    """Replaces the descriptors of libzmq's sockets after a fork: libzmq's threads run
+    in the parent alone."""
     own = {
         _name_in(endpoint)
         for socket, endpoint in list(_addresses.items())

@@ -1,12 +1,13 @@
 """Shows the output of other tasks in this program.
 
 Law of the file: the loop queues text and never waits for a stream, which may be a pipe
-that nobody reads. Text is written by a thread that exists while there is some, or by a
-user's thread that has waited for the step that printed it: so the text is there when
-the wait ends, among the output of that thread.
+that nobody reads. Text is written by a thread that exists while some text waits, or by
+a user's thread that has waited for the step that printed it, so that the text appears
+when the wait ends, in order with the thread's own output.
 
 The thread is not a daemon: a daemon that holds the lock of ``sys.stdout`` at the end of
-the interpreter would abort it. It ends by itself, at the latest with the main thread.
+the interpreter would abort it. The thread ends by itself, at the latest with the main
+thread.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     import contextvars
 
 MAX_PENDING_CHARACTERS: Final = 2**20
-"""Most characters that wait for a stream; further text is dropped and counted."""
+"""Most characters that wait to be written; further text is dropped, and its lines are
+counted."""
 LINGER: Final = 0.2
-"""Seconds that the thread waits for more text: starting one takes the loop 50 µs."""
+"""Seconds that the writing thread waits for more text before it ends: to start a thread
+takes the loop 50 µs."""
 OUT: Final = 1
 
 _COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
@@ -35,27 +38,28 @@ _COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
 
 @final
 class Echo:
-    """Queues text for ``sys.stdout`` and ``sys.stderr``, as they are when it is
-    written."""
+    """Queues text for ``sys.stdout`` and ``sys.stderr``, and writes it to the streams
+    that these names have at the time of writing."""
 
     def __init__(self) -> None:
         self.place: contextvars.Context | None = None
-        """Of a caller that waits now: in a notebook it says which cell that is."""
+        """Context variables of a caller that waits now; in a notebook they say which
+        cell gets the text."""
         self.waiting: deque[tuple[int, str]] = deque()
         self.is_behind = False
-        """Some text is not written yet; `show` waits until it is."""
+        """Whether some text is not written yet; `show` waits until all text is."""
         self._size = 0
         self._dropped = 0
         # Both re-entrant: a finalizer may call `close`, and a stream may be an object
         # that prints.
         self._lock, self._writing = threading.RLock(), threading.RLock()
         self._bell: ThreadBell | None = None
-        """Wakes the thread while it waits for more text."""
+        """Wakes the writing thread while it waits for more text."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def put(self, task: str, stream: int, text: str, dropped: int = 0) -> None:
-        """Queues lines of a task. On the loop.
+        """Queues lines that a task printed. Call it on the loop.
 
         Args:
             text: Lines, each with its newline.
@@ -101,7 +105,7 @@ class Echo:
                     _write(stream, "".join([text for _, text in run]))
 
     def close(self) -> None:
-        """Accepts no more text, and lets the queued text be written. From any
+        """Accepts no more text, and lets the thread write the queued text. From any
         thread."""
         with self._lock:
             self._closed = True

@@ -1,10 +1,10 @@
-"""The socket that a task binds, and its connections.
+"""The socket that a task binds, and the connections of its peers.
 
 A connection is identified by the routing id that libzmq assigned, which is never used
 twice; connections whose client chose the id are refused. The task of a connection is a
-`Remote`, which survives if the connection breaks and comes back. This file carries out
-what `Peer` decides, `Admission` keeps the remotes, and `RequestDispatcher` passes
-requests to one handler.
+`Remote`, which survives if the connection breaks and the task reconnects. This file
+carries out what `Peer` decides, `Admission` keeps the remotes, and `RequestDispatcher`
+passes requests to one handler.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from ._curve import Security
 
 Absorber = Callable[["Remote", Message, "Sequence[ArraySpec]"], "Sink | None"]
-"""Called with the header of each large request; see `zstrat.wire.connection._body`."""
+"""Called with the peer, the message and the array specs of each large request before
+its arrays arrive; see `zstrat.wire.connection._body`."""
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
@@ -73,10 +74,10 @@ def _ignore(remote: Remote, reason: str) -> None:
 
 
 class Endpoint:
-    """Binds one address and serves every task that greets there.
+    """Binds one address and serves every task that connects and greets.
 
     Args:
-        me: The HELLO of this task.
+        me: The HELLO of this task, with which greetings are answered.
         handler: See `Handler`.
         absorb: See `Absorber`.
         on_lost: Called once for each `Remote` that left, fell silent, was replaced or
@@ -121,7 +122,8 @@ class Endpoint:
         )
         self._impostors = self._probes = 0
         self._gone = 0
-        """Connections that have ended since memory was given back."""
+        """Number of connections that have ended since unused memory was last given back
+        to the system."""
         self._trimmed_at = float("-inf")
         self._pump: Pump | None = None
         self._binding: BoundSocket | None = None
@@ -131,17 +133,18 @@ class Endpoint:
         self._goodbyes: Goodbyes | None = None
 
     async def bind(self, address: str) -> str:
-        """Binds and serves from now on; returns the address that others connect to.
+        """Binds the address and serves from now on; returns the address that other
+        tasks connect to.
 
         Args:
             address: ``host:port``, ``tcp://host:port`` or ``ipc:///path``; port 0 takes
-                any free one.
+                any free port.
 
         Raises:
             ValueError: ``address`` is not an address.
             PermissionDeniedError: Other machines can reach the address, and there are
                 neither keys nor ``settings.insecure``.
-            OSError: There are too few descriptors (EMFILE); the address is taken,
+            OSError: There are too few file descriptors (EMFILE); the address is taken,
                 does not belong to this machine, or its name cannot be resolved
                 (EADDRNOTAVAIL: that may change); or other users may enter the folder of
                 an ipc address.
@@ -224,7 +227,8 @@ class Endpoint:
             await self._sockets.end(self._context)
 
     def statistics(self) -> dict[str, object]:
-        """Returns counts since the start, and what is connected now."""
+        """Returns counts since the start, and the number of present connections, as
+        `zstrat status` shows them."""
         return {
             "remotes": self._admission.names,
             "handlers": len(self._dispatcher),
@@ -291,7 +295,8 @@ class Endpoint:
             self._catch_up_soon(connection)
 
     def _catch_up(self, connection: Connection) -> None:
-        """Handles messages that were held back because their peer did not read."""
+        """Handles messages of a connection that were held back because its peer did not
+        read answers."""
         outlet, left = connection.outlet, _AT_ONCE
         peer, connection.catches_up = outlet.peer, False
         while left > 0 and peer.may_resume:
@@ -312,8 +317,9 @@ class Endpoint:
             self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
-        """Creates the connection of a peer whose first message has come; `Peer` checks
-        the message. Returns None if the connection is refused unread."""
+        """Creates the `Connection` of a peer whose first message has come; its `Peer`
+        checks the message. Returns None if the connection is refused without reading
+        the message."""
         # A client that chooses its id could take over the id of another connection.
         if len(frames) < 2 or len(routing) != 5 or routing[0] != 0:
             self._refused("it sent an empty message, or chose its own routing id")
@@ -412,12 +418,14 @@ class Endpoint:
                 connection.outlet.peer.disconnected("", now)
 
     def _refused(self, reason: str) -> None:
-        """Counts a refused connection, and logs the reason if lines are rare."""
+        """Counts a refused connection, and logs the reason, at most one line in some
+        seconds."""
         text = "%s refused a connection: %s"
         self._refusals.write(logging.WARNING, text, task_name(self._me), reason)
 
     def _endless(self) -> list[Accepted]:
-        """Returns connections with an unfinished message longer than any valid one.
+        """Returns connections whose unfinished message is already longer than any valid
+        one.
 
         libzmq keeps the parts of a message until the last one has come, so such a
         connection could fill the memory.
@@ -470,28 +478,31 @@ of milliseconds, while a body takes memory."""
 
 UNFINISHED: Final = 16 * 2**20
 """Most bytes of an unfinished message from a peer that has not greeted or is an
-observer. This is many times `BRIEF`, because whole messages that were not read yet are
-counted, too."""
+observer. Many times `BRIEF`, because the count includes whole messages that were not
+read yet."""
 
 _BODIES_UNREAD: Final = 16
-"""The same bound for all other peers, in windows of chunks. No message is longer than a
-chunk, but that many may arrive unread while the loop is busy."""
+"""Most bytes of an unfinished message from any other peer, as a multiple of the window
+of chunks (bytes that a peer may send unacknowledged). No message is longer than a
+chunk, but that many windows may arrive unread while the loop is busy."""
 
 _FREED: Final = 1.0
-"""Seconds after which libzmq has dropped what a connection had sent."""
+"""Seconds after which libzmq has freed what it kept of a connection that ended."""
 
 _CROWD: Final = 64
-"""Ended connections after which it pays to return memory to the system."""
+"""Number of ended connections after which it pays to return memory to the system."""
 
 _AT_ONCE: Final = 64
-"""Most held-back messages that are handled in one turn of the loop. Each `_LONG_HEADER`
-bytes of a header count as one more, for the time that decoding takes."""
+"""Most held-back messages of a connection that are handled in one turn of the loop.
+Each `_LONG_HEADER` bytes of a header count as one more message, because decoding them
+takes time."""
 
 _LONG_HEADER: Final = 4096
 
 LEAST_DESCRIPTORS: Final = 64
-"""A task has about 25 itself, and each peer takes some. With fewer, libzmq aborts
-the process, or never reads from peers that connect."""
+"""Fewest file descriptors that a task needs: it has about 25 itself, and each peer
+takes some. With fewer, libzmq aborts the process, or never reads from peers that
+connect."""
 
 
 def _require_descriptors(task: str) -> None:

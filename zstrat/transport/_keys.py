@@ -44,13 +44,14 @@ _KEY_LENGTH: Final = 40  # characters of Z85
 _NAME: Final = re.compile(rf"(?:{'|'.join(Job)})(?:-(?:0|[1-9][0-9]*))?", re.ASCII)
 
 Owner = tuple[Job, "int | None"]
-"""The role of a key, and the index of the only task that has it, if only one does."""
+"""The role of a key, and the index of the only task that has the key; None: all tasks
+of the role have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one task: its own pair, and the owners of all public keys, those in
-    use first. ``stamp`` identifies the state of the files."""
+    """The keys of one task: its own pair, and the owner of each public key in the
+    folder, keys in use first. ``stamp`` identifies the state of the files."""
 
     secret: str
     public: str
@@ -58,13 +59,14 @@ class Keys:
     stamp: object
 
     def of(self, job: Job, index: int | None) -> list[str]:
-        """Returns the public keys that a task may have: its own, else its role's."""
+        """Returns the public keys that a task may have: its own ones if there are any,
+        else those of its role."""
         own = [key for key, owner in self.owners.items() if owner == (job, index)]
         return own or [k for k, owner in self.owners.items() if owner == (job, None)]
 
 
 class KeyFolder:
-    """The key folder of a task; arguments as of `Security.load`."""
+    """The key folder of a task, to be read; arguments as of `Security.load`."""
 
     def __init__(
         self, path: str | PathLike[str], job: Job, index: int | None, guarded: bool
@@ -77,7 +79,7 @@ class KeyFolder:
         return tuple(_states(self._folders()))
 
     def read(self) -> Keys:
-        """Reads all files.
+        """Reads all files of the folder.
 
         Raises:
             ValueError, PermissionDeniedError: As `Security.load`.
@@ -144,11 +146,11 @@ def generate_keys(
         tasks: Number of tasks, by role, that get their own pairs, from index 0.
 
     Returns:
-        The files written: secrets have mode 0600.
+        The paths of the written files; those of secrets have mode 0600.
 
     Raises:
         FileExistsError: The folder has keys already; nothing was written.
-        OSError: The keys cannot be written; says why.
+        OSError: The keys cannot be written; the error says why.
 
     After an error or Ctrl-C no file is left.
     """
@@ -168,7 +170,7 @@ def generate_keys(
 
 
 def _make_folder(folder: Path) -> None:
-    """Creates the folder; fails if it has keys."""
+    """Creates the key folder, unless it exists; fails if it has keys."""
     with explained("key folder", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -183,7 +185,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> None:
-    """Writes new pairs; adds each file to ``written`` before it exists."""
+    """Writes new pairs of keys; adds each file to ``written`` before it exists."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in names:
         public, secret = zmq.curve_keypair()
@@ -202,12 +204,12 @@ def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> Non
 
 def rotate_keys(path: str | PathLike[str]) -> str:
     """Takes the next of the three steps of a key rotation, or completes an interrupted
-    one. If pairs were added after the first step, repeats that for them, so that the
-    second one changes all.
+    one. If pairs were added after the first step, repeats the first step for these
+    pairs, so that the second step replaces all.
 
     Returns:
-        What was done: `NEXT` was created, the keys in use became `PREVIOUS`, or ""
-        after the last step.
+        What was done: `NEXT` if the folder ``next/`` was created, `PREVIOUS` if the
+            keys in use went to ``previous/``, "" after the last step.
 
     Raises:
         FileNotFoundError: The folder has no keys.
@@ -245,7 +247,8 @@ def rotate_keys(path: str | PathLike[str]) -> str:
 
 
 def _switch(folder: Path, following: Path, previous: Path) -> None:
-    """Takes the second step. Each public key is in one of the folders at any time."""
+    """Takes the second step of a key rotation. At any time each public key is in one of
+    the folders."""
     if not previous.exists():
         making = folder / f".{PREVIOUS}"
         shutil.rmtree(making, ignore_errors=True)
@@ -329,14 +332,14 @@ class Secrecy:
     modes of both, whether the file system is read-only, and whether the file's group is
     this process's own.
 
-    A folder that ``zstrat keygen`` made belongs to one user alone. Where an engine lays
-    the keys out, a Secret of Kubernetes for one, it looks otherwise: a folder of mode
-    1777 with links, files 0440 with a group that the pod alone has. That is as safe if
+    A folder that ``zstrat keygen`` made belongs to one user alone. A folder that an
+    engine provides, such as a Secret of Kubernetes, looks different: mode 1777, with
+    links, to files of mode 0440 and a group that the pod alone has. That is as safe if
     nothing can be written there (a read-only mount), because a user who adds a public
     key to a folder may join the cluster; and if "others" cannot read the secret, and
     its group is one of this process in which the system knows nobody else. A process
-    that reads files as another user of this group, or as root, was let in by the
-    engine: both are true for the keys of one user, too.
+    that reads the files as another user of this group, or as root, was let in by the
+    engine; such a process could read a folder of one user, too.
     """
 
     file: int
@@ -359,10 +362,11 @@ class Secrecy:
 
 
 def check_private(file: Path) -> None:
-    """Checks that other users cannot read the secret, nor enter its folder.
+    """Checks that other users cannot read the secret ``file``, nor add keys to its
+    folder.
 
     Raises:
-        PermissionDeniedError: They can; names the path and the remedy.
+        PermissionDeniedError: They can; the error names the path and the remedy.
     """
     seen = _look(file)
     for each, mode, fine in (

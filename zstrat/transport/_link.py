@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
 _LAST_READ_SECONDS: Final = 0.01
-"""Seconds in which messages that came before the end of a connection can be read."""
+"""Seconds after the end of a connection in which messages that came before the end can
+still be read."""
 
 Reply = asyncio.Future[Message]
 
@@ -64,8 +65,8 @@ def _ignore(_: object) -> None:
 
 
 class TaskLink(Protocol):
-    """The part of `Link` that its users need; `zstrat.testing.FakeLink` is another
-    one."""
+    """The methods of `Link` that its users need; `zstrat.testing.FakeLink` has them,
+    too."""
 
     address: str
 
@@ -89,8 +90,8 @@ class TaskLink(Protocol):
 
 
 class MakeTaskLink(Protocol):
-    """Creates the link to one task, not yet started: ``functools.partial(Link, ...)``
-    with all other arguments."""
+    """Creates the link to one task, not yet started. For example
+    ``functools.partial(Link, ...)`` with all other arguments."""
 
     def __call__(
         self,
@@ -105,13 +106,14 @@ class MakeTaskLink(Protocol):
 
 
 class Link:
-    """A DEALER connected to one task. All methods must be called on its loop's thread.
+    """Connects a DEALER to one task, greets, sends requests, and reconnects until
+    closed. All methods must be called on its loop's thread.
 
     Args:
         address: Where the task listens, as `Endpoint.bind` returned it.
-        me: The HELLO of this process.
+        me: The HELLO with which this process greets.
         name: What errors call the task: ``/job:ps/task:0``.
-        on_notice: Called with every notice, in order.
+        on_notice: Called with every notice of the task, in order.
         on_open: Called after every greeting. Messages that were in flight before it,
             including notices, may be lost even if the incarnation in the HELLO is the
             same.
@@ -165,16 +167,18 @@ class Link:
         self._armed_for = float("inf")
         self._connected_at = 0.0
         self._line: Accepted | None = None
-        """The latest connection."""
+        """The latest connection to the task."""
         self._failed = 0
-        """Number of failed handshakes: the next one may try another key of the task."""
+        """Number of failed handshakes so far: the next handshake may try another key of
+        the task."""
         self._is_started = self._is_closed = False
         self.is_refused = False
-        """The last attempt to connect failed at once: nothing listens at the
-        address."""
+        """Whether the last attempt to connect failed at once because nothing listens at
+        the address."""
 
     def start(self) -> None:
-        """Starts to connect, and reconnects after each loss until `close`."""
+        """Starts to connect to the task, and reconnects after each loss until
+        `close`."""
         if self._is_started or self._is_closed:
             raise ClosedError(
                 f"the link to {self.name} was started before or is closed: create "
@@ -201,7 +205,7 @@ class Link:
     @property
     def is_heard(self) -> bool:
         """Whether the link is open, its connection is intact, and a message has come
-        within two beats."""
+        within the last two heartbeats."""
         return self._outlet is not None and self._outlet.peer.is_heard
 
     @property
@@ -216,7 +220,7 @@ class Link:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the link is open, and large bodies go through memory that both
+        """Whether the link is open, and sends large bodies through memory that both
         processes share. For any thread."""
         hello = self.peer
         allowed = self._settings.transport in ("auto", "shm")
@@ -229,7 +233,8 @@ class Link:
             deadline: Loop time.
 
         Raises:
-            DeadlineExceededError: The task did not greet in time; names its address.
+            DeadlineExceededError: The task did not greet in time; the error names
+                the address of the task.
             VersionMismatchError, ProtocolError: One side refused the other.
             PermissionDeniedError: The task refuses the key of this process.
             ClosedError: The link was closed.
@@ -285,7 +290,8 @@ class Link:
         return await self.submit(message, deadline=deadline)
 
     def notify(self, message: Message) -> None:
-        """Sends a notice. A notice is lost only if the connection is.
+        """Sends a notice, a message without an answer. It is lost only if the
+        connection is lost.
 
         Raises:
             PeerLostError: The task is not connected.
@@ -306,7 +312,8 @@ class Link:
         return 0 if outlet is None else len(outlet.peer.outbox)
 
     async def close(self, reason: str = "it closed the link") -> None:
-        """Says goodbye and closes; open requests and waiters fail with `ClosedError`.
+        """Says goodbye to the task and closes the link; open requests and waiting
+        callers fail with `ClosedError`.
 
         Cancellation: the link is closed all the same.
         """
@@ -404,8 +411,8 @@ class Link:
         self._loop.call_soon(self._redial)
 
     def _redial(self) -> None:
-        """Retries after a pause. The socket would retry by itself, fifty times a
-        second."""
+        """Drops the socket after a failed handshake, and opens another one after a
+        pause. The old socket would retry by itself, fifty times a second."""
         if self._outlet is None and self._dial.pump is not None and not self._is_closed:
             self._dial.drop(0)
             self._dial.later()
@@ -470,7 +477,8 @@ class Link:
             self._arm(outlet.peer.due)
 
     def _check_reconnect(self) -> None:
-        """Reports the task as lost if it did not reconnect in time."""
+        """Reports the task as lost if it did not reconnect within
+        ``timeouts.reconnect``."""
         self._watch = None
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:

@@ -1,21 +1,21 @@
 """The event loop of a zstrat process, its thread, and how other threads wait for it.
 
-The loop is uvloop's where there is one, else asyncio's. That of this program's cluster
-runs on a background thread: scripts, notebooks and async programs all keep their own
-thread, and heartbeats continue while jax compiles or the user thinks.
+The loop is uvloop's where uvloop is installed, else asyncio's. The loop of this
+program's cluster runs on a background thread: scripts, notebooks and async programs all
+keep their own thread, and heartbeats continue while jax compiles or the user thinks.
 
-Law of the file: nothing of the user runs on the loop's thread, and nothing waits for it
-without a deadline. A process that is forked has the loop, but not its thread: it is
-refused at once (`require_own`).
+Law of the file: no code of the user runs on the loop's thread, and no other thread
+waits for the loop without a deadline. A forked process has the loop, but not its
+thread, so every use of the loop there is refused at once (`require_own`).
 
 The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that
-is still open when the interpreter exits is closed before: a thread that is frozen in
-the middle of a socket call could otherwise hang or crash the exit.
+is still open when the interpreter exits is closed first: a thread that is frozen in the
+middle of a socket call could otherwise hang or crash the exit.
 
-Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
-a callback of the garbage collector, as jax has one, or a finalizer, nobody can catch
-it: Python says that it is ignored, and continues. A program that schedules steps in a
-loop lost three of four, so they are raised again.
+Python raises KeyboardInterrupt in whatever the main thread executes next. If that is a
+callback of the garbage collector (jax has one) or a finalizer, no code can catch the
+exception: Python reports that it is ignored, and continues. A program that schedules
+steps in a loop lost three of four such interrupts, so they are raised again.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ else:
 
 _loops: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet()
 _of_parent: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet()
-"""Loops of the process that this one was forked from."""
+"""Event loops that this process inherited from the process that forked it."""
 
 _OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _warned: Final[set[str]] = set()
-"""The calls to await in place of those that have blocked a loop."""
+"""Names of the awaitable calls that `warn_of_blocking` has already recommended."""
 
 Result = TypeVar("Result")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Returns a loop that does not run yet."""
+    """Returns a new event loop that does not run yet."""
     # uvloop aborts the process if it has to close a descriptor below 3.
     occupy_descriptors()
     loop = _make_loop()
@@ -76,19 +76,19 @@ def require_own(loop: asyncio.AbstractEventLoop, what: str) -> None:
     """Checks that a loop can run in this process.
 
     Raises:
-        ForkedError: This process was forked from the one that runs the loop.
+        ForkedError: This process was forked from the process that runs the loop.
     """
     if _of_parent and loop in _of_parent:
         raise ForkedError(what)
 
 
 def warn_of_blocking(twin: str) -> None:
-    """Warns, once for each ``twin``, of a call that is about to block the event loop
-    that runs in this thread. Says nothing in a notebook, whose kernel runs each cell in
-    a loop that has nothing else to do.
+    """Warns that the present call is about to block the event loop that runs in this
+    thread, once for each ``twin``. Does not warn in a notebook, whose kernel runs each
+    cell in a loop that has nothing else to do.
 
     Args:
-        twin: What to await instead.
+        twin: Name of the call to await instead.
     """
     try:
         asyncio.get_running_loop()
@@ -106,7 +106,8 @@ def warn_of_blocking(twin: str) -> None:
 
 
 def _outside() -> int:
-    """Returns how many frames above this one the first line outside of zstrat is."""
+    """Returns the number of frames between the caller and the first frame whose code is
+    not zstrat's, as ``stacklevel`` of a warning."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
@@ -126,7 +127,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 class Bell(Protocol):
-    """Wakes one waiter."""
+    """Wakes one waiter from another thread."""
 
     def ring(self) -> None: ...
 
@@ -153,9 +154,10 @@ class LoopBell:
 
 @final
 class _KeptInterrupts:
-    """The hook for exceptions that nobody can catch. A Ctrl-C is raised again a moment
-    later; all others go to the hook ``before``, also one of a handler that is not
-    Python's: it has run, and may count."""
+    """The hook for exceptions that no code can catch (``sys.unraisablehook``). Raises a
+    Ctrl-C of the main thread again a moment later. Passes all other exceptions to the
+    hook ``before``, also a Ctrl-C for which the program has its own signal handler:
+    that one has run, and may have counted the signal."""
 
     def __init__(self, before: Callable[[sys.UnraisableHookArgs], object]) -> None:
         self._before: Final = before
@@ -177,11 +179,12 @@ def _raises_interrupts() -> bool:
 
 _MOMENT: Final = 0.01
 """Seconds until the signal is sent again. This thread may run because the main thread
-is about to wait for a lock; a signal before it does so would not end that wait."""
+is about to wait for a lock; a signal that comes before the wait would not end it."""
 
 
 def _press_again() -> None:
-    """Sends the signal again, because that wakes the main thread where it waits."""
+    """Sends SIGINT to the main thread again, which wakes the main thread wherever it
+    waits."""
     threading.Event().wait(_MOMENT)
     main = threading.main_thread().ident
     if main is not None and _raises_interrupts():
@@ -192,12 +195,13 @@ log = logging.getLogger("zstrat.transport")
 
 T = TypeVar("T")
 _CLOSING: Final = 10.0
-"""Seconds for the last coroutine and the thread to end."""
+"""Seconds that the last coroutine and the thread have to end when a portal closes."""
 _ENDED: Final = "the session was closed"
 
 
 class Portal:
-    """An event loop on a separate thread."""
+    """An event loop on a background thread, and the ways by which other threads run
+    work on it."""
 
     def __init__(self, name: str = "zstrat") -> None:
         self.loop = new_event_loop()
@@ -216,13 +220,14 @@ class Portal:
             raise
 
     def at_close(self, callback: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Has the loop await ``callback()`` before the portal closes."""
+        """Makes the loop await ``callback()`` before the portal closes."""
         self._close_callback = callback
 
     def call_soon(self, function: Callable[..., object], *args: object) -> bool:
         """Runs the function on the loop; from any thread, also from a finalizer.
 
-        False: the portal is closed and it will not run. Takes no lock.
+        Returns False if the portal is closed, so that the function will not run. Takes
+        no lock.
         """
         if self._closed:
             return False
@@ -235,7 +240,7 @@ class Portal:
     def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Blocks until the coroutine has ended on the loop.
 
-        Cancellation: Ctrl-C cancels it and is raised at once.
+        Cancellation: Ctrl-C cancels the coroutine and is raised at once.
 
         Raises:
             DeadlineExceededError: ``timeout`` seconds were not enough.
@@ -245,8 +250,8 @@ class Portal:
         return LoopCall(self.loop, work, what, _ENDED).run(timeout)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Awaits, on any event loop, a coroutine that runs on the portal's. There is no
-        deadline. Cancellation: cancels the work.
+        """Runs a coroutine on the portal's loop, and awaits its result on the caller's
+        loop. There is no deadline. Cancellation: cancels the work.
 
         Raises:
             ClosedError: The portal is closed.
@@ -255,7 +260,8 @@ class Portal:
         return await LoopCall(self.loop, work, what, _ENDED).run_async()
 
     def retire(self) -> None:
-        """Starts to close, and returns at once; takes no lock (for finalizers)."""
+        """Starts to close the portal, and returns at once. Takes no lock, so finalizers
+        may call it."""
         self.call_soon(self._leave)
 
     def close(self, why: str | None = None) -> None:
@@ -371,7 +377,8 @@ class LoopCall(Generic[T]):
             self._give_up()
 
     async def run_async(self) -> T:
-        """Awaits the end of the work. Cancellation: cancels the work."""
+        """Awaits the end of the work, on the caller's loop. Cancellation: cancels the
+        work."""
         self._bell = bell = LoopBell()
         try:
             self._ask()
@@ -381,7 +388,8 @@ class LoopCall(Generic[T]):
             self._give_up()
 
     def abandon_if_of(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wakes the caller, as ``loop`` is closed and runs nothing more."""
+        """Wakes the caller if its work was to run on ``loop``, which is closed and runs
+        nothing more."""
         if self._loop is loop and self._bell is not None:
             self._bell.ring()
 
@@ -427,8 +435,8 @@ class LoopCall(Generic[T]):
         return ClosedError(f"{self._what}: {self._ended}")
 
     def _give_up(self) -> None:
-        """Cancels the work if it has not ended. Posted after `_begin`: the work has
-        begun by then, or never will."""
+        """Cancels the work if it has not ended. The loop runs this after `_begin`, so
+        the work has begun by then, or never will."""
         _under_way.discard(self)
         if not self._is_over:
             with contextlib.suppress(ClosedError):
@@ -442,12 +450,12 @@ class LoopCall(Generic[T]):
 
 
 _under_way: Final[set[LoopCall[Any]]] = set()
-"""The calls that a thread waits for."""
+"""Calls whose result a caller waits for now."""
 
 
 def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:
-    """Wakes the waiters of a closed loop: their calls came after its tasks were
-    cancelled, or did not end then."""
+    """Wakes the callers that wait for work on a closed loop: their work came after the
+    tasks of the loop were cancelled, or did not end on cancellation."""
     for call in list(_under_way):
         call.abandon_if_of(loop)
 
@@ -465,14 +473,14 @@ _open: Final[weakref.WeakSet[Portal]] = weakref.WeakSet()
 
 
 def close_portals() -> None:
-    """Closes all open portals, as the exit of the interpreter does."""
+    """Closes all open portals. Also called when the interpreter exits."""
     for portal in list(_open):
         portal.close()
 
 
 def _forget() -> None:
-    """Forgets portals, loops and calls after a fork: no loop runs here, and nobody
-    waits."""
+    """Forgets portals, loops and calls after a fork: no loop runs in the child, and no
+    thread waits there."""
     for portal in list(_open):
         portal.forget()
     _of_parent.update(_loops)

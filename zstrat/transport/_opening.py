@@ -1,10 +1,10 @@
 """Dials a task and exchanges greetings with it.
 
-A greeting is HELLO of this process, and that of the task at the far end of the link.
-Callers that wait in vain for the greeting get an error that says what is known of the
-cause. A broken connection is not yet a lost task: the same incarnation may come back
-within ``reconnect`` seconds. Every other end is a loss at once. `Continuity` decides
-that, once for each loss, without I/O.
+A greeting is the HELLO of this process, answered by the HELLO of the task. Callers that
+wait in vain for the answer get an error that says what is known about the cause. A
+broken connection is not yet a lost task: the same incarnation may come back within
+``reconnect`` seconds. Every other end is a loss at once. `Continuity` decides whether a
+task is lost, once for each loss, without I/O.
 
 A `Dial` opens a socket per connection, one after the other. When a connection ends, its
 socket is closed with everything that libzmq still holds for it, and the next one is
@@ -12,7 +12,7 @@ opened after a pause that grows with every attempt. Events and messages of the p
 socket go to the owner of the `Dial`.
 
 A second socket can find out whether ZeroMQ is spoken at the address (`Dial.ask`): a
-ZeroMQ listener greets before it knows who connects, with keys or without.
+ZeroMQ listener sends its greeting before it knows who connects, with keys or without.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ _LONGEST_NAME: Final = 80
 
 def new_incarnation() -> int:
     """Returns a number that no other start of any task has: 63 random bits, never 0.
-    The upper 31 are those of this process, see `zstrat.wire.Owner.is_of`."""
+    The upper 31 bits are those of this process, see `zstrat.wire.Owner.is_of`."""
     return _process_bits(os.getpid()) | secrets.randbits(32) | 1
 
 
 @cache
 def _process_bits(pid: int) -> int:
-    """Returns the random bits of this process; a child that it forks has others."""
+    """Returns 31 random bits of this process, the upper half of its incarnations; a
+    child that it forks gets others."""
     del pid
     return secrets.randbits(31) << 32
 
 
 def hello(job: str, index: int, incarnation: int) -> Hello:
-    """Returns the HELLO of this process. Imports nothing to learn the versions."""
+    """Returns the HELLO of this process as a task. Finds the versions of packages
+    without importing them."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -107,16 +109,18 @@ SILENT: Final = (
 QUICK: Final = 3.0
 """Most seconds between failed handshakes that count as one series."""
 REFUSALS: Final = 8
-"""Handshakes in a row that a task may break, two and a half seconds in all, until that
-counts as a refusal. A process that is killed breaks one or two."""
+"""Number of handshakes in a row (two and a half seconds in all) after which a task that
+breaks them counts as refusing this process. A process that is killed breaks one or
+two."""
 DOUBTFUL_REFUSALS: Final = 16
-"""The same where no task has greeted yet, twenty seconds in all: they may be ended by a
-proxy or a published port whose daemon is about to start."""
+"""Number of handshakes in a row (twenty seconds in all) that must break where no task
+has greeted yet: a proxy, or a published port whose daemon is about to start, may break
+them."""
 
 
 class Opening:
-    """What a link knows before its task has greeted, and the callers that wait for
-    that.
+    """Collects what is known about the connection before the task has greeted, and
+    wakes the callers that wait for the greeting.
 
     ``target`` is the name of the task in errors: "/job:ps/task:0 at 10.0.0.1:2222".
     """
@@ -129,7 +133,8 @@ class Opening:
         self._failed, self._failed_at = 0, 0.0
         self._nothing = NOTHING
         self.trouble = NOTHING
-        """The trouble so far, for the error of callers that wait in vain."""
+        """Why the task has not greeted so far, for the error of callers that wait in
+        vain."""
 
     async def wait(self, deadline: float) -> Hello:
         """Waits until the task greets, and returns its HELLO.
@@ -138,8 +143,10 @@ class Opening:
             deadline: Loop time.
 
         Raises:
-            DeadlineExceededError: The task did not greet in time; says what is known.
-            Exception: One side refused the other, or the link was closed.
+            DeadlineExceededError: The task did not greet in time; the error says what
+                is known about the cause.
+            Exception: The error that `refuse` or `fail` was given: one side refused the
+                other, or the link was closed.
         """
         if self._refusal is not None:
             raise copied_error(self._refusal)
@@ -169,8 +176,8 @@ class Opening:
                 waiter.set_result(hello)
 
     def looked_up(self, nothing: str) -> None:
-        """Sets the description of an address where nothing answers, after a lookup of
-        its name."""
+        """Sets the trouble of an address where nothing answers to ``nothing``, after a
+        lookup of its name."""
         if self.trouble == self._nothing:
             self.trouble = nothing
         self._nothing = nothing
@@ -181,8 +188,8 @@ class Opening:
             self.trouble = SILENT
 
     def handshake_timed_out(self) -> None:
-        """Notes that a handshake was not answered. That is not a refusal: a
-        frozen process may continue."""
+        """Notes that the other side did not answer a handshake. That is not a refusal:
+        a frozen process may continue."""
         self._failed, self.trouble = 0, SILENT
 
     def handshake_failed(self, now: float, by_task: bool) -> None:
@@ -190,7 +197,7 @@ class Opening:
         up after several such failures in a row.
 
         Args:
-            by_task: A task closed it, not a proxy between.
+            by_task: Whether a task closed the connection, and not a proxy between.
         """
         self._failed = self._failed + 1 if now - self._failed_at < QUICK else 1
         self._failed_at, self.trouble = now, HANDSHAKE_FAILED
@@ -200,8 +207,8 @@ class Opening:
 
     @property
     def asks_who(self) -> bool:
-        """Whether to find out now if a task listens at the address. If one does, the
-        next failed handshake is a refusal."""
+        """Whether to find out now if a task listens at the address (`Dial.ask`). If one
+        does, the next failed handshake is a refusal."""
         return self._failed >= REFUSALS - 1
 
     @property
@@ -225,8 +232,8 @@ class Opening:
         )
 
     def refuse(self, error: Exception) -> None:
-        """Fails all callers, and later ones, with the reason of a refusal. If nobody
-        waits, logs the reason, once until the task greets."""
+        """Raises the error of a refusal in all callers that wait, and in later ones. If
+        none waits, logs the error, once until the task greets."""
         if not self._waiters and not self._is_logged:
             self._is_logged = True
             _LOG.warning("%s", error)
@@ -236,20 +243,21 @@ class Opening:
         self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Fails all callers that wait."""
+        """Raises the error in all callers that wait now."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(copied_error(error))
 
 
 def copied_error(error: AnyError) -> AnyError:
-    """Copies the error for another caller: an exception that is raised twice collects
-    both tracebacks."""
+    """Copies an error for another caller: an exception that is raised twice would
+    collect the tracebacks of both callers."""
     return type(error)(*error.args)
 
 
 class Continuity:
-    """Decides whether the task of a link is still the same after a reconnect."""
+    """Decides whether a reconnected task is still the same, and when a task whose
+    connection broke is lost."""
 
     def __init__(self, reconnect: float) -> None:
         self._reconnect = reconnect
@@ -258,18 +266,21 @@ class Continuity:
 
     @property
     def due(self) -> float | None:
-        """The time for `tick` to decide on a loss; None: not before `closed`."""
+        """Loop time at which `tick` has to decide whether the task is lost; None: no
+        connection has broken."""
         return None if self._broken is None else self._broken[1] + self._reconnect
 
     def opened(self, hello: Hello) -> str | None:
-        """Notes a greeting. Returns why the previous task is lost, or None."""
+        """Notes the greeting of the task. Returns why the previous task at the address
+        is lost, or None."""
         before, self._hello, self._broken = self._hello, hello, None
         if before is None or before.incarnation == hello.incarnation:
             return None
         return f"it was replaced by a new process: {described(hello)}"
 
     def closed(self, reason: str, broken: bool, now: float) -> str | None:
-        """Notes the end of the connection. Returns why the task is lost, or None."""
+        """Notes the end of the connection. Returns why the task is lost, or None if it
+        may reconnect."""
         if self._hello is None:
             return None
         if broken:
@@ -293,19 +304,21 @@ class Continuity:
 
 _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 2.0
-"""Seconds between two attempts after a connection that ended; doubled each time."""
+"""Most seconds of the pause between two attempts to connect; each pause is twice as
+long as the one before."""
 
 _SIGNATURE: Final = b"\xff"
 """First byte of ZMTP's greeting. Text and other protocols do not begin with it."""
 
 
 class Dial:
-    """Connects to ``where``, and again after each end of the connection.
+    """Connects to the address ``where``, with a new socket after each end of a
+    connection.
 
     Args:
-        arm: Sets the keys of a socket before it connects.
-        happened: Called with each event of the connection.
-        received: Called with each message.
+        arm: Called with each socket before it connects, to set its keys.
+        happened: Called with each event of the present connection.
+        received: Called with the frames of each message.
         failed: Called with the reason if no socket could be opened. Another attempt
             follows.
         sockets: Creates the sockets; ``context`` must be one of its contexts.
@@ -331,7 +344,7 @@ class Dial:
         self._retry: asyncio.TimerHandle | None = None
         self._look_up: asyncio.Task[None] | None = None
         self.pump: Pump | None = None
-        """Reads the present socket; None: there is no socket now."""
+        """Reads and writes the present socket; None: there is no socket now."""
         self._question: Pump | None = None
         # Nothing, such as a proxy, comes before a socket in a folder.
         self._speaks: Final = where.scheme == "ipc"
@@ -339,7 +352,7 @@ class Dial:
         """Whether ZeroMQ was spoken at the address when `ask` was called last."""
 
     def now(self) -> None:
-        """Opens a socket, which connects by itself as soon as a peer listens."""
+        """Opens a socket now, which connects by itself as soon as the task listens."""
         self._retry = None
         try:
             self._open()
@@ -363,11 +376,12 @@ class Dial:
     def look_up(
         self, has_changed: Callable[[], None], learned: Callable[[str], None]
     ) -> None:
-        """Resolves the name of the task in the background, after a failed attempt.
+        """Resolves the host name of the task in the background, after a failed attempt
+        to connect.
 
         Args:
-            has_changed: Called if the name has only IPv6 addresses: then the next
-                socket is an IPv6 socket.
+            has_changed: Called if the name has only IPv6 addresses, so that the next
+                socket will be an IPv6 socket.
             learned: Called with a description of why nothing answers at the address.
         """
         # Once, unless it fails: libzmq resolves names itself, and lacks only the kind
@@ -391,8 +405,8 @@ class Dial:
             has_changed()
 
     def ask(self) -> None:
-        """Connects once without a handshake, to find out whether ZeroMQ is spoken at
-        the address; sets `is_task` when an answer comes."""
+        """Connects a second socket without a handshake, to find out whether ZeroMQ is
+        spoken at the address; sets `is_task` when an answer comes."""
         if self._speaks:
             return
         # The previous one may still wait for its answer.
@@ -405,7 +419,7 @@ class Dial:
         socket.connect(self._where.endpoint)
 
     def end_question(self) -> None:
-        """Resets what `ask` found, and closes its socket."""
+        """Forgets the answer to `ask`, and closes its socket."""
         self.is_task = self._speaks
         if self._question is not None:
             self._question.close(0)
@@ -416,12 +430,12 @@ class Dial:
             self.is_task = True
 
     def succeeded(self) -> None:
-        """Notes that the task has answered, and makes the next pause short again."""
+        """Notes that the task has answered, so that the next pause is short again."""
         self._pause = _FIRST_PAUSE
         self.end_question()
 
     def drop(self, linger: float) -> None:
-        """Closes the socket; sent messages have ``linger`` seconds to leave."""
+        """Closes the present socket; sent messages have ``linger`` seconds to leave."""
         if self.pump is not None:
             # First: closing a monitor calls the socket.
             self._monitor.close()
@@ -429,7 +443,7 @@ class Dial:
             self.pump = None
 
     def close(self, linger: float) -> None:
-        """Drops the socket, and stops dialling."""
+        """Closes the present socket as `drop` does, and stops connecting."""
         for waits in (self._retry, self._look_up):
             if waits is not None:
                 waits.cancel()

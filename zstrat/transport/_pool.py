@@ -1,9 +1,9 @@
 """A pool of memory for received bodies, results of collectives and batches for devices,
 which is reused once its arrays are garbage-collected.
 
-Touching fresh pages halves the speed of a copy, so the memory of the last pull is used
-for the next one. Memory is never returned explicitly: the arrays of a body are views of
-one lease, which ends with the last of them.
+Touching fresh pages halves the speed of a copy, so the memory of the last pull (reading
+of variables) is used for the next one. Memory is never returned explicitly: all arrays
+of a body are views of one lease, which ends when the last array is collected.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KEPT: Final = 256 * 2**20
-"""Most idle bytes: two alternating bodies of 64 MB, with room for a second size."""
+"""Most idle bytes that the pool keeps: two alternating bodies of 64 MB, with room for a
+second size."""
 
 SPARE: Final = 30.0
-"""Seconds without use until idle memory is freed: longer than a checkpoint takes."""
+"""Seconds without use after which idle memory is freed: longer than a checkpoint
+takes."""
 
 STALE: Final = 1.0
-"""Seconds without use until memory of one size makes room for another size. Touching
-fresh pages costs little for callers that are that rare; for more frequent callers the
-idle memory stays, or alternating sizes would always replace each other."""
+"""Seconds without use until memory of one size makes room for another size. Callers
+that come so rarely lose little by touching fresh pages. For more frequent callers the
+idle memory stays; otherwise alternating sizes would always replace each other."""
 
 _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
 
 _WORTH: Final = 64 * 1024
-"""Bytes below which lending costs more than it saves."""
+"""Bytes of an array below which to lend memory of the pool costs more than it saves."""
 
 
 class _LeasedMemory(np.ndarray):
-    """The base of a lease; see `lend`."""
+    """The type of the array below a lease; see `lend`."""
 
 
 class _Lease(np.ndarray):
-    """The base of a body's arrays; its finalizer ends the loan."""
+    """The array that all arrays of a body are views of; its finalizer ends the loan."""
 
 
 def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memoryview:
@@ -63,9 +65,9 @@ def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memo
 
 
 def trim() -> None:
-    """Returns unused memory to the system: glibc keeps the top of its heap, and never
-    returns holes in it. Takes milliseconds, and used pages are faulted in again.
-    """
+    """Returns unused memory of the process to the system: glibc itself keeps the top of
+    its heap, and never returns holes in it. Takes milliseconds, and the kernel has to
+    provide pages again when they are used."""
     with suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -80,7 +82,8 @@ class _IdleMemory:
 
 
 class Pool:
-    """Aligned memory by size. Leases may die on any thread."""
+    """Lends aligned memory, and keeps returned memory by size to lend it again. Leases
+    may end on any thread."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept, self._idle_bytes, self._leases = kept, 0, 0
@@ -101,8 +104,8 @@ class Pool:
         return lend(memory[:nbytes], self._give_back, memory)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns an uninitialized array, as `np.empty`. A small one does not come from
-        the pool.
+        """Returns an uninitialized array, as `np.empty` does. The memory of a small
+        array does not come from the pool.
 
         Raises:
             MemoryError: There is not enough memory.
@@ -114,7 +117,8 @@ class Pool:
         return np.ndarray(shape, dtype, self.allocate(nbytes))
 
     def age(self, now: float) -> None:
-        """Frees idle memory of sizes that were not used for `SPARE` seconds."""
+        """Frees idle memory of sizes that were not used for `SPARE` seconds. Call it at
+        every tick."""
         self._now = now
         if not self._idle:
             return
@@ -159,7 +163,8 @@ class Pool:
             self._idle_bytes += size
 
     def _make_room(self, size: int) -> bool:
-        """Drops stale sizes, least recently used first, until ``size`` fits."""
+        """Frees idle memory of sizes that were not used for `STALE` seconds, least
+        recently used first, until ``size`` bytes fit. Returns whether they fit."""
         if self._full_at == self._now:
             return False  # stale sizes were dropped at this time already
         stale = [
@@ -179,4 +184,4 @@ class Pool:
 
 
 POOL: Final = Pool()
-"""The pool of the process, shared by links and endpoints."""
+"""The pool of the process, which links and endpoints share."""

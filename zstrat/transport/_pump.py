@@ -1,13 +1,13 @@
 """Moves messages between one plain ZeroMQ socket and the event loop.
 
-The law of this file: nothing else receives from a socket or sends to it. `zmq.asyncio`
-handles one message per turn of the loop; reading the socket's descriptor and draining
-is three times as fast with a third of the latency.
+Law of the file: no other code receives from a pumped socket or sends to it.
+`zmq.asyncio` handles one message per turn of the loop; reading the socket's descriptor
+and draining is three times as fast with a third of the latency.
 
-The descriptor is edge-triggered and stands for "something changed", for both
-directions: so every wake-up drains until nothing is left, or leaves the rest for the
-next turn; and since any call on the socket may swallow the change, a send is followed
-by a look at what is there.
+The descriptor is edge-triggered and means "something changed", for both directions. So
+every wake-up drains until no message is left, or schedules the rest for the next turn;
+and since any call on the socket may swallow the change, a send also checks for messages
+that have arrived.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @final
 class TransportTraffic:
-    """Counts the bytes of one transport; its channels add to them, on the loop."""
+    """Counts the bytes that one transport moves; its channels add to the counts, on the
+    loop."""
 
     __slots__ = ("got", "sent")
 
@@ -36,25 +37,26 @@ class TransportTraffic:
 
 
 SOCKET: Final = TransportTraffic()
-"""Through sockets of ZeroMQ, TCP and ipc alike: headers, and bodies in frames."""
+"""Bytes through ZeroMQ sockets, TCP and ipc alike: headers, and bodies in frames."""
 _DIRECT: Final = TransportTraffic()
-"""The same, by threads that drive sockets themselves."""
+"""Bytes through ZeroMQ sockets that threads drive themselves, without the loop."""
 SHARED: Final = TransportTraffic()
-"""Bodies in shared memory."""
+"""Bytes of bodies in shared memory."""
 
 _lock: Final = threading.Lock()
 
 
 def count_direct(sent: int, got: int) -> None:
-    """Adds what a thread has moved by its own sockets; from any thread."""
+    """Adds the bytes that a thread has moved through sockets that it drives itself.
+    From any thread."""
     with _lock:
         _DIRECT.sent += sent
         _DIRECT.got += got
 
 
 def transports() -> dict[str, dict[str, int]]:
-    """Returns ``in`` and ``out`` of each transport, in bytes since the process
-    began."""
+    """Returns the bytes that each transport has moved ``in`` and ``out`` since the
+    process began."""
     return {
         "socket": {"in": SOCKET.got + _DIRECT.got, "out": SOCKET.sent + _DIRECT.sent},
         "shm": {"in": SHARED.got, "out": SHARED.sent},
@@ -62,8 +64,8 @@ def transports() -> dict[str, dict[str, int]]:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """Returns bytes that came in, and bytes that went out, by all transports
-    together."""
+    """Returns the bytes that came in, and the bytes that went out, through all
+    transports together."""
     return (
         SOCKET.got + _DIRECT.got + SHARED.got,
         SOCKET.sent + _DIRECT.sent + SHARED.sent,
@@ -71,17 +73,18 @@ def moved_bytes() -> tuple[int, int]:
 
 
 BUDGET: Final = 512
-"""Work of one turn of the loop, in messages; 16 KiB of arrays count as one, and so do
-32 bytes of a long header, whose items have to be made. About 2 ms, after which timers
-and other sockets have their turn."""
+"""Most messages that a socket receives in one turn of the loop; 16 KiB of arrays count
+as one message, and so do 32 bytes of a long header, whose items have to be created.
+About 2 ms, after which timers and other sockets have their turn."""
 
 # As plain ints: combining and passing zmq's enums costs as much as sending.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 _QUESTIONS: Final = 3
-"""Messages of a drain after which it asks whether there is another one: a third of the
-price of the exception that says so, which a long drain pays only once."""
+"""Number of messages of a drain after each of which it first asks libzmq whether there
+is another one. Asking costs a third of the exception that reports an empty socket,
+which a long drain pays only once."""
 
 _UNIT: Final = 14  # 2**14 bytes
 _HEADER_UNIT: Final = 5
@@ -92,16 +95,16 @@ Receive = Callable[[list[zmq.Frame]], None]
 
 
 def parts_of(frames: list[zmq.Frame], at: int) -> list[bytes | memoryview]:
-    """Returns the header and raw frames of a message, as `Peer` takes them; ``at``: the
-    header."""
+    """Returns the header and the raw frames of a message, in the form that `Peer`
+    takes; ``at`` is the index of the header in ``frames``."""
     if len(frames) == at + 1:
         return [frames[at].bytes]
     return [frames[at].bytes, *[raw.buffer for raw in frames[at + 1 :]]]
 
 
 class Sending(enum.Enum):
-    """The outcome of sending a message: sent, no room for it now, or the peer is not
-    there."""
+    """Outcome of sending a message: sent, no room for it now, or the peer is not
+    connected."""
 
     DONE = enum.auto()
     BLOCKED = enum.auto()
@@ -112,9 +115,9 @@ _DONE: Final = Sending.DONE  # a look at a member of an enum costs as much as a 
 
 
 class Pump:
-    """Moves messages between ``socket``, which it owns, and the loop. ``receive`` gets
-    each message whole, and must not raise. ``header`` is the index of the header among
-    its frames."""
+    """Moves messages between ``socket``, which the pump owns, and the loop. ``receive``
+    gets each message whole, and must not raise. ``header`` is the index of the header
+    among its frames."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], receive: Receive, header: int = 0
@@ -163,12 +166,12 @@ class Pump:
         return _DONE
 
     def block(self, outlet: Outlet) -> None:
-        """Notes that the outlet's next message did not fit; `Outlet.flush` is called
-        when others have left."""
+        """Remembers that the next message of the outlet did not fit; calls its
+        `Outlet.flush` when the socket has room."""
         self._blocked[outlet] = None
 
     def drain(self) -> None:
-        """Receives, at once, all messages that have arrived."""
+        """Receives all messages that have arrived, at once."""
         self._drain()
 
     @property
@@ -176,7 +179,7 @@ class Pump:
         return self._closed
 
     def close(self, linger: float) -> None:
-        """Closes the socket; what was sent has ``linger`` seconds to leave."""
+        """Closes the socket; sent messages have ``linger`` seconds to leave."""
         if not self._closed:
             self._closed = True
             self._blocked.clear()
@@ -243,9 +246,9 @@ class Outlet:
     """Sends the messages of one peer, in order, as far as the socket takes them.
 
     Args:
-        on_flushed: Called after each flush: there may be room for more.
-        on_waited: Called with two times of the loop when nothing waits, if
-            something did before: for the peer to read, or for its place in memory.
+        on_flushed: Called after each flush, when there may be room for more messages.
+        on_waited: Called with start and end (loop time) of each time span in which a
+            message had to wait: for the peer to read, or for room in the shared memory.
     """
 
     __slots__ = (
@@ -273,14 +276,14 @@ class Outlet:
         self.peer, self._pump, self._to = peer, pump, to
         self.on_flushed, self.on_waited = on_flushed, on_waited
         self._since: float | None = None
-        """Since when something waits."""
+        """Loop time since which a message waits; None: none does."""
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
         self.is_gone = self._is_copying = False
 
     def flush(self) -> None:
-        """Sends all that may be sent now."""
+        """Sends all messages that may be sent now."""
         peer, now = self.peer, self._loop.time()
         # What did not fit goes first: the peer numbers messages in the order of
         # `transmit`.

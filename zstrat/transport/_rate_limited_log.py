@@ -1,4 +1,4 @@
-"""Bounds how often a line is logged that strangers can provoke at will."""
+"""Limits how often a log line is written that strangers can provoke at will."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     import logging
 
 PAUSE: Final = 10.0
-"""Seconds between two lines: as often as a person can read them."""
+"""Seconds between two lines: about as often as a person can read them."""
 
 
 class RateLimitedLog:
-    """Writes at most one line to ``logger`` in `PAUSE` seconds, and counts all of
-    them."""
+    """Writes at most one line to ``logger`` in `PAUSE` seconds, and counts all
+    lines."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger, self._written_at = logger, -PAUSE
         self.count = 0
-        """Lines so far, written or not."""
+        """Number of lines so far, written or not."""
 
     def write(
         self,
@@ -28,10 +28,11 @@ class RateLimitedLog:
         *args: object,
         error: BaseException | None = None,
     ) -> None:
-        """Counts a line, and logs it with the count if the last one is long ago.
+        """Counts a line, and logs it with the count if the last line was written at
+        least `PAUSE` seconds ago.
 
         Args:
-            error: Has its traceback logged, too.
+            error: An exception whose traceback is logged, too.
         """
         self.count += 1
         now = time.monotonic()

@@ -7,8 +7,9 @@ closing a socket with unread data resets the connection, and the goodbye may be 
 Any host that reaches the port may open connections and send nothing. Each connection
 costs a descriptor, and without a free one nobody can connect. So the number of
 connections that have not greeted is bounded per address and in total. Above the bound a
-random one is closed: if it were the oldest or the newest, an attacker could always make
-it the honest one. `Newcomers` decides that without I/O.
+random one is closed: if the oldest or the newest were closed, an attacker could always
+make an honest peer's connection that one. `Newcomers` chooses the connections to close,
+without I/O.
 """
 
 from __future__ import annotations
@@ -44,15 +45,17 @@ _LOG: Final = logging.getLogger("zstrat.transport")
 Line = TypeVar("Line")
 
 PER_ADDRESS: Final = 256
-"""Most newcomers from one address: more than the tasks of a host that start at once."""
+"""Most connections from one address that have not greeted: more than the tasks of a
+host that start at once."""
 
 IN_ALL: Final = 1024
-"""Most newcomers in total, unless that is more than a quarter of all descriptors."""
+"""Most connections in total that have not greeted, unless a quarter of all descriptors
+is more."""
 
 
 class Newcomers(Generic[Line]):
-    """Connections that have not greeted yet; decides which ones to close. ``Line`` is
-    what the caller closes.
+    """Keeps the connections that have not greeted yet, and decides which of them to
+    close. ``Line`` is the caller's type of a connection.
 
     Args:
         handshake: Seconds that a connection has to greet.
@@ -81,7 +84,7 @@ class Newcomers(Generic[Line]):
     def came(
         self, descriptor: int, line: Line, address: str, now: float
     ) -> Line | None:
-        """Adds an accepted connection. Returns the connection to close for it, or
+        """Adds an accepted connection. Returns the connection to close in exchange, or
         None."""
         self.gone(descriptor)  # the number is reused before its end was reported
         self._waiting[descriptor] = line, address, now
@@ -125,16 +128,20 @@ class Newcomers(Generic[Line]):
 _OPEN: Final = OrderState.OPEN
 
 _MUCH: Final = 2**20
-"""Unread bytes after which it pays to return memory to the system."""
+"""Unread bytes of a peer above which it pays to return memory to the system when its
+connection ends."""
 
 _SOON: Final = 1.0
-"""Seconds until everything that was kept for a peer that did not read is freed."""
+"""Seconds after which all messages that were kept for a peer that did not read are
+freed."""
 
 
 class Remote:
-    """A task that is connected to an `Endpoint`. It is lost once.
+    """A task that is connected to an `Endpoint`. It survives reconnects, and is lost
+    once.
 
-    ``role`` is the role of its key where keys are used, else the role that it claims.
+    ``role`` is the role of the task's key where keys are used, else the role that the
+    task claims.
     """
 
     __slots__ = ("alive", "connection", "hello", "name", "promised", "role")
@@ -144,29 +151,33 @@ class Remote:
         self.alive = True
         self.connection = connection
         self.promised = 0
-        """Bytes of the answer that the handler has announced for its request."""
+        """Bytes of the answer that the handler has announced for the task's present
+        request."""
 
     @property
     def is_heard(self) -> bool:
-        """Whether its connection is intact and a message has come just now. If not, the
-        task may still live: only one that is not `alive` is known to be lost."""
+        """Whether the task's connection is intact and a message has come within the
+        last two heartbeats. If not, the task may still live: only a task that is not
+        `alive` is known to be lost."""
         return self.alive and self.connection.outlet.peer.is_heard
 
     @property
     def heard(self) -> object:
-        """A value that changes with each message from the task."""
+        """A value that changes with each message from the task, to compare with a later
+        one."""
         return self.connection, self.connection.outlet.peer.heard
 
     def promise(self, nbytes: int) -> None:
-        """Announces the size of the answer to the present request; for handlers.
+        """Announces the size of the answer to the present request. For handlers.
 
-        The bytes count as waiting for the peer from now on, so that it cannot ask for
-        more and more before it has read any.
+        The bytes count as waiting for the peer from now on, so that the peer cannot
+        request more and more before it has read any answer.
         """
         self.promised = nbytes
 
     def notify(self, message: Message) -> None:
-        """Queues a notice. A notice is lost only if the connection is.
+        """Queues a notice, a message without an answer. It is lost only if the
+        connection is lost.
 
         Raises:
             PeerLostError: The task is not connected.
@@ -183,8 +194,8 @@ class Remote:
 
 
 class Connection:
-    """A connection of a peer. ``accepted`` is its descriptor; ``user`` is the public
-    key whose secret the peer has proved to have."""
+    """A connection of a peer. ``accepted`` is its file descriptor; ``user`` is the
+    public key whose secret the peer has proved to have."""
 
     __slots__ = (
         "_whole",
@@ -204,20 +215,20 @@ class Connection:
         self.accepted, self.user = accepted, user
         self.remote: Remote | None = None
         self.catches_up = False
-        """Held-back messages will be handled in the next turn of the loop."""
+        """Whether held-back messages will be handled in the next turn of the loop."""
         self.has_spoken = False
-        """A whole message has come since `unfinished` was called."""
+        """Whether a whole message has come since `unfinished` was last called."""
         self._whole: int | None = 0
         """Bytes received up to the last whole message; None if not known."""
 
     def note_received(self) -> None:
-        """Notes that a whole message has come. Costs a system call, so it is not called
-        for each chunk of an admitted peer."""
+        """Notes that a whole message has come. This costs a system call, so it is not
+        called for each chunk (part of a body) of an admitted peer."""
         self._whole = self.accepted.carried().received
 
     def unfinished(self) -> int:
-        """Returns a lower bound of the bytes received of an unfinished message. To be
-        called at every tick, as it compares with the previous call."""
+        """Returns a lower bound of the bytes received so far of an unfinished message.
+        Call it at every tick, as it compares with the previous call."""
         if self.has_spoken:
             self.has_spoken, self._whole = False, None
             return 0
@@ -228,8 +239,8 @@ class Connection:
         return received - self._whole
 
     def hang_up(self) -> None:
-        """Sends what may be sent, and ends the connection after `LINGER` seconds. An
-        honest peer has closed it before."""
+        """Sends the queued messages that may be sent, and ends the connection after
+        `LINGER` seconds. An honest peer has closed the connection by then."""
         self.outlet.flush()
         loop = asyncio.get_running_loop()
         # Later: shutting the descriptor down drops what is still unsent, such as the
@@ -240,7 +251,8 @@ class Connection:
 
 
 class Goodbyes:
-    """Says goodbye to connections, and waits until their peers have closed them."""
+    """Says goodbye to connections when an endpoint closes, and waits until their peers
+    have closed them."""
 
     def __init__(self) -> None:
         self._left: set[int] = set()
@@ -249,9 +261,10 @@ class Goodbyes:
     async def say_to(
         self, connections: Sequence[Connection], reason: str, returns: float
     ) -> None:
-        """Says goodbye, and waits at most `LINGER` seconds until the peers have closed.
+        """Says goodbye to the peers of the connections, and waits at most `LINGER`
+        seconds until they have closed them.
 
-        Cancellation: the goodbyes were sent.
+        Cancellation: the goodbyes were sent before the wait.
         """
         self._left = {connection.accepted.descriptor for connection in connections}
         for connection in connections:
@@ -271,19 +284,19 @@ class Goodbyes:
 
 
 Handler = Callable[["Remote", Message], Message | Awaitable[Message] | None]
-"""Called on the loop with every request and notice. What it returns or raises is the
-outcome of a request, where None stands for `Done`; for a notice it is ignored."""
+"""Called on the loop with every request and notice. For a request, the returned message
+(None means `Done`) or the raised error is sent back; for a notice, it is ignored."""
 
 _MESSAGES: Final = frozenset(get_args(Message))
 
 
 class RequestDispatcher:
-    """Passes the requests of all connections of ``task`` to one handler, and sends each
-    outcome once.
+    """Passes the requests of all connections of ``task`` to one handler, and sends the
+    outcome of each request once.
 
     A handler answers at once, or later by a future or a coroutine, which becomes an
-    asyncio task of this object. What it raises is the outcome of a request; an error of
-    a notice is logged.
+    asyncio task of this object. An error that it raises is sent as the outcome of a
+    request; an error of a notice is logged.
     """
 
     def __init__(self, task: str, handler: Handler) -> None:
@@ -295,7 +308,7 @@ class RequestDispatcher:
         """Messages passed to the handler since the start."""
 
     def __len__(self) -> int:
-        """Returns the number of handlers that run."""
+        """Returns the number of handlers that run now."""
         return len(self._tasks)
 
     def dispatch(
@@ -305,7 +318,7 @@ class RequestDispatcher:
         message: Message,
         sink: Sink | None = None,
     ) -> None:
-        """Handles a request, or a notice if ``number`` is None."""
+        """Passes a request to the handler, or a notice if ``number`` is None."""
         remote = connection.remote
         assert remote is not None
         self.messages += 1

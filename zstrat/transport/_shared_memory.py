@@ -1,17 +1,18 @@
-"""Bodies between processes of one host, through memory that both have mapped.
+"""Sends bodies (the arrays of messages) between processes of one host through memory
+that both have mapped.
 
 The sender of a body copies it into its *arena*, an anonymous memory file that the
-receiver has mapped read-only, and says where it is; the receiver uses it in place and
-says when its arrays are gone. One copy at memory speed stands for two through the
-kernel, and nothing has a name in a file system: when both processes are dead, however
-they died, the memory is gone.
+receiver has mapped read-only, and sends the offset; the receiver uses the body in
+place, and reports when its arrays are gone. One copy at memory speed replaces two
+through the kernel, and no memory has a name in a file system: when both processes are
+dead, however they died, the memory is gone.
 
 Threats: a peer proves that it shares the host and the user by a random text that only
 the mapped memory contains; a peer that cannot read ``/proc/PID/fd`` of this process
-cannot map it, and nothing is put there for it. What all arenas of the process take
-together is bounded, for peers that never say that they have read. A peer may change
-what it has sent while we read it, as it may send anything in the first place; it cannot
-touch memory that is not its own arena.
+cannot map the arena, and no body is put there for it. The memory of all arenas of the
+process together is bounded, because of peers that never report that they have read. A
+peer may change what it has sent while we read it, as it may send anything in the first
+place; it cannot touch memory that is not its own arena.
 """
 
 from __future__ import annotations
@@ -47,33 +48,37 @@ _LOG: Final = logging.getLogger("zstrat.transport")
 _BY_SOCKET: Final = RateLimitedLog(_LOG)
 
 CAPACITY: Final = 2**30
-"""Address space of one arena. Memory is taken page by page as it is first used, so an
-arena costs what was in flight at most; what does not fit travels by socket."""
+"""Address space of one arena. The kernel provides its pages as they are first used, so
+an arena costs at most what was in flight; a body that does not fit travels by
+socket."""
 
 _PAGE: Final = 4096
 _STEP: Final = 8 * 2**20
-"""Bytes that are copied in one go, if not all: two milliseconds, if memory is slow."""
+"""Bytes that are copied in one step, unless a whole body is copied at once: two
+milliseconds, if memory is slow."""
 _WORD: Final = 16
 _BATCH: Final = 4096
-"""Releases in one message: they fit the header by far."""
+"""Most offsets in one `Released` message: they fit the header by far."""
 _RELEASED: Final = 4
-"""Small bodies that may be unread in the peer's memory before a message says so: a
+"""Most small bodies of the peer's memory that may be read, but not reported yet: a
 message for each would cost more than it frees."""
 _LARGE: Final = 2**20
-"""Bytes. The peer takes fresh memory for its next body while one so large is not known
-to be read, which costs far more than a message."""
+"""Bytes above which the end of reading a body is reported at once. Until the report,
+the peer takes fresh memory for its next body, which costs far more than a message."""
 
 _PHYSICAL: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""A file that shrinks kills a process that reads its mapping; a sealed one cannot."""
+"""Seals of an arena's file. A file that shrinks kills a process that reads its mapping;
+a sealed file cannot shrink."""
 
 
 class Blocks:
-    """The free parts of an arena: first fit from the bottom, neighbours merged.
+    """Allocates blocks of an arena: the lowest free part that fits; adjacent free parts
+    are merged.
 
-    The lowest fit keeps using the pages that have been touched: the first touch of a
-    page of shared memory costs ten times its copy.
+    This reuses pages that were touched before: the first touch of a page of shared
+    memory costs ten times its copy.
     """
 
     def __init__(self, start: int, end: int) -> None:
@@ -81,8 +86,8 @@ class Blocks:
         self._taken: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int | None:
-        """Returns the offset of a block, a multiple of a page, or None if nothing
-        fits."""
+        """Returns the offset of a new block, a multiple of a page, or None if no free
+        part is large enough."""
         size = -(-nbytes // _PAGE) * _PAGE
         for i, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -95,8 +100,8 @@ class Blocks:
         return None
 
     def give_back(self, start: int) -> bool:
-        """Frees a block. Returns False if no such block is taken: the peer made it
-        up."""
+        """Frees a block. Returns False if there is no such block: the peer invented the
+        offset."""
         end = self._taken.pop(start, None)
         if end is None:
             return False
@@ -111,7 +116,7 @@ class Blocks:
 
 
 class Quota:
-    """Bytes that all arenas of a process may take together. For any thread."""
+    """Number of bytes that all arenas of a process may still take. For any thread."""
 
     def __init__(self, most: int) -> None:
         self._left, self._lock = most, threading.Lock()
@@ -131,18 +136,20 @@ class Quota:
 
 
 QUOTA: Final = Quota(max(CAPACITY // 4, _PHYSICAL // 4))
-"""A quarter of the machine's memory: what does not fit travels by socket."""
+"""The quota of the process, a quarter of the machine's memory: a body that does not fit
+travels by socket."""
 
 
 class Arena:
-    """A shared memory that this process writes and its peers read.
+    """Shared memory that this process writes and one peer reads.
 
-    ``memory`` (uint8 [capacity]) begins with the word by which the peer knows that it
-    has mapped the right file, and the proof for this process that the peer has.
+    ``memory`` (uint8 [capacity]) begins with the ``word``, by which the peer checks
+    that it has mapped the right file, and the ``proof``, which the peer sends back to
+    prove that it has.
     """
 
     def __init__(self, capacity: int = CAPACITY, quota: Quota = QUOTA) -> None:
-        """Makes an arena of ``capacity`` bytes.
+        """Creates an arena of ``capacity`` bytes.
 
         Raises:
             OSError: The kernel has no anonymous memory files, or no memory.
@@ -165,8 +172,8 @@ class Arena:
         self._blocks = Blocks(_PAGE, capacity)
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
-        """Copies a body (uint8 [n] each, aligned one after the other) into the arena.
-        Returns its offset, or None if it does not fit now."""
+        """Copies a body (arrays uint8 [n], each aligned after the one before) into the
+        arena. Returns the offset of the body, or None if it does not fit now."""
         start = self._reserve(nbytes)
         if start is not None:
             for _ in self._copy(raws, start, nbytes):
@@ -176,8 +183,9 @@ class Arena:
     def begin(
         self, raws: Sequence[np.ndarray], nbytes: int
     ) -> tuple[int, Iterator[None]] | None:
-        """Begins to copy a body, so that a large one does not hold up the loop. Returns
-        its offset, and an iterator that copies `_STEP` bytes with each step."""
+        """Reserves room for a body. Returns its offset, and an iterator that copies
+        `_STEP` bytes with each step, so that a large body does not hold up the loop;
+        None if the body does not fit now."""
         start = self._reserve(nbytes)
         return None if start is None else (start, self._copy(raws, start, _STEP))
 
@@ -217,14 +225,15 @@ class Arena:
         return self._blocks.give_back(offset)
 
     def close(self) -> None:
-        """Closes the file; the last mapping or array of it frees the memory."""
+        """Closes the file of the arena. Its memory is freed with the last mapping or
+        array that uses it."""
         os.close(self.descriptor)
         self._quota.give_back(self._touched - _PAGE)
         self._touched = _PAGE
 
     def _may_touch(self, end: int) -> bool:
-        """Takes the pages up to ``end`` from the quota, or returns False. A page that
-        was written once stays, and is not counted again."""
+        """Takes the pages up to ``end`` from the quota, or returns False if they exceed
+        it. A page that was written once stays in memory, and is not counted again."""
         more = end - self._touched
         if more > 0:
             if not self._quota.take(more):
@@ -234,13 +243,14 @@ class Arena:
 
 
 class Mapping:
-    """The arena of a peer, as this process sees it: ``memory`` is read-only."""
+    """The arena of a peer, mapped by this process: ``memory`` is read-only."""
 
     def __init__(self, pid: int, descriptor: int, capacity: int, word: bytes) -> None:
         """Maps the arena behind a descriptor of the process ``pid``.
 
         Raises:
-            OSError: It cannot be opened, or is not what the peer says that it is.
+            OSError: The file cannot be opened, or is not the arena that the peer
+                announced.
         """
         if not _PAGE < capacity <= CAPACITY:
             raise OSError(f"an arena of {capacity} bytes: at most {CAPACITY}")
@@ -262,11 +272,11 @@ class Mapping:
     def body(
         self, offset: int, nbytes: int, released: Callable[[int], None]
     ) -> memoryview:
-        """Returns the body at ``offset``; ``released(offset)`` is called, on any
-        thread, when the last array in it is gone.
+        """Returns the body at ``offset``. Calls ``released(offset)``, on any thread,
+        when the last array in the body is gone.
 
         Raises:
-            ValueError: It is not within the arena.
+            ValueError: The body is not within the arena.
         """
         # The first page has the word and the proof.
         if offset < _PAGE or offset % _PAGE or offset + nbytes > self.memory.size:
@@ -283,8 +293,8 @@ def _check(file: int, capacity: int) -> None:
 
 
 class ShmChannel:
-    """The arenas of one connection: ours, made when there is a use for it, and the
-    peer's.
+    """The shared memory of one connection: the arena of this process, created when it
+    is first needed, and the mapped arena of the peer.
 
     Implements `zstrat.wire.connection._channel.SharedMemoryChannel`, which documents
     the methods. An arena that cannot be created is not an error: bodies go by socket.
@@ -383,5 +393,6 @@ class ShmChannel:
 
 
 def channel_of(settings: Settings, me: Hello) -> ShmChannel | None:
-    """Returns the shared memory of a connection, unless the user chose sockets."""
+    """Returns the shared memory for a new connection; None: the settings chose sockets,
+    or the system does not support it."""
     return ShmChannel(me) if settings.transport in ("auto", "shm") else None

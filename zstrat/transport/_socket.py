@@ -1,10 +1,11 @@
-"""ZeroMQ's contexts and sockets, with our options, and what it says of connections.
+"""Creates ZeroMQ contexts and sockets with zstrat's options, and reports events of
+their connections.
 
 An endpoint has its own context, and so its own I/O thread; all links of the process
-share another one, which lives as long as the last of them. What ZeroMQ says about the
-connections of one socket comes as events on the loop.
+share another one, which lives as long as the last of them. ZeroMQ's reports about the
+connections of one socket come as events on the loop.
 
-When the keys of the folder change, a bound socket is bound again: libzmq gives a
+When the keys in the key folder change, a bound socket is bound again: libzmq gives a
 listener the options that the socket has at its bind. That ends all connections,
 including those with a removed key; other peers reconnect, and send unanswered requests
 again. libzmq closes a listener on its own thread, and reports when the address is free.
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.transport")
 
 LINGER: Final = 0.2
-"""Seconds that a goodbye has to leave when its socket is closed."""
+"""Seconds that a goodbye has to leave before its socket is closed for good."""
 
 _SOCKETS: Final = 8192
 _LOCAL_BUFFER: Final = 4 * 2**20
@@ -80,7 +81,7 @@ def lease_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 async def return_context() -> None:
-    """Ends the context of the links if nobody else has it.
+    """Gives back the context of the links; ends it if no other link uses it.
 
     Cancellation: the context ends by itself all the same.
     """
@@ -94,7 +95,7 @@ async def return_context() -> None:
 
 
 def _forget() -> None:
-    """Forgets the links' context after a fork: its thread is the parent's."""
+    """Forgets the context of the links after a fork: its thread runs in the parent."""
     global _lock, _users
     _lock, _users = threading.Lock(), 0
     # Kept, because what ends a context would wait for that thread.
@@ -107,7 +108,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Waits until the closed sockets of ``context`` are gone: at most `LINGER`.
+    """Ends ``context``: waits until its closed sockets are gone, at most `LINGER`
+    seconds.
 
     The loop runs meanwhile, except at the end of the program, when Python starts no new
     thread.
@@ -140,7 +142,8 @@ def new_socket(
     address: Address,
     settings: Settings,
 ) -> zmq.Socket[bytes]:
-    """Returns a ROUTER or DEALER, not yet bound or connected."""
+    """Returns a new ROUTER or DEALER with zstrat's options, not yet bound or
+    connected."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     times, limits = settings.timeouts, settings.limits
     # The default has no limit, and the end of the context would wait. Who closes a
@@ -178,7 +181,7 @@ def new_socket(
 
 
 def bound_to(socket: zmq.Socket[bytes]) -> str:
-    """Returns the address that a socket got."""
+    """Returns the address that a socket got by its bind."""
     name = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(name, bytes)
     endpoint = name.rstrip(b"\0").decode()
@@ -205,7 +208,7 @@ class BoundSocket:
         task: Name of the task in the log.
 
     Raises:
-        ZMQError: The address cannot be bound.
+        ZMQError: The address cannot be bound (constructor only).
     """
 
     def __init__(
@@ -221,7 +224,7 @@ class BoundSocket:
         self._bind()
 
     def tick(self) -> None:
-        """Binds again if the keys have changed. Call it at every tick."""
+        """Binds again if the keys of the task have changed. Call it at every tick."""
         if self._state is _BindState.FREE:
             self.freed()
         elif self._state is _BindState.LEAVING:
@@ -265,13 +268,14 @@ class BoundSocket:
         self._socket.bind(self._endpoint)
         self._state = _BindState.BOUND
         self._inode: int | None = None
-        """Of the file of an ipc address."""
+        """Inode of the file of a bound ipc address."""
         if self._where.scheme == "ipc":
             with suppress(OSError):  # the file may be removed at any time
                 self._inode = Path(self._where.host).stat().st_ino
 
     def _must_renew(self) -> bool:
-        """Returns whether its own key has changed, or another key was removed."""
+        """Returns whether the task's own key has changed, or another key was
+        removed."""
         if self._security is None or self._keys is None:
             return False
         self._security.refresh()
@@ -285,7 +289,7 @@ _HEAD: Final = struct.Struct("=HI")
 
 
 class EventKind(enum.Enum):
-    """The events of a socket's connection that libzmq's monitor reports."""
+    """Kinds of events of a socket's connections, as libzmq's monitor reports them."""
 
     LISTENING = zmq.EVENT_LISTENING
     ACCEPTED = zmq.EVENT_ACCEPTED
@@ -302,7 +306,7 @@ class EventKind(enum.Enum):
 class Event(NamedTuple):
     """An event of a connection. ``value`` is the file descriptor of the connection for
     ACCEPTED, CONNECTED and BROKEN, that of the listener for LISTENING, else a detail:
-    of FAILED the last error number, so EPIPE or ECONNRESET where the other side has
+    for FAILED the last error number, which is EPIPE or ECONNRESET if the other side has
     ended the connection."""
 
     kind: EventKind
@@ -316,7 +320,7 @@ def event_of(parts: Sequence[bytes]) -> Event:
 
 
 class Monitor:
-    """Calls ``happened`` with each event of ``socket``; closed before the socket."""
+    """Calls ``happened`` with each event of ``socket``. Close it before the socket."""
 
     def __init__(
         self,
@@ -337,7 +341,7 @@ class Monitor:
         self._pump = Pump(listener, self._received)
 
     def drain(self) -> None:
-        """Handles, at once, all events so far."""
+        """Handles all events that have come so far, at once."""
         self._pump.drain()
 
     def close(self) -> None:
@@ -349,19 +353,21 @@ class Monitor:
 
 
 class Sockets(Protocol):
-    """The calls of `Endpoint` and `Link` to ZeroMQ. Contexts and sockets are those of
-    the implementation; of a frame that has arrived `Pump` gives zmq's."""
+    """The calls that `Endpoint` and `Link` make to ZeroMQ; a simulation implements
+    them, too. The types of contexts and sockets are up to the implementation; frames
+    that `Pump` delivers are those of zmq."""
 
     def context(self) -> Any:
         """Returns a new context, for one endpoint alone."""
         ...
 
     async def end(self, context: Any) -> None:
-        """Waits until the closed sockets of a context of `context` are gone."""
+        """Waits until the closed sockets of a context that `context` returned are
+        gone."""
         ...
 
     def lease(self) -> Any:
-        """Returns the context of all links."""
+        """Returns the context that all links share."""
         ...
 
     async def give_back(self) -> None:
@@ -371,15 +377,15 @@ class Sockets(Protocol):
     def socket(
         self, context: Any, kind: int, address: Address, settings: Settings
     ) -> Any:
-        """Returns a ROUTER, DEALER or STREAM, not yet bound or connected."""
+        """Returns a new ROUTER, DEALER or STREAM, not yet bound or connected."""
         ...
 
     def bound_to(self, socket: Any) -> str:
-        """Returns the address that a socket got."""
+        """Returns the address that a socket got by its bind."""
         ...
 
     def accepted(self, descriptor: int) -> Accepted:
-        """Returns the connection that has the descriptor just now."""
+        """Returns the connection that has the file descriptor now."""
         ...
 
     def monitor(
@@ -393,7 +399,7 @@ class Sockets(Protocol):
 
 
 class ZeroMQSockets:
-    """The sockets of libzmq, as they are used outside of simulations."""
+    """Creates the real sockets of libzmq, for all uses but simulations."""
 
     context = staticmethod(new_context)
     end = staticmethod(end_context)
@@ -411,7 +417,7 @@ class ZeroMQSockets:
         address: Address,
         settings: Settings,
     ) -> zmq.Socket[bytes]:
-        """Returns a new socket; see `Sockets`."""
+        """Returns a new socket, not yet bound or connected; see `Sockets.socket`."""
         return new_socket(context, kind, address, settings)
 
 

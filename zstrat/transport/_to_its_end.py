@@ -1,4 +1,4 @@
-"""Completes work even if the caller that awaits it is cancelled."""
+"""Completes work even if the caller that awaits the work is cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def to_its_end(work: Awaitable[T]) -> T:
     """Awaits work that must be completed, such as a cleanup.
 
-    Cancellation: is raised after the work is done.
+    Cancellation: is raised when the work is done.
     """
     task, is_cancelled = asyncio.ensure_future(work), False
     while not task.done():
@@ -38,11 +38,12 @@ async def to_its_end(work: Awaitable[T]) -> T:
 async def on_own_thread(
     function: Callable[[], T], undo: Callable[[T], object] = lambda result: None
 ) -> T:
-    """Runs the function on a new thread, and returns its result. The threads of
-    `asyncio.to_thread` may all be waiting for this call, and skip cancelled calls.
+    """Runs the function on a new thread, and returns its result. `asyncio.to_thread`
+    would not do: all its threads may be waiting for this call, and it skips cancelled
+    calls.
 
-    Cancellation: the function still runs, then ``undo`` is called with its result;
-    nobody waits for that.
+    Cancellation: the function still runs, then ``undo`` is called with its result; the
+    caller does not wait for either.
     """
     bell = LoopBell()
     pool = ThreadPoolExecutor(1, "zstrat call")

@@ -1,4 +1,5 @@
-"""The protocol without I/O: messages, codec, array frames, state of a connection."""
+"""The protocol of zstrat, without I/O: messages, their encoding, frames of arrays, and
+the state of a connection."""
 
 from ._arrays import DTYPES as DTYPES
 from ._arrays import SET_BYTES as SET_BYTES

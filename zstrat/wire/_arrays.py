@@ -1,21 +1,21 @@
-"""Arrays as raw frames, one by one or in sets of small ones.
+"""Encodes arrays as raw frames, one by one or in sets of small arrays.
 
-The table of dtypes is closed, and views stand in place of copies. On the wire an array
-is its name of a dtype, its dims, and its elements in C order and little endian. Nothing
-else is ever accepted, so a frame cannot name an object dtype, claim more elements than
-its bytes hold, or make this process allocate.
+The table of dtypes is closed, and arrays are viewed where possible, not copied. On the
+wire an array is the name of its dtype, its dims, and its elements in C order and little
+endian. Nothing else is ever accepted, so a frame cannot name an object dtype, claim
+more elements than its bytes hold, or make this process allocate.
 
-Two facts behind the code: the buffer protocol does not know ml_dtypes, so elements
+Two facts explain the code: the buffer protocol does not know ml_dtypes, so elements
 leave as a view of bytes; and numpy makes the base of a view the owner of the memory,
 not the array that was viewed, so the view has to hold that array itself.
 
-Small variables of one dtype travel side by side, as one array, a set. A frame of its
-own, an entry of its own and an array of its own cost ten times what the elements of a
-small variable do. So a worker sends the gradients of a set as one array, and reads its
-values as one. To a server it is all the same which variables a set has. But both ends
-divide alike (`in_sets`), so that what a server keeps side by side
-(`zstrat.ps.store._flat`) mostly is what travels, and nothing is copied together or
-apart.
+Small variables of one dtype travel one after the other in one array, a *set*. A frame
+of its own, an entry of its own and an array of its own cost ten times what the elements
+of a small variable do. So a worker sends the gradients of a set as one array, and reads
+its values as one. A server accepts any variables as a set. But both ends divide
+variables into sets by the same rule (`in_sets`), so that the arrays that a server
+stores (`zstrat.ps.store._flat`) mostly are the arrays that travel, and no elements are
+copied together or apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 Buffer = bytes | memoryview | np.ndarray
 
 MAX_DIMS: Final = 32
-"""What every numpy in use can hold; real tensors have below ten."""
+"""Most dims of an array, as many as every numpy in use can hold; real tensors have
+below ten."""
 
 _ADDRESSABLE: Final = 2**63 - 1
 _BYTE: Final = np.dtype(np.uint8)
@@ -59,14 +60,15 @@ _TYPES: Final = (
 DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
     {np.dtype(each).name: np.dtype(each).newbyteorder("<") for each in _TYPES}
 )
-"""Every dtype that may travel, by the name that it travels by."""
+"""Every dtype that may travel, by its name on the wire."""
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """Dtype and shape of an array that is announced, before its elements are there."""
+    """Dtype and shape of an array that a header announces, before its elements
+    arrive."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -81,18 +83,18 @@ class ArraySpec:
 
 @final
 class RawView(np.ndarray):
-    """The bytes of ``source``, which lives at least as long. So an owner that watches
-    the array it gave away sees when the last of its bytes has left."""
+    """The bytes of an array ``source``, which lives as long as the view. So an owner
+    that watches the array it gave away notices when the last of its bytes has left."""
 
     source: np.ndarray | None = None
 
 
 def dtype_named(name: str) -> np.dtype:
-    """Returns the dtype that travels by ``name`` ("float32", "bfloat16", "float8_e5m2",
-    ...).
+    """Returns the dtype that has ``name`` on the wire ("float32", "bfloat16",
+    "float8_e5m2", ...).
 
     Raises:
-        ProtocolError: No such dtype travels.
+        ProtocolError: No dtype of that name may travel.
     """
     dtype = DTYPES.get(name)
     if dtype is None:
@@ -101,17 +103,19 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def name_of(dtype: np.dtype) -> str | None:
-    """Returns the name that a dtype travels by, in whatever order its bytes are, or
-    None. To ask numpy for the name takes microseconds."""
+    """Returns the name that a dtype has on the wire, whatever its byte order, or None
+    if it may not travel. Faster than numpy's own name, which takes microseconds."""
     # Native order is found at once; only other orders need a second dtype.
     return _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("<"))
 
 
 def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of the dtype and the dims, as they go into the header.
+    """Returns the name of the array's dtype and its dims, in the form that a header has
+    them.
 
     Raises:
-        TypeError: It is not an array, or one of objects, texts, dates or records.
+        TypeError: ``array`` is not an array, or is one of objects, texts, dates or
+            records.
     """
     if type(array) is not np.ndarray:
         _check_class(array)
@@ -134,9 +138,11 @@ def _check_class(array: object) -> None:
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """Returns the elements as bytes, uint8 [nbytes]: C order, little endian.
+    """Returns the elements of an array as bytes, uint8 [nbytes]: C order, little
+    endian.
 
-    A view that keeps ``array`` alive where it has that layout already, else a copy.
+    The bytes are a view that keeps ``array`` alive if it has that layout already, else
+    a copy.
     """
     if not array.flags.c_contiguous or array.dtype not in _NAMES:
         array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
@@ -147,8 +153,8 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
-    """Returns the array whose elements are the bytes of ``buffer``: a read-only view of
-    it.
+    """Returns an array of the spec's dtype and shape: a read-only view of the bytes of
+    ``buffer``.
 
     Raises:
         ProtocolError: The buffer has another size than the spec announced.
@@ -167,8 +173,8 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
 
 
 def check_specs(announced: Any) -> list[ArraySpec]:
-    """Returns the specs in a header, from ``[[dtype, dims], ...]``; raises
-    `Mismatch`."""
+    """Returns the array specs that a header announces as ``[[dtype, dims], ...]``;
+    raises `Mismatch` if they are invalid."""
     if type(announced) is not list:
         raise Mismatch("a list", announced)
     try:
@@ -188,8 +194,9 @@ def check_specs(announced: Any) -> list[ArraySpec]:
 
 
 _REMEMBERED: Final = 4096
-"""Specs that are remembered, as a model announces the same arrays at each step. When
-there are more, all are forgotten: a hostile peer can name new shapes forever."""
+"""Most array specs that are remembered, because a model announces the same arrays at
+each step. When there are more, all are forgotten: a hostile peer can name new shapes
+forever."""
 
 _seen: Final[dict[tuple[Any, ...], ArraySpec]] = {}
 _dims: Final = itemgetter(1)
@@ -223,25 +230,28 @@ def _spec(announced: Any) -> ArraySpec:
 
 
 SMALL_BYTES: Final = 64 * 1024
-"""Bytes of a variable above which copying it costs what a message of its own does."""
+"""Most bytes of a variable in a set. To copy a larger one costs as much as a message of
+its own."""
 
 SET_BYTES: Final = 2**20
-"""Bytes of small variables side by side: a reader of one of them keeps the memory of
-all, and larger arrays are in pages that are new each time, which cost more than the
+"""Most bytes of a set: a reader of one of its variables keeps the memory of all, and
+the system provides new pages for larger arrays each time, which costs more than the
 update."""
 
 SET_KEYS: Final = 1024
-"""Variables of one set."""
+"""Most variables of a set."""
 
 
 def in_sets(nbytes: Iterable[int], fewest: int) -> list[list[int]]:
-    """Divides values of one dtype, of these sizes, into sets that lie side by side.
+    """Divides values of one dtype, which have the sizes ``nbytes``, into sets: small
+    values that are stored and sent as one array.
 
-    Both ends divide alike, so that what a server keeps side by side is what travels.
+    Workers and servers divide by this same rule, so that a server's stored arrays can
+    travel as they are.
 
     Returns:
-        The places of each set, in order; without values that are too large, and sets of
-        less than ``fewest``.
+        For each set the indices of its values, in order. Values that are too large, or
+        would be in a set of less than ``fewest``, are in none.
     """
     sets: list[list[int]] = []
     room = 0
@@ -257,19 +267,22 @@ def in_sets(nbytes: Iterable[int], fewest: int) -> list[list[int]]:
 
 
 class SetPart(NamedTuple):
-    """The elements of a variable, from ``start`` to before ``stop`` of its set."""
+    """The position of a variable in the array of its set: elements from ``start`` to
+    before ``stop``."""
 
     start: int
     stop: int
     shape: tuple[int, ...]
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """Returns the part of an array ``[elements]`` of the set: a view."""
+        """Returns the variable's elements in the array ``[elements]`` of the set, with
+        the variable's shape: a view."""
         return array[self.start : self.stop].reshape(self.shape)
 
 
 def parts_of(shapes: Iterable[tuple[int, ...]]) -> tuple[SetPart, ...]:
-    """Returns the part of each variable of a set, in order."""
+    """Returns the position of each variable of a set, in order of the variables'
+    ``shapes``."""
     parts: list[SetPart] = []
     stop = 0
     for shape in shapes:
@@ -279,5 +292,6 @@ def parts_of(shapes: Iterable[tuple[int, ...]]) -> tuple[SetPart, ...]:
 
 
 def is_keys(array: np.ndarray) -> bool:
-    """Returns whether an array of a message can be the keys of a set."""
+    """Returns whether an array of a message has the dtype and shape of the keys of a
+    set."""
     return array.dtype == np.int64 and array.ndim == 1 and 0 < array.size <= SET_KEYS

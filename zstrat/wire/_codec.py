@@ -1,14 +1,14 @@
-"""Messages to frames and back.
+"""Encodes messages as frames, and decodes them.
 
 A message is one header frame and any number of raw frames. The header is a msgpack
-array ``[kind, request, field, ...]``, fields in the order of the dataclass. In the
-place of ``arrays`` stands ``[[dtype, dims], ...]`` and each array is a raw frame. A
-``bytes`` field above `INLINE` leaves its length in the header and travels as one more
-raw frame after the arrays, so that a header stays small whatever is shipped.
+array ``[kind, request, field, ...]``, fields in the order of the dataclass. A field
+``arrays`` is ``[[dtype, dims], ...]`` in the header, and each array is a raw frame. A
+``bytes`` field above `INLINE` is only a length in the header and travels as one more
+raw frame after the arrays, so that a header stays small whatever is sent.
 
 Everything that arrives is hostile until it is checked: `decode_header` raises
-`ProtocolError` and nothing else, and what it allocates is bounded by the size of the
-header, never by a number in it.
+`ProtocolError` and nothing else, and the memory that it allocates is bounded by the
+size of the header, never by a number in the header.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 INLINE: Final = 16 * 1024
-"""Longer ``bytes`` fields leave the header: two of them still fit into a header beside
-all else, and below this a frame of its own costs more than the copy."""
+"""Most bytes of a ``bytes`` field in the header; a longer one travels as a frame. Two
+such fields still fit into a header beside all other fields, and for shorter ones a
+frame costs more than the copy."""
 
 
 class _Packer(threading.local):
-    """The msgpack packer of each thread: one is not safe in two threads, and making one
-    for each header would cost more than the packing."""
+    """The msgpack packer of the present thread: a packer is not safe in two threads,
+    and to make one for each header would cost more than the packing."""
 
     def __init__(self) -> None:
         self.pack: Callable[[Any], bytes] = msgpack.Packer().pack
@@ -56,7 +57,8 @@ class _Packer(threading.local):
 _packer: Final = _Packer()
 _SMALL_HEADER: Final = 2048
 MAX_LIST_ITEMS: Final = 2**15
-"""Items of one list: unpacking so many small lists takes four milliseconds."""
+"""Most items of one list in a header: unpacking as many small lists takes four
+milliseconds."""
 MAX_MAP_ITEMS: Final = 2**13
 _unpackb: Final = partial(
     msgpack.unpackb,
@@ -69,10 +71,11 @@ _BYTE: Final = DTYPES["uint8"]
 
 
 class Announced(NamedTuple):
-    """A message whose raw frames are still to come, all else checked.
+    """A message whose header was checked, and whose raw frames are still to come.
 
-    ``message_kind`` is the class of the message, ``outside`` the places of the bytes
-    among the ``fields`` that follow in frames, after the arrays.
+    ``message_kind`` is the class of the message, ``specs`` announce all raw frames,
+    ``outside`` has the indices of the ``fields`` of bytes that follow in frames, after
+    the arrays.
     """
 
     request: int
@@ -83,7 +86,7 @@ class Announced(NamedTuple):
     outside: Sequence[int]
 
     def build(self, arrays: Arrays) -> Message:
-        """Returns the message, from one array per spec, in order."""
+        """Returns the message, made with one array for each spec, in order."""
         form, fields, outside = self.form, self.fields, self.outside
         if outside:
             blobs, arrays = arrays[-len(outside) :], arrays[: -len(outside)]
@@ -97,7 +100,7 @@ class Announced(NamedTuple):
 
 
 class _Form:
-    """The encoding of one class of messages."""
+    """How messages of one class are encoded and checked."""
 
     __slots__ = ("arrays", "blobs", "cls", "fields", "kind", "names", "plain", "row")
 
@@ -115,15 +118,17 @@ class _Form:
 def encode(
     message: Message, request: int = 0, limit: int = Limits().header
 ) -> tuple[bytes, tuple[np.ndarray, ...]]:
-    """Returns the header frame and the raw frames (uint8 [nbytes], views where that is
-    possible).
+    """Encodes a message. Returns the header frame and the raw frames (uint8 [nbytes],
+    views where possible).
 
     Args:
-        limit: The largest header that the other side takes.
+        limit: Most bytes of a header that the other side accepts.
 
     Raises:
-        TypeError: Not a message, or a field that cannot travel; names it.
-        ValueError: A number beyond 64 bits, or a header above ``limit``.
+        TypeError: ``message`` is not a message, or a field cannot travel; the error
+            names the field.
+        ValueError: A number needs more than 64 bits, or the header is longer than
+            ``limit``.
     """
     form = _BY_CLASS[type(message)]
     fields: Sequence[Any] = form.fields(message)
@@ -147,11 +152,12 @@ def encode(
 
 
 def decode_header(header: Buffer, limits: Limits) -> Announced:
-    """Returns what the header announces, every field checked.
+    """Decodes a header and checks every field. Returns the message that the header
+    announces.
 
     Raises:
-        ProtocolError: The header is not one; says which message and field, what was
-            expected and what came.
+        ProtocolError: The header is invalid; the error names the message, the field,
+            the expected and the actual value.
     """
     values = _unpack(header, limits)
     if type(values) is not list or len(values) < 2:
@@ -182,8 +188,8 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
 def decode(
     header: Buffer, buffers: Sequence[Buffer], limits: Limits
 ) -> tuple[int, Message]:
-    """Returns the request and the message of a whole set of frames; arrays are views of
-    the buffers.
+    """Decodes a message of which all frames are there. Returns its request number and
+    the message, whose arrays are views of the buffers.
 
     Raises:
         ProtocolError: The frames are not exactly what the header announces.
@@ -214,7 +220,8 @@ def _check_for(name: str, hint: Any) -> Check:
 def _extract(
     form: _Form, fields: list[Any]
 ) -> tuple[list[Any], tuple[np.ndarray, ...]]:
-    """Moves arrays and long bytes from the fields to raw frames."""
+    """Moves arrays and long bytes from the fields of a message to raw frames. Returns
+    the fields for the header, and the frames."""
     frames: list[np.ndarray] = []
     if form.arrays is not None:
         arrays = fields[form.arrays]
@@ -251,8 +258,8 @@ def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
 
 
 def _pack_odd(form: _Form, values: tuple[Any, ...], error: Exception) -> bytes:
-    """Returns the header, if it was only a text that could not be packed; else
-    raises."""
+    """Packs a header that the packer refused with ``error``. Replaces text that cannot
+    be encoded by escapes; raises an error that names the field in all other cases."""
     if not isinstance(error, UnicodeEncodeError):
         raise _culprit(form, values, error) from error
     try:
@@ -298,7 +305,8 @@ def _unpack(header: Buffer, limits: Limits) -> Any:
 def _announced(
     form: _Form, fields: list[Any], limits: Limits
 ) -> tuple[tuple[ArraySpec, ...], list[int]]:
-    """Returns the specs of all raw frames, and which fields are bytes among them."""
+    """Returns the specs of all raw frames of a message, and the indices of the bytes
+    fields that travel as frames."""
     specs: list[ArraySpec] = [] if form.arrays is None else fields[form.arrays]
     outside: list[int] = []
     for at in form.blobs:
@@ -314,7 +322,8 @@ def _announced(
 
 
 def _check_blob(value: Any) -> bytes | int:
-    """Checks bytes, or the number of bytes that follow in a frame."""
+    """Checks a field of bytes: the bytes, or the number of bytes that follow in a
+    frame."""
     # Shorter ones have no frame, so a length is of a long one.
     if type(value) is bytes or (type(value) is int and value > INLINE):
         return value
@@ -331,8 +340,9 @@ def _no_kind(kind: Any) -> ProtocolError:
 
 
 class _FormsByClass(dict[type, _Form]):
-    """The form of each class of messages, made when it is first used: a process uses
-    only some of them, and to make all would be a quarter of this package's import."""
+    """The form of each class of messages, created when it is first used: a process uses
+    only some classes, and to create all forms would take a quarter of the import time
+    of this package."""
 
     def __missing__(self, cls: type) -> _Form:
         if cls not in _CLASSES:
@@ -342,7 +352,8 @@ class _FormsByClass(dict[type, _Form]):
 
 
 class _FormsByKind(dict[int, _Form]):
-    """The same forms, by the number that a message begins with."""
+    """The forms of `_FormsByClass`, by the number of the kind with which a header
+    begins."""
 
     def __missing__(self, kind: int) -> _Form:
         if kind not in _KINDS:

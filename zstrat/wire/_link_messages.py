@@ -1,6 +1,8 @@
-"""Messages about a connection itself: greeting, liveness, transfer of bodies, goodbye.
+"""Messages about a connection itself: greeting, liveness, transfer of bodies (the
+arrays of a message), goodbye.
 
-They are the same for all tasks. Above a connection only `Hello` is visible.
+They are the same for all tasks. The code that uses a connection sees `Hello` alone; the
+connection handles the others itself.
 """
 
 import enum
@@ -10,11 +12,11 @@ from typing import ClassVar, Final
 from ._schema import message
 
 PROTOCOL: Final = 27
-"""Version of the protocol; HELLO refuses any other."""
+"""Version of the protocol; a HELLO with any other version is refused."""
 
 
 class Job(enum.StrEnum):
-    """The job of a task, and the role of its key."""
+    """The jobs of tasks. A key has a job as its role."""
 
     CHIEF = "chief"
     WORKER = "worker"
@@ -25,13 +27,14 @@ class Job(enum.StrEnum):
 
 @message
 class Hello:
-    """The first message of a connection, and its answer: identifies task and process.
+    """The first message of a connection, and the answer to it. Identifies the sender's
+    task and process.
 
     ``incarnation`` is drawn at random when a process starts. A peer that returns with
     another incarnation has lost its state; a parameter server that continues with the
     saved state of its predecessor keeps the incarnation. ``link`` numbers the links of
     one process, so that a reconnect replaces the connection of the same link. A worker
-    without a number has the ``index`` -1; there may be several.
+    that has no index yet sends the ``index`` -1; there may be several.
     """
 
     kind: ClassVar = 1
@@ -47,8 +50,8 @@ class Hello:
 
 @message
 class Beat:
-    """Shows that the event loop of the sender runs. Answered by a Beat if
-    ``wanted``."""
+    """A heartbeat: shows that the event loop of the sender runs. Answered by another
+    Beat if ``wanted``."""
 
     kind: ClassVar = 2
     wanted: bool
@@ -56,7 +59,8 @@ class Beat:
 
 @message
 class Chunk:
-    """The next part of the body of an announced message, as one raw frame."""
+    """Sends the next part of the body of message number ``stream``, from ``offset``, as
+    one raw frame."""
 
     kind: ClassVar = 3
     stream: int
@@ -65,7 +69,8 @@ class Chunk:
 
 @message
 class Credit:
-    """Allows the receiver to send ``chunks`` more chunks of a stream."""
+    """Allows the receiver to send ``chunks`` more chunks of bodies, or messages with a
+    large body."""
 
     kind: ClassVar = 4
     stream: int
@@ -74,8 +79,9 @@ class Credit:
 
 @message
 class Goodbye:
-    """The sender leaves on purpose. ``returns``: seconds until its successor, which has
-    its state and incarnation, will be there; 0: there will be no successor."""
+    """Announces that the sender leaves on purpose. ``returns``: seconds until its
+    successor, which has its state and incarnation, will be there; 0: there will be no
+    successor."""
 
     kind: ClassVar = 5
     reason: str
@@ -84,9 +90,9 @@ class Goodbye:
 
 @message
 class Offer:
-    """Offers shared memory for bodies to a peer on the same host: the anonymous file
-    ``descriptor`` of the sender's process. The memory begins with ``word``, by which
-    the peer checks that it has mapped the right file."""
+    """Offers the sender's shared memory for bodies to a peer on the same host: the
+    anonymous file ``descriptor`` of the sender's process. The memory begins with
+    ``word``, by which the peer checks that it has mapped the right file."""
 
     kind: ClassVar = 10
     descriptor: int
@@ -97,7 +103,7 @@ class Offer:
 @message
 class Mapped:
     """Answers an `Offer`. ``proof`` is read from the offered memory, after the word,
-    and so proves that it was mapped. Empty: the memory cannot be mapped."""
+    and so proves that the memory was mapped. Empty: the memory cannot be mapped."""
 
     kind: ClassVar = 11
     proof: bytes
@@ -105,7 +111,8 @@ class Mapped:
 
 @message
 class Placed:
-    """The body of an announced message is in the sender's memory, at ``offset``."""
+    """Replaces the body of message number ``stream``: the body is in the sender's
+    memory (`Offer`), at ``offset``."""
 
     kind: ClassVar = 12
     stream: int
@@ -114,7 +121,8 @@ class Placed:
 
 @message
 class Released:
-    """The sender no longer reads the bodies at these offsets of the peer's memory."""
+    """Reports that the sender no longer reads the bodies at these offsets of the
+    receiver's memory."""
 
     kind: ClassVar = 13
     offsets: list[int]
@@ -122,9 +130,9 @@ class Released:
 
 @message
 class Again:
-    """Asks to send a request with a body in chunks once more. Nothing was done, and the
-    body was not kept. The connection answers it by itself.
-    """
+    """Answers a request whose body came in chunks: it must be sent once more, as
+    nothing was done, and the body was not kept. The connection sends the request again
+    by itself."""
 
     kind: ClassVar = 64
 

@@ -1,15 +1,15 @@
-"""The messages of zstrat: all that tasks may say to each other, as plain values.
+"""The union of all messages that tasks may send each other, as plain values.
 
-Peers of different roles meet here and nowhere else: the contract is data. A message is
-a frozen dataclass of ints, strings, bytes and arrays; `_codec` derives the layout on
-the wire and the validation from the annotations, so a field that is added is checked. A
-field ``arrays`` travels as raw buffer frames after the header.
+The messages are the only contract between tasks of different roles. A message is a
+frozen dataclass of ints, strings, bytes and arrays; `_codec` derives the layout on the
+wire and the validation from the annotations, so an added field is checked, too. A field
+``arrays`` travels as raw buffer frames after the header.
 
 The messages are by subject, a file for each, whose last lines list them: of connections
 (`_link_messages`), of any task (`_task_messages`), of variables, snapshots, rounds,
 replicas, closures (`_step_messages`) and groups. Numbers of kinds are part of the
-protocol: never reuse one (the codec refuses to start with two that are equal).
-`PROTOCOL` grows with every change that an older peer would misunderstand.
+protocol: never reuse one (the codec raises an error at import if two are equal).
+Increase `PROTOCOL` with every change that an older peer would misunderstand.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ Message = (
     | BackupMessage
     | GroupMessage
 )
-"""Everything that a header can announce."""
+"""The union of all classes of messages that a header can announce."""

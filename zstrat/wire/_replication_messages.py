@@ -1,11 +1,13 @@
-"""Messages that keep a backup of a parameter server's store, and promote it.
+"""Messages by which parameter servers keep backups of their stores, and a backup is
+promoted.
 
-A *store* is the state of one logical parameter server: variables, slots, ledger and
-versions, under the index that handles have. One process serves it, the *primary*; with
-replicas another process, the *backup*, has a copy in memory, at its own address. A
-*view* of the store, a growing number, says which is which. The coordinator of the
-session draws it, and sends it to all that need it before it is used. A message with an
-older view than its receiver knows is refused as stale.
+A *store* is the state of one logical parameter server: variables, slots (states of
+optimizers), the ledger of applied pushes, and versions, under the index that variable
+handles refer to. One process serves it, the *primary*; with replicas another process,
+the *backup*, has a copy in memory, at its own address. A *view* of the store, a growing
+number, says which is which. The coordinator of the session chooses a view's number, and
+sends it to all tasks that need it before the view is used. A task refuses a message
+with an older view than it knows as stale.
 
 The second part are the messages by which a primary sends its store and its changes to
 the backup.
@@ -22,13 +24,14 @@ from ._session import COORDINATOR, SERVER, Repeat, request
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class HostStore:
     """Makes a parameter server's process host a backup of ``store``, empty at first, at
-    an own address; sent by a coordinator. Answered by `StoreHosted`, the same if asked
-    again in the same view. ``primary`` is the incarnation of the primary, the only
-    process from which the copy accepts changes. ``serves``: host the primary of a new
-    store instead. ``beside``: host a third copy, which is not a backup until its
-    primary says so in a newer view (`OpenLog`). ``swaps``: the process is the primary,
-    and becomes the complete backup of its backup ``primary``, which will be promoted;
-    it stops serving."""
+    an address for that store alone; sent by a coordinator. Answered by `StoreHosted`,
+    with the same answer to a repeated request in the same view. ``primary`` is the
+    incarnation of the primary, the only process from which the backup accepts changes.
+    ``serves``: the process hosts the primary of a new store instead. ``beside``: the
+    process hosts a third copy, in addition to the present backup; it is not a backup
+    until its primary opens the log to it in a newer view (`OpenLog`). ``swaps``: the
+    process is the primary, and becomes the complete backup of its backup ``primary``,
+    which will be promoted; it stops serving."""
 
     kind: ClassVar = 80
     session: int
@@ -42,7 +45,8 @@ class HostStore:
 
 @message
 class StoreHosted:
-    """A process hosts the copy, with this ``incarnation``, at ``address``."""
+    """Answers `HostStore`: the process hosts the copy, with this ``incarnation``, at
+    ``address``."""
 
     kind: ClassVar = 81
     address: str
@@ -51,7 +55,7 @@ class StoreHosted:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DropStore:
-    """Drops the copy of ``store`` that the process hosts. Answered by `Done`."""
+    """Makes a process drop its copy of ``store``. Answered by `Done`."""
 
     kind: ClassVar = 82
     session: int
@@ -62,27 +66,29 @@ class DropStore:
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AskCopies:
     """Asks a parameter server's process for its copies of stores; sent by a coordinator
-    that continues the session of a lost one. Answered by `CopiesReport`."""
+    that continues the session of a lost coordinator. Answered by `CopiesReport`."""
 
     kind: ClassVar = 98
     session: int
 
 
 class OrphanedCopy(NamedTuple):
-    """A copy of a store of a lost program.
+    """A copy of a store whose program is lost, as a process reports it.
 
     Args:
         view: The newest view of the store that the copy knows.
-        address, incarnation: Its address and incarnation; "": those of its process.
-        origin: The origin of its session (`OpenSession`).
-        is_primary: It serves the store, unless it was replaced.
-        is_whole: It has everything that was acknowledged in this view.
-        is_sure: Nothing else can have been acknowledged, although the other copy is
-            lost: this is a primary that continued alone, or it lost the other copy when
-            the program had been lost for so long that it could not promote anything.
-        variables: Number of variables.
-        partner: The incarnation of the other copy, if one of the two is the backup of
-            the other; else 0.
+        address, incarnation: Address and incarnation of the copy; "": those of its
+            process.
+        origin: The ``origin`` of the copy's session (`OpenSession`).
+        is_primary: The copy serves the store, unless another copy has replaced it.
+        is_whole: The copy has every change that was acknowledged in this view.
+        is_sure: No other change can have been acknowledged, although the other copy is
+            lost: this copy is a primary that continued alone, or lost the other copy
+            when the program had been lost for so long that it could not promote any
+            copy.
+        variables: Number of variables in the copy.
+        partner: The incarnation of the other copy, if one of the two copies is the
+            backup of the other; else 0.
     """
 
     store: int
@@ -99,7 +105,7 @@ class OrphanedCopy(NamedTuple):
 
 @message
 class CopiesReport:
-    """Answers `AskCopies`: the copies that a process has."""
+    """Answers `AskCopies` with the copies of stores that a process has."""
 
     kind: ClassVar = 99
     copies: list[OrphanedCopy]
@@ -107,10 +113,11 @@ class CopiesReport:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AttachBackup:
-    """Gives the primary an empty backup; sent by a coordinator. Answered by `Done` once
-    the backup is complete: from then on only changes that it has are acknowledged.
-    Training continues meanwhile. ``beside``: the present backup of the primary stays.
-    Otherwise it is dropped once the new one is complete."""
+    """Gives a primary an empty backup to fill; sent by a coordinator. Answered by
+    `Done` once the backup is complete: from then on the primary acknowledges only
+    changes that the backup has. Training continues meanwhile. ``beside``: the primary
+    keeps its present backup, too. Otherwise it drops the present backup once the new
+    one is complete."""
 
     kind: ClassVar = 83
     session: int
@@ -122,9 +129,9 @@ class AttachBackup:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DetachBackup:
-    """Makes the primary continue without backup, and acknowledge what waits for it.
-    Answered by `Done`, even without a backup. Sent only by a coordinator: a primary
-    that has lost its backup acknowledges nothing by itself."""
+    """Makes a primary continue without a backup, and acknowledge the changes that wait
+    for the backup. Answered by `Done`, even if the primary has no backup. Sent only by
+    a coordinator: a primary that has lost its backup acknowledges nothing by itself."""
 
     kind: ClassVar = 84
     session: int
@@ -133,8 +140,8 @@ class DetachBackup:
 
 @message
 class BackupLost:
-    """Reports that the primary cannot reach its backup, or that the backup differs. A
-    notice to the coordinator."""
+    """Notifies the coordinator that a primary cannot reach its backup, or that the
+    backup differs from the primary. A notice."""
 
     kind: ClassVar = 85
     session: int
@@ -144,11 +151,12 @@ class BackupLost:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PromoteBackup:
-    """Promotes a backup to the primary of its store; sent by a coordinator. It accepts
-    no more changes from the old primary, and serves. Answered by `Done`. All versions
-    jump past those that the old primary can have sent. Refused by an incomplete backup.
-    ``incarnation`` is that of an equal copy at ``address`` (`HostStore.swaps`), which
-    becomes its backup at once; 0: none."""
+    """Promotes a backup to the primary of its store; sent by a coordinator. The backup
+    accepts no more changes from the old primary, and serves. Answered by `Done`. All
+    versions jump past those that the old primary can have sent. An incomplete backup
+    refuses. ``incarnation`` is that of an equal copy at ``address``
+    (`HostStore.swaps`), which becomes the backup of the new primary at once; 0: there
+    is no such copy."""
 
     kind: ClassVar = 86
     session: int
@@ -159,9 +167,9 @@ class PromoteBackup:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class MoveServer:
-    """Sends a worker the new address of a store; sent by a coordinator. ``view`` is
-    that of the store. Answered by `Done` once the worker's open requests are on their
-    way there."""
+    """Sends a worker the new address of a store; sent by a coordinator. ``view`` is the
+    new view of the store. Answered by `Done` once the worker has sent its open requests
+    to the new address."""
 
     kind: ClassVar = 87
     session: int
@@ -186,8 +194,9 @@ ReplicationMessage = (
 
 @request(by=SERVER, repeat=Repeat.NEVER)
 class OpenLog:
-    """Announces the changes of a primary in ``view``. Answered by `LogTaken`; the
-    primary continues with the change after that."""
+    """Announces to a backup that the primary sends its changes in ``view``. Answered by
+    `LogTaken`; the primary continues with the change after the one that the answer
+    names."""
 
     kind: ClassVar = 88
     session: int
@@ -196,8 +205,8 @@ class OpenLog:
 
 @message
 class LogTaken:
-    """Acknowledges that the backup has all changes up to ``number`` in memory. Also
-    sent as a notice."""
+    """Acknowledges that the backup has received all changes up to ``number``, and keeps
+    them in memory. Also sent as a notice."""
 
     kind: ClassVar = 89
     number: int
@@ -205,16 +214,16 @@ class LogTaken:
 
 @message
 class LogMade:
-    """Reports that the backup has applied all changes up to ``number``. A notice, sent
-    only while the backup is being filled; later only `LogTaken` is sent."""
+    """Reports that the backup has applied all changes up to ``number``. A notice, which
+    is sent only while the backup is being filled; later `LogTaken` alone is sent."""
 
     kind: ClassVar = 97
     number: int
 
 
 class CopiedVariable(NamedTuple):
-    """A variable to create on the backup. ``lost``: why its value is lost, until it is
-    assigned; "": not lost."""
+    """A variable to create on the backup. ``lost``: why the variable's value is lost,
+    until a new value is assigned; "": it is not lost."""
 
     key: int
     name: str
@@ -228,7 +237,8 @@ class CopiedVariable(NamedTuple):
 
 @message
 class CopyVariables:
-    """Creates variables without values. New ones begin with ``first_version``."""
+    """Creates variables without values on the backup. Later new variables begin with
+    ``first_version``."""
 
     kind: ClassVar = 90
     first_version: int
@@ -236,8 +246,9 @@ class CopyVariables:
 
 
 class CopiedSlot(NamedTuple):
-    """A leaf of an optimizer's state of a variable, as in `TensorEntry`. ``filled``:
-    starts and ends of its rows that have a value."""
+    """A slot to create on the backup: a leaf of an optimizer's state of a variable, as
+    in `TensorEntry`. ``filled``: starts and ends of the ranges of rows that have a
+    value."""
 
     key: int
     optimizer: int
@@ -250,15 +261,15 @@ class CopiedSlot(NamedTuple):
 
 @message
 class CopySlots:
-    """Creates slots without values."""
+    """Creates slots without values on the backup."""
 
     kind: ClassVar = 91
     slots: list[CopiedSlot]
 
 
 class CopiedPart(NamedTuple):
-    """The destination of one array: the bytes from ``start`` of a value (``optimizer``
-    0, ``leaf`` "") or a slot."""
+    """The destination of one array of bytes: from byte ``start`` of a variable's value
+    (``optimizer`` 0, ``leaf`` "") or of a slot."""
 
     key: int
     optimizer: int
@@ -268,7 +279,7 @@ class CopiedPart(NamedTuple):
 
 @message
 class CopyParts:
-    """Sends bytes of values and slots."""
+    """Sends bytes of values and slots to the backup, one array for each part."""
 
     kind: ClassVar = 92
     parts: list[CopiedPart]
@@ -277,9 +288,10 @@ class CopyParts:
 
 @message
 class CopyLedger:
-    """Sends which pushes were applied: of the session (``writer`` 0), or own updates of
-    a process. Two arrays of int64: ``[n, 2]`` steps with their parts, and ``[m, 2]``
-    ranges of ended steps."""
+    """Sends the backup the ledger of applied pushes: those of the session's closures
+    (``writer`` 0), or those that the process ``writer`` made outside of closures. Two
+    arrays of int64: ``[n, 2]`` steps with their parts, and ``[m, 2]`` ranges of ended
+    steps."""
 
     kind: ClassVar = 93
     writer: int
@@ -288,7 +300,8 @@ class CopyLedger:
 
 
 class KeptOptimizer(NamedTuple):
-    """An optimizer of an earlier program, which may have slots."""
+    """An optimizer that an earlier program of the session created, and that may have
+    slots."""
 
     optimizer: int
     name: str
@@ -296,9 +309,10 @@ class KeptOptimizer(NamedTuple):
 
 @message
 class CopyKept:
-    """Sends the optimizers and variables of an earlier program, which a failed creation
-    must not remove. One array of int64: the keys of the variables. ``are_loaded``: all
-    optimizers that are loaded are that program's, too."""
+    """Sends the backup the optimizers and variables of an earlier program of the
+    session, which must stay if the present program fails to create them again. One
+    array of int64: the keys of the variables. ``are_loaded``: all optimizers that the
+    server has loaded are those of the earlier program, too."""
 
     kind: ClassVar = 79
     optimizers: list[KeptOptimizer]
@@ -309,7 +323,8 @@ class CopyKept:
 @message
 class CopyTree:
     """Sends the tree of an optimizer as one array of uint8, and the keys of the
-    variables that it binds (int64 [n]); other variables of these keys came later."""
+    variables that the tree binds (int64 [n]). Variables that were created later under
+    one of these keys are not bound."""
 
     kind: ClassVar = 96
     optimizer: int
@@ -318,7 +333,7 @@ class CopyTree:
 
 @message
 class ChangeProgram:
-    """Notes that another program continues the session under this number, with new
+    """Tells the backup that another program continues the session ``session``, with new
     steps and new code of optimizers."""
 
     kind: ClassVar = 114
@@ -334,7 +349,8 @@ class CopyWhole:
 
 @message
 class RaiseWriterMark:
-    """Notes that all own updates of a process below ``low_water`` have ended."""
+    """Notes on the backup that all updates of the process ``writer`` outside of
+    closures below the number ``low_water`` have ended."""
 
     kind: ClassVar = 95
     writer: int

@@ -1,9 +1,10 @@
-"""Messages about rounds: contributions of steps, and the orders that close a round.
+"""Messages about rounds of an optimizer: the gradients that steps contribute, and the
+orders that close a round.
 
 A *round* of an optimizer collects the gradients of several steps and applies them as
 one update. Its *number* is how many rounds of the optimizer were closed before. The
-coordinator alone decides which contributions are the *members* of a round, and orders
-the same on every parameter server.
+coordinator alone decides which contributions are the *members* of a round, and sends
+the same order to every parameter server.
 """
 
 import enum
@@ -16,7 +17,8 @@ from ._variable_messages import Read, Update
 
 
 class MergeRule(enum.IntEnum):
-    """How the gradients of a round become one; w are the weights of its members."""
+    """How the gradients of a round become one gradient; w are the weights of the
+    members."""
 
     MEAN = 0  # sum of w times gradient, over the sum of w
     SUM = 1  # sum of w times gradient
@@ -24,14 +26,14 @@ class MergeRule(enum.IntEnum):
 
 
 class RoundNumber(NamedTuple):
-    """A round of an optimizer."""
+    """An optimizer and the number of one of its rounds."""
 
     optimizer: int
     number: int
 
 
 class RoundMember(NamedTuple):
-    """A contribution to a round: the run of a step, and its weight."""
+    """A contribution to a round: one run (``attempt``) of a step, and its weight."""
 
     step: int
     attempt: int
@@ -39,8 +41,8 @@ class RoundMember(NamedTuple):
 
 
 class RoundOrder(NamedTuple):
-    """A round of an optimizer, and how its members are merged: in this order, by a
-    `MergeRule`."""
+    """The order to merge a round of an optimizer: its members, to be merged in their
+    order by a `MergeRule`."""
 
     optimizer: int
     number: int
@@ -50,10 +52,11 @@ class RoundOrder(NamedTuple):
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
 class Contribute:
-    """Keeps the gradients of a step for rounds. Answered by `Done`. The newest
-    ``attempt`` of a step replaces earlier ones. Every server of the session gets it,
-    those without a variable of the step without gradients, so a server that lacks a
-    member of a round has lost it. Each update has the optimizer of a contribution."""
+    """Sends the gradients of a step, which the server keeps for rounds. Answered by
+    `Done`. The newest ``attempt`` of a step replaces earlier ones. Every server of the
+    session gets the message, a server without a variable of the step without gradients;
+    so a server that lacks a member of a round has lost it. The optimizer of each update
+    is one that the step contributes to."""
 
     kind: ClassVar = 118
     session: int
@@ -64,13 +67,14 @@ class Contribute:
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CloseRound:
-    """Applies the contributions of the members as one update of the optimizer; sent by
-    a coordinator. Answered by `Done`, also if it was closed before. Without members it
-    changes no variable, and may skip rounds.
+    """Closes a round: applies the contributions of its members as one update of the
+    optimizer; sent by a coordinator. Answered by `Done`, also if the round was closed
+    before. An order without members changes no variable, and its number may skip
+    rounds.
 
-    Drops contributions of steps below ``over`` that are neither members nor ``kept``
-    for a later round. ``arrays`` are the operands that the optimizer computes from all
-    merged gradients, if it needs any (`MergeOperands`).
+    The server drops contributions of steps below ``over`` that are neither members nor
+    ``kept`` for a later round. ``arrays`` are the operands that the optimizer computes
+    from all merged gradients, if it needs any (`MergeOperands`).
     """
 
     kind: ClassVar = 119
@@ -83,8 +87,9 @@ class CloseRound:
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
 class PullMerged:
-    """Reads the merged gradients of members of the open round, which is closed later;
-    with ``trees`` also the trees of the optimizer. Answered by `Merged`."""
+    """Reads the merged gradients of the members of a round that is still open; with
+    ``trees`` also the trees of variables that the optimizer updates. Answered by
+    `Merged`."""
 
     kind: ClassVar = 120
     session: int
@@ -95,7 +100,7 @@ class PullMerged:
 @message
 class Merged:
     """Answers `PullMerged` with an update for each variable that has a gradient. The
-    first arrays are ``trees``, as `BindOptimizer` has sent them."""
+    first ``trees`` arrays are trees of variables, as `BindOptimizer` has sent them."""
 
     kind: ClassVar = 121
     trees: int
@@ -105,8 +110,8 @@ class Merged:
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
 class PullRound:
-    """Reads as `PullRows`, when all rounds before those of ``after`` are closed.
-    Answered by `PulledRound`; until then it waits without a limit."""
+    """Reads as `PullRows` does, once all rounds before those of ``after`` are closed.
+    Waits for that without a limit. Answered by `PulledRound`."""
 
     kind: ClassVar = 122
     session: int
@@ -118,8 +123,8 @@ class PullRound:
 
 @message
 class PulledRound:
-    """Answers `PullRound`, as `Pulled`. ``numbers``: for each of ``after`` the round
-    that was open when the values were read."""
+    """Answers `PullRound` with the fields of `Pulled`. ``numbers``: for each optimizer
+    of ``after`` the number of the round that was open when the values were read."""
 
     kind: ClassVar = 123
     numbers: list[int]
@@ -131,8 +136,9 @@ class PulledRound:
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class MergeOperands:
     """Asks a worker for the operands that an optimizer computes from all merged
-    gradients of a round (a global norm); sent by a coordinator, after the `PutCode` of
-    the optimizer with the digest ``code``. Answered by `MergedOperands`."""
+    gradients of a round (for example a global norm); sent by a coordinator, after the
+    `PutCode` of the optimizer with the digest ``code``. Answered by
+    `MergedOperands`."""
 
     kind: ClassVar = 124
     session: int
@@ -142,11 +148,11 @@ class MergeOperands:
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class RestartWindows:
-    """Has a worker drop what windows of an optimizer keep there, as values were
-    restored, and count from round ``number``; sent by a coordinator. `StoreTensors`
-    follow, with the arrays of a checkpoint, if it has some. It also drops what formats
-    of gradients have left out so far; ``optimizer`` 0: only that. Answered by
-    `Done`."""
+    """Makes a worker drop the state that it keeps between windows (runs of several
+    local steps) of an optimizer, and count from round ``number``, as variables were
+    restored; sent by a coordinator. `StoreTensors` follow with that state, if the
+    checkpoint has it. The worker also drops the remainders that lossy formats of
+    gradients have not sent yet; ``optimizer`` 0: these alone. Answered by `Done`."""
 
     kind: ClassVar = 127
     session: int
@@ -156,7 +162,7 @@ class RestartWindows:
 
 @message
 class MergedOperands:
-    """Answers `MergeOperands`."""
+    """Answers `MergeOperands` with the computed operands."""
 
     kind: ClassVar = 125
     arrays: Arrays
@@ -164,8 +170,9 @@ class MergedOperands:
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class AskRounds:
-    """Asks for the rounds of the first optimizer above ``after``; sent by a coordinator
-    that continues the session of another program. Answered by `HeldRounds`."""
+    """Asks a server for the rounds of the optimizer with the lowest number above
+    ``after``; sent by a coordinator that continues the session of another program.
+    Answered by `HeldRounds`."""
 
     kind: ClassVar = 68
     session: int
@@ -174,9 +181,10 @@ class AskRounds:
 
 @message
 class HeldRounds:
-    """The rounds of an optimizer on a server (0: there is none): the round that was
-    closed last (-1: none was), ``arrays`` with its operands, and the contributions that
-    wait. A backup gets those as `Contribute`."""
+    """Answers `AskRounds`: the rounds of an optimizer on a server (0: no optimizer is
+    left). The fields are the round that was closed last (-1: none was), its operands in
+    ``arrays``, and the contributions that wait for a round. A backup gets these as
+    `Contribute`."""
 
     kind: ClassVar = 126
     closed: RoundOrder

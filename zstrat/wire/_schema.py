@@ -1,17 +1,17 @@
-"""What each field of a message may hold, compiled once from its annotation.
+"""Checks what each field of a message may hold, by functions compiled once from the
+annotations.
 
 The dataclasses of `_messages` are the only schema. When a message is first sent or
 received, every annotation of its class becomes a *check*: a function that takes what
 msgpack unpacked and returns the value of the field, or raises `Mismatch`. Nothing looks
 at an annotation after that.
 
-The values that are side by side, in a record or in a header, nearly always have the
-types that they should: one comparison of all their types says so, and only what is
-nested is looked into (`Row`).
+The values of a record or a header nearly always have the right types: one comparison of
+all their types shows that, and then only nested values are checked one by one (`Row`).
 
-A list of records is checked by columns, where the set of types of a whole column is one
-call into C: thirty completions cost three microseconds. Only when a column is wrong are
-the rows gone through one by one, to say which of them it is.
+A list of records is checked column by column, as one call into C returns the set of
+types of a whole column: thirty completions cost three microseconds. Only when a column
+is wrong are the rows checked one by one, to name the wrong row.
 """
 
 from __future__ import annotations
@@ -38,27 +38,29 @@ Check = Callable[[Any], Any]
 Column = Callable[[Sequence[Any]], bool]
 
 MAX_DEPTH: Final = 64
-"""Nesting of free-form data: statistics stay below ten, and a dict in a step's result,
-which takes two, may be thirty deep."""
+"""Deepest nesting of free-form data: statistics stay below ten levels, and a dict in a
+step's result, which takes two levels, may be thirty deep."""
 
 RECORDS: Final = 2**13
-"""Most records of numbers alone in one list. To make so many holds up the loop for four
-milliseconds, and a hostile peer might send nothing else. Senders with more cut it into
-several messages; only a step cannot, so this bounds the variables that it reads or
-updates on one server."""
+"""Most records of numbers alone in one list. To create so many holds up the loop for
+four milliseconds, and a hostile peer might send nothing else. Senders with more records
+send several messages; only a step cannot, so this bounds the variables that a step
+reads or updates on one server."""
 
 BRANCHES: Final = 2**12
-"""Most records that hold texts, bytes or floats as well, and most lists and maps in one
-tree of plain data: so many take about as long."""
+"""Most records with texts, bytes or floats in one list, and most lists and maps in one
+tree of plain data: to create so many takes as long as `RECORDS` of numbers."""
 
 FEW: Final = 2**11
-"""Most records that hold lists, maps or plain data themselves: so many, too."""
+"""Most records in one list that themselves hold lists, maps or plain data: to create so
+many takes as long as `RECORDS` of numbers."""
 
 _NAMES: Final = {int: "an int", str: "a string", bytes: "bytes", bool: "a bool"} | {
     float: "a float"
 }
 _ROWS: Final = 2
-"""Rows up to which going through them one by one is quicker than by columns."""
+"""Number of records in a list up to which it is quicker to check them one by one than
+by columns."""
 
 _PLAIN: Final = frozenset({types.NoneType, bool, int, float, str, bytes})
 
@@ -67,9 +69,9 @@ _PLAIN: Final = frozenset({types.NoneType, bool, int, float, str, bytes})
 def message(cls: type[T]) -> type[T]:
     """Makes a class of messages: a frozen dataclass with slots.
 
-    All of them are made, compared, shown and kept from changes by the same functions. A
-    dataclass compiles its own ones, half a millisecond for each of the sixty messages,
-    which every process would pay before it says a word.
+    All messages share the same functions for construction, comparison, repr and refusal
+    of changes. A dataclass compiles its own functions, which takes half a millisecond
+    for each of the sixty messages in every process.
     """
     made: Any = dataclass(init=False, slots=True, eq=False, repr=False)(cls)
     made.__init__ = _init_of(made)
@@ -102,7 +104,8 @@ def _init_of(cls: Any) -> Callable[..., None]:
 
 
 def _bound(cls: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the values of all fields, in order."""
+    """Returns the values of all fields of a message class, in order, from positional
+    (``given``) and keyword arguments."""
     values = list(given)
     for each in fields(cls)[len(given) :]:
         if each.name in named:
@@ -140,7 +143,7 @@ def _equal(message: Any, other: Any) -> Any:
 
 
 def _compared(message: Any) -> tuple[Any, ...]:
-    """Returns the values of the fields that say what the message means."""
+    """Returns the values of the fields that take part in comparisons of messages."""
     return tuple([getattr(message, x.name) for x in fields(message) if x.compare])
 
 
@@ -155,7 +158,8 @@ def _shown(message: Any) -> str:
 
 
 class Mismatch(Exception):
-    """A value is not what its annotation says; containers add where on the way up."""
+    """A value does not match its annotation. Containers add the position of the value
+    as the error passes through them."""
 
     def __init__(self, expected: str, got: object) -> None:
         super().__init__(expected)
@@ -167,7 +171,8 @@ class Mismatch(Exception):
 
 
 def describe(value: object) -> str:
-    """Returns a hostile value in a few words: its repr may be huge or deep."""
+    """Describes a value from a hostile peer in a few words: its repr may be huge or
+    deep."""
     if type(value) in _PLAIN:
         text = repr(value[:40] if isinstance(value, str | bytes) else value)
         return text if len(text) <= 80 else f"{text[:80]}..."
@@ -177,7 +182,8 @@ def describe(value: object) -> str:
 
 
 class Row:
-    """The checks of values that are side by side, one per annotation."""
+    """The checks of a fixed row of values (the fields of a record or a header), one
+    check per annotation."""
 
     __slots__ = ("_deep", "_every", "_usual")
 
@@ -189,14 +195,14 @@ class Row:
         ]
 
     def checks_of(self, values: list[Any]) -> list[tuple[int, Check]]:
-        """Returns the place and check of the values that their types alone do not prove
-        right."""
+        """Returns index and check of each value that has to be checked one by one: the
+        nested values alone if all types are right, else all values."""
         return self._deep if tuple(map(type, values)) == self._usual else self._every
 
 
 def _usual(hint: Any) -> type:
-    """Returns what a value of the annotation is, or, of free-form data, is most
-    often."""
+    """Returns the type that a valid value of the annotation has; for free-form data the
+    type that it has most often."""
     if isinstance(hint, types.UnionType):
         return types.NoneType
     if hint in _NAMES:
@@ -207,10 +213,10 @@ def _usual(hint: Any) -> type:
 
 
 def check_for(hint: Any) -> Check:
-    """Returns the check of a field annotated ``hint``.
+    """Returns the function that checks a field annotated ``hint``.
 
     Raises:
-        TypeError: The codec has no layout for such an annotation.
+        TypeError: Messages cannot have a field with such an annotation.
     """
     if hint in _NAMES:
         return _scalar(hint)
@@ -232,7 +238,7 @@ def is_record(hint: Any) -> bool:
 
 
 def most_records(cls: type) -> int:
-    """Returns how many records of a class one list may have."""
+    """Returns how many records of a class one list may have at most."""
     hints = list(get_type_hints(cls).values())
     if all(hint is int for hint in hints):
         return RECORDS
@@ -240,16 +246,17 @@ def most_records(cls: type) -> int:
 
 
 def check_tree(value: Any) -> Any:
-    """Checks free-form data; the size of a header bounds it, and `BRANCHES` how many
-    lists and maps it has."""
+    """Checks free-form data. The size of the header bounds the data; `BRANCHES` bounds
+    the number of its lists and maps."""
     if type(value) not in _PLAIN:
         _check_branches(value)
     return value
 
 
 def _check_branches(tree: Any) -> None:
-    """Goes through the tree level by level, and not by recursion: a hostile one may be
-    as deep as Python's stack, and may have thousands of branches on each level."""
+    """Checks the number of lists and maps in a tree, level by level and not by
+    recursion: a hostile tree may be as deep as Python's stack, and may have thousands
+    of branches on each level."""
     branches, seen = [tree], 0
     for _ in range(MAX_DEPTH):
         seen += len(branches)
@@ -317,7 +324,7 @@ def _dict(item: Any) -> Check:
 
 
 def _record(cls: type) -> Check:
-    """Returns the check that makes a NamedTuple of a list of as many values."""
+    """Returns the check that converts a list of values to a NamedTuple of the class."""
     hints = get_type_hints(cls)
     if any(map(is_record, hints.values())):
         raise TypeError(f"{cls.__name__}: a record inside a record is not supported")
@@ -358,8 +365,8 @@ def _records(cls: type) -> Check:
 
 
 def _all_right(columns: list[Column], rows: list[Any]) -> bool:
-    """Returns whether every column holds what it should; False may also mean: look
-    closer."""
+    """Returns whether every column of the rows holds valid values. False: some value
+    may be wrong, so the rows must be checked one by one."""
     # One call into C per property; a row that is wrong is looked for later.
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(columns)}:
         return False
@@ -370,7 +377,8 @@ def _all_right(columns: list[Column], rows: list[Any]) -> bool:
 
 
 def _each(values: list[Any], check: Check) -> list[Any]:
-    """Returns the values, checked one by one; the error says which of them is wrong."""
+    """Checks values one by one and returns them; the error names the index of a wrong
+    value."""
     checked = []
     for place, value in enumerate(values):
         try:
@@ -381,8 +389,8 @@ def _each(values: list[Any], check: Check) -> list[Any]:
 
 
 def _column(hint: Any) -> Column:
-    """Returns a quick test of many values at once: False means that some may be
-    wrong."""
+    """Returns a quick test of all values of a column at once, which returns False if
+    some may be wrong."""
     if hint in _NAMES:
         only = frozenset({hint})
     elif isinstance(hint, types.UnionType):
@@ -408,4 +416,4 @@ Arrays = tuple[np.ndarray, ...]
 PlainTree = (
     None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
 )
-"""Free-form plain data: statistics, layouts of results, details of an error."""
+"""Free-form plain data, for statistics, layouts of results, details of an error."""

@@ -1,17 +1,18 @@
-"""The owner of a task, and the senders of requests.
+"""Decides which coordinator owns a task, and which jobs may send a request.
 
 `Ownership` decides which coordinator owns a task, without I/O: at most one at a time.
 The incarnation of a coordinator names its session. The session begins with
 `OpenSession` and ends when its coordinator closes it, or when another coordinator takes
 over, which is allowed only if the owner is lost. The state of a lost owner stays on the
-task until then, as the owner may come back. A coordinator may have several connections,
-and a frozen task may read the last one first: openings and closes have the time when
-they were sent, so that an old close has no effect. Only `Ownership` changes the owner;
-ps and worker check it before they act.
+task until then, as the owner may reconnect. A coordinator may have several connections,
+and a task that was frozen may read the newest one first: `OpenSession` and
+`CloseSession` have the time when they were sent, so that an old close has no effect.
+Only `Ownership` changes the owner; ps and worker check the session before they carry
+out a request.
 
-The class of a request states who may send it, and whether twice (`request`), and the
-tasks derive their checks from it: a task answers no request whose class says nothing
-(`check_sender`).
+The class of a request declares which jobs may send it, and whether it may be repeated
+(`request`). Tasks check senders by that declaration, and refuse a request whose class
+has none (`check_sender`).
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ ANY_TASK: Final = frozenset(Job)
 
 class Repeat(enum.Enum):
     """Whether a client of parameter servers may repeat a request that the server may
-    have carried out before its connection broke. No other sender goes by this: it
-    decides for itself what to send again."""
+    have carried out before its connection broke. Other senders ignore this and decide
+    for themselves what to send again."""
 
     NEVER = "never"
     SAFE = "safe"
-    """Carrying it out twice has the effect of once."""
+    """To carry out the request twice has the effect of once."""
     BY_STEP = "by step"
-    """The server recognizes it by its ``step``; without a step it is not repeated."""
+    """The server recognizes a repeated request by its ``step``; a request without a
+    step is not repeated."""
 
 
 class RequestRule(NamedTuple):
@@ -79,12 +81,13 @@ class RequestRule(NamedTuple):
 
 
 REQUESTS: Final[dict[type, RequestRule]] = {}
-"""The rule of every request, by its class."""
+"""The rule of every class of requests."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def request(*, by: frozenset[Job], repeat: Repeat) -> Callable[[type[T]], type[T]]:
-    """Makes a class of messages that a task asks another one with (`message`)."""
+    """Makes a class of messages (`message`) that are requests from one task to another.
+    ``by``: the jobs that may send them."""
 
     def decorate(cls: type[T]) -> type[T]:
         made = message(cls)
@@ -95,14 +98,14 @@ def request(*, by: frozenset[Job], repeat: Repeat) -> Callable[[type[T]], type[T
 
 
 def check_sender(task: str, sender: str, role: Job, message: object) -> None:
-    """Refuses a message that a task with this role may not send.
+    """Raises an error if a task with the role ``role`` may not send the message.
 
     Args:
-        task: The receiver, for errors.
+        task: Name of the receiver in errors.
 
     Raises:
-        PermissionDeniedError: Tasks of other roles may send it.
-        ProtocolError: It is not a request.
+        PermissionDeniedError: Only tasks of other roles may send the message.
+        ProtocolError: The message is not a request.
     """
     kind = type(message)
     rule = REQUESTS.get(kind)
@@ -118,37 +121,40 @@ def check_sender(task: str, sender: str, role: Job, message: object) -> None:
 
 
 class OwnerPeer(Protocol):
-    """A connection of a coordinator; connections are compared by identity."""
+    """A connection of the coordinator that owns a task; connections are compared by
+    identity."""
 
     @property
     def is_heard(self) -> bool:
-        """Whether the connection is intact, and a message came on it just now."""
+        """Whether the connection is intact, and a message came on it within the last
+        two heartbeats."""
         ...
 
     @property
     def heard(self) -> object:
-        """A value that changes with each message of the coordinator."""
+        """A value that changes with each message of the coordinator, to compare with a
+        later one."""
         ...
 
 
 @final
 class AbsentPeer:
-    """Stands for a connection that does not exist yet."""
+    """Takes the place of a connection of the owner that does not exist yet."""
 
     is_heard = False
     heard = None
 
     def notify(self, message: object) -> None:
-        """Raises `PeerLostError`, as nobody is connected."""
+        """Raises `PeerLostError`, as no coordinator is connected."""
         raise PeerLostError("the coordinator", "it has not come back yet")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The coordinator that owns a task. ``peer`` is its last connection; ``since`` is
-    when it became the owner, in seconds since 1970, None if not known; ``name``,
-    ``origin``, ``is_shared``, ``program`` and ``sent`` are those of `OpenSession`, and
-    ``sent`` is that of the last one."""
+    """The coordinator that owns a task. ``peer`` is the coordinator's newest
+    connection; ``since`` is when it became the owner, in seconds since 1970, None if
+    not known; ``name``, ``origin``, ``is_shared``, ``program`` and ``sent`` are those
+    of `OpenSession`, and ``sent`` is that of the newest `OpenSession`."""
 
     session: int
     peer: OwnerPeer
@@ -175,7 +181,8 @@ class Owner:
         return _process_of(self.hello) == _process_of(other)
 
     def to(self, other: Hello) -> str:
-        """Describes the owner to another coordinator that asks for the task."""
+        """Describes the owner in the error for another coordinator, ``other``, that
+        asks for the task."""
         if self.is_of(other):
             return (
                 "another strategy of your own program, created earlier: call "
@@ -196,25 +203,27 @@ def _process_of(hello: Hello) -> tuple[str, int, int]:
 
 
 _REFUSED: Final = 1024
-"""Most sessions that wait for a task; each is a program that may have ended."""
+"""Most refused sessions that are remembered; each is a program that waits for the task,
+and may have ended."""
 
 
 class Ownership:
-    """The session that one task serves. ``task`` names that task in errors."""
+    """The session that one task serves, and the coordinator that owns it. ``task`` is
+    the name of the task in errors."""
 
     def __init__(self, task: str) -> None:
         self._task = task
         self._owner: Owner | None = None
         self._links: list[OwnerPeer] = []
         """Connections by which the owner has opened the session; notices are sent on
-        the last one."""
+        the newest."""
         self._refused: OrderedDict[int, dict[OwnerPeer, object]] = OrderedDict()
-        """For each refused session: `OwnerPeer.heard` of the owner's connections when
-        it was first refused."""
+        """For each refused session the values of `OwnerPeer.heard` that the owner's
+        connections had when the session was first refused."""
 
     @property
     def session(self) -> int | None:
-        """The open session; None before the first one and after a close."""
+        """Number of the open session; None before the first one and after a close."""
         return None if self._owner is None else self._owner.session
 
     @property
@@ -225,20 +234,22 @@ class Ownership:
         """Makes a coordinator the owner of the task.
 
         Args:
-            asked: The new owner.
-            several: The coordinator may have several connections to the task, and is
-                lost with the last one. The caller calls `lost` with each ended one.
+            asked: The coordinator that asks to be the owner.
+            several: Whether the coordinator may have several connections to the task,
+                and is lost only with the last one. The caller calls `lost` with each
+                ended connection.
 
         Returns:
-            True if the session is new: the caller drops the state of an older one.
-            False if this session was open already (the coordinator reconnected).
+            True if the session is new, so that the caller must drop the state of an
+            older one. False if this session was open already (the coordinator
+            reconnected).
 
         Raises:
             BusyError: Another coordinator, which is not lost, owns the task.
-            HeldError: The same, and the other coordinator is surely alive: another
-                process, from which a message came after this session was first refused.
-                Until then it is a plain BusyError, which may pass soon, as after a
-                kill.
+            HeldError: Another coordinator owns the task and is surely alive: it is
+                another process, from which a message came after this session was first
+                refused. Until such a message the error is a plain BusyError, as the
+                owner may have been killed and be lost soon.
         """
         owner = self._owner
         is_new = owner is None or owner.session != asked.session
@@ -270,7 +281,8 @@ class Ownership:
         return is_new
 
     def adopt(self, asked: Owner) -> bool:
-        """Makes a coordinator the owner of the named session of a lost coordinator.
+        """Makes a coordinator the owner of the named session that a lost coordinator
+        left.
 
         The session gets another number, so that late messages of the lost coordinator
         are refused.
@@ -290,14 +302,15 @@ class Ownership:
         return True
 
     def inherit(self, owner: Owner) -> None:
-        """Continues the session of the previous process of this task. Its coordinator
-        counts as alive, as it will reconnect; if it is known to be lost, the caller
-        calls `lost`."""
+        """Continues the session that the previous process of this task served. The
+        session's coordinator counts as alive, as it will reconnect; if it is known to
+        be lost, the caller calls `lost`."""
         # The links of the old process have ended with it.
         self._owner, self._links = owner, []
 
     def lost(self, peer: object) -> bool:
-        """Removes an ended connection; returns True if the owner has no other one."""
+        """Removes an ended connection; returns True if it was the owner's last one, so
+        that the owner is lost."""
         owner, self._links = self._owner, self._others(peer)
         if owner is None or owner.peer is not peer:
             return False  # a connection that the owner has replaced may end late
@@ -309,8 +322,8 @@ class Ownership:
 
     def _has_proved_alive(self, owner: Owner, session: int) -> bool:
         """Returns whether a message of the owner has come since ``session`` was first
-        refused. Earlier messages prove nothing: the owner may have been killed just
-        then."""
+        refused. Earlier messages do not prove that the owner lives, as it may have been
+        killed since."""
         links = dict.fromkeys((owner.peer, *self._links))
         before = self._refused.setdefault(session, {link: link.heard for link in links})
         if len(self._refused) > _REFUSED:
@@ -321,13 +334,15 @@ class Ownership:
         return [link for link in self._links if link is not peer]
 
     def close(self, session: int, sent: float = math.inf) -> bool:
-        """Ends the session; False if none was open (it may be closed twice).
+        """Ends the session ``session``. Returns False if no session was open, as the
+        close may come twice.
 
         Args:
-            sent: When its coordinator sent the order, by the clock of `Owner.sent`.
+            sent: Time when its coordinator sent the `CloseSession`, by the clock of
+                `Owner.sent`.
 
         Raises:
-            StaleSessionError: Another session is open, or this one was opened again
+            StaleSessionError: Another session is open, or this session was opened again
                 after ``sent``.
         """
         owner = self._owner
@@ -347,7 +362,7 @@ class Ownership:
         """Checks that ``session`` is open.
 
         Raises:
-            StaleSessionError: Another session is open, or none.
+            StaleSessionError: Another session is open, or no session.
         """
         owner = self._owner
         if owner is not None and owner.session == session:

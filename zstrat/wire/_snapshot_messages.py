@@ -1,8 +1,11 @@
-"""Messages from a coordinator to a parameter server to save and to restore. A worker
-takes them for what windows of an optimizer keep there.
+"""Messages from a coordinator to a parameter server to save and restore variables. A
+worker accepts them for the state that it keeps between windows (runs of several local
+steps) of an optimizer.
 
-A snapshot has the values and slots of one moment. It is pinned, then written to a file
-or read, and released. Loading reads values and slots from files or from messages.
+A snapshot has the values and slots (optimizer states) of one moment. A server pins it,
+writes it to a file or sends it, and releases it. Loading takes values and slots from
+files or from messages. A *table of any id* has rows under ids of any int64 value, which
+are created at first use.
 """
 
 from dataclasses import field
@@ -13,12 +16,12 @@ from ._session import COORDINATOR, Repeat, request
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a snapshot: the value of a variable (``optimizer`` 0, ``leaf``
-    ""), or a leaf of an optimizer's state beside it, named by its path. A table of any
-    id has what is known of its ids (``optimizer`` 0, ``leaf`` ".ids" and so on) after
-    its value.
+    """One tensor of a snapshot: the value of a variable (``optimizer`` 0, ``leaf`` ""),
+    or a leaf of an optimizer's state of the variable, named by its path. After the
+    value of a table of any id come tensors about its ids (``optimizer`` 0, ``leaf``
+    ".ids" and so on).
 
-    ``rows``: its first axis is the variable's own.
+    ``rows``: the tensor's first axis is that of the variable.
     """
 
     key: int
@@ -32,15 +35,16 @@ class TensorEntry(NamedTuple):
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class PinSnapshot:
     """Keeps the present values and slots of variables until `ReleaseSnapshot`, while
-    updates continue. ``optimizers``: optimizers with the slots. Answered by
+    updates continue. ``optimizers``: optimizers whose slots are kept, too. Answered by
     `SnapshotPinned`.
 
-    ``first`` above 0 asks for more tensors of an existing snapshot, from that index:
-    thousands do not fit into one answer.
+    ``first`` above 0 asks for the list of more tensors of an existing snapshot, from
+    that index: thousands do not fit into one answer.
 
-    ``since``, one number for each key, if there are any: of a table of any id that
-    ``follows`` (`TableEntry`), the rows that have changed since a cut, and which ids
-    were removed (".gone"); -1: all of it. The cut of the snapshot is ".cut"[0]."""
+    ``since``: empty, or one cut (number of the last change at some moment) for each
+    key. Of a table of any id that ``follows`` changes (`TableEntry`), the snapshot then
+    has only the rows that have changed since the cut, and the ids that were removed
+    (".gone"); -1: the whole table. The cut of the snapshot itself is ".cut"[0]."""
 
     kind: ClassVar = 40
     session: int
@@ -53,7 +57,8 @@ class PinSnapshot:
 
 @message
 class SnapshotPinned:
-    """The tensors of a snapshot from index ``first``, and their total number."""
+    """Answers `PinSnapshot`: the tensors of a snapshot from index ``first``, and their
+    total number."""
 
     kind: ClassVar = 41
     tensors: list[TensorEntry]
@@ -63,7 +68,7 @@ class SnapshotPinned:
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class WriteSnapshot:
     """Writes tensors of a snapshot (by index in `SnapshotPinned`) to the new file
-    ``path`` under these names, and syncs it. Answered by `SnapshotWritten`."""
+    ``path`` under ``names``, and syncs the file. Answered by `SnapshotWritten`."""
 
     kind: ClassVar = 42
     session: int
@@ -75,8 +80,8 @@ class WriteSnapshot:
 
 @message
 class SnapshotWritten:
-    """A snapshot was written. Digests in the order of the names; ``size`` of the file
-    in bytes."""
+    """Answers `WriteSnapshot`: the digest of each tensor in the order of the names, and
+    the ``size`` of the file in bytes."""
 
     kind: ClassVar = 43
     digests: list[str]
@@ -85,7 +90,7 @@ class SnapshotWritten:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class ReadSnapshot:
-    """Asks for ``size`` bytes of a tensor of a snapshot; answered by `SnapshotPart`."""
+    """Asks for ``size`` bytes of a tensor of a snapshot. Answered by `SnapshotPart`."""
 
     kind: ClassVar = 44
     session: int
@@ -97,7 +102,7 @@ class ReadSnapshot:
 
 @message
 class SnapshotPart:
-    """Answers `ReadSnapshot`: one array of bytes."""
+    """Answers `ReadSnapshot` with one array of bytes."""
 
     kind: ClassVar = 45
     arrays: Arrays
@@ -113,14 +118,14 @@ class ReleaseSnapshot:
 
 
 class LoadEntry(NamedTuple):
-    """Loads rows ``[start, stop)`` of tensor ``name`` in the file ``path`` into the
+    """Rows to load: ``[start, stop)`` of tensor ``name`` in the file ``path``, into the
     rows from ``at`` of a variable's value or slot (as in `TensorEntry`). A tensor
     without the variable's rows is loaded whole (``start``, ``stop`` and ``at`` are 0).
-    ``name`` "": only checks that the file exists. ``path`` "" with an optimizer: resets
-    the optimizer's state of the variable.
+    ``name`` "": the server only checks that the file exists. ``path`` "" with an
+    optimizer: the server resets the optimizer's state of the variable.
 
-    ``rows``: the slot has the variable's rows. Needed while the server does not know
-    the state of the optimizer yet."""
+    ``rows``: the slot has a row for each row of the variable. The server needs this
+    while it does not know the state of the optimizer yet."""
 
     key: int
     optimizer: int
@@ -143,7 +148,8 @@ class LoadTensors:
 
 
 class StoreEntry(NamedTuple):
-    """The destination of one array: the rows from ``at``, as in `LoadEntry`."""
+    """The destination of one array of `StoreTensors`: the rows from ``at``, as in
+    `LoadEntry`."""
 
     key: int
     optimizer: int
@@ -154,7 +160,7 @@ class StoreEntry(NamedTuple):
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class StoreTensors:
-    """Sends values and slots to store. Answered by `Done`."""
+    """Sends values and slots, which the receiver stores. Answered by `Done`."""
 
     kind: ClassVar = 60
     session: int
@@ -163,8 +169,8 @@ class StoreTensors:
 
 
 class TableLeaf(NamedTuple):
-    """What is kept beside the ids of a table of any id: the value (``optimizer`` 0,
-    ``leaf`` ""), or a slot. ``rows``: it has a row for each id."""
+    """A tensor of a table of any id: its value (``optimizer`` 0, ``leaf`` ""), or a
+    slot. ``rows``: the tensor has a row for each id."""
 
     optimizer: int
     leaf: str
@@ -172,8 +178,8 @@ class TableLeaf(NamedTuple):
 
 
 class TableTensor(NamedTuple):
-    """A tensor ``name`` in the file ``path`` with a row for each id of the tensor
-    ``ids`` in the same file; ``ids`` "": a slot without rows."""
+    """A tensor of a table in a file: ``name`` in the file ``path`` has a row for each
+    id of the tensor ``ids`` in the same file; ``ids`` "": a slot without rows."""
 
     optimizer: int
     leaf: str
@@ -188,8 +194,9 @@ class LoadTable:
     can read: those whose ids are in the buckets from ``first`` to before ``last``
     (`zstrat.ids.buckets_of`). Answered by `Done`.
 
-    ``replaces``: the table has these rows alone afterwards, and these slots; if that
-    fails, it is as before. Otherwise rows of the same ids are replaced."""
+    ``replaces``: afterwards the table has the loaded rows and slots alone; if loading
+    fails, the table is as before. Otherwise the loaded rows replace rows of the same
+    ids."""
 
     kind: ClassVar = 132
     session: int
@@ -202,8 +209,9 @@ class LoadTable:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class StoreTable:
-    """Sends rows of a table of any id to store, as `LoadTable` of all buckets. The
-    arrays are ids, int64 ``[n]``, and one for each leaf. Answered by `Done`."""
+    """Sends rows of a table of any id, which the server stores as by a `LoadTable` of
+    all buckets. The arrays are ids, int64 ``[n]``, and one for each leaf. Answered by
+    `Done`."""
 
     kind: ClassVar = 133
     session: int

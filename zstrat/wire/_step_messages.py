@@ -1,7 +1,8 @@
 """Messages between a coordinator and a worker about closures and their resources.
 
-Code and arguments are sent once, and then referred to by digest or number. Dispatched
-closures are answered by `Completions`, many in one message.
+A *closure* is one scheduled run of a step function on a worker. Code and arguments are
+sent once, and then referred to by digest or number. Dispatched closures are answered by
+`Completions`, many in one message.
 """
 
 import enum
@@ -14,9 +15,9 @@ from ._session import COORDINATOR, Repeat, request
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a closure on a worker. FAILED: none of its updates was sent;
-    DOUBTFUL: it failed too, and some may have been applied. CANCELLED: it did not run.
-    """
+    """The outcome of a closure on a worker. FAILED: it raised an error, and none of its
+    updates was sent. DOUBTFUL: it failed, and some of its updates may have been
+    applied. CANCELLED: it did not run."""
 
     OK = 0
     FAILED = 1
@@ -60,7 +61,8 @@ class DropArguments:
 class Batch(NamedTuple):
     """Closures that share function and arguments; ``arguments`` 0: no arguments.
     ``attempt`` is 1 for the first try. ``size`` is the number of bytes of ``inputs``
-    per closure, of which the last ones are ``leases`` times a `LEASE`."""
+    (see `Dispatch`) per closure; the last of these bytes are as many `LEASE` structures
+    as ``leases`` says."""
 
     function: bytes
     arguments: int
@@ -71,18 +73,20 @@ class Batch(NamedTuple):
 
 
 LEASE: Final = struct.Struct("<QQQQ")
-"""A range of a leased dataset: its resource, the epoch, the first position in the order
-of the epoch, and the number of examples."""
+"""A range of a leased dataset, whose examples are assigned to closures in ranges: its
+resource, the epoch, the first position in the order of the epoch, and the number of
+examples."""
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class Dispatch:
-    """Runs closures in order. A notice, followed by `Completions` as they end.
-    ``inputs`` are the arrays among their arguments, closure after closure; a batch of
-    large ``size`` has ``arrays`` instead, uint8 [size] per closure. ``waiting`` is the
-    number of closures left in the program, ``full`` whether its queue is full.
-    ``metrics``, for observers of the worker, are those of
-    `ClusterCoordinator.metrics` that only the program knows; None: as before."""
+    """Sends closures, which the worker runs in order. A notice, followed by
+    `Completions` as the closures end. ``inputs`` are the arrays among the arguments of
+    the closures, closure after closure; a batch of large ``size`` has ``arrays``
+    instead, uint8 [size] per closure. ``waiting`` is the number of closures that still
+    wait in the program, ``full`` whether the program's queue is full. ``metrics``, for
+    observers of the worker, are those of `ClusterCoordinator.metrics` that only the
+    program knows; None: they have not changed."""
 
     kind: ClassVar = 51
     session: int
@@ -96,9 +100,10 @@ class Dispatch:
 
 
 class Completion(NamedTuple):
-    """The end of one closure. ``layout`` names a `LayoutMessage` sent before or in the
-    same message; ``size`` is the number of its bytes in ``results``, -1 if they stay on
-    the worker (`Fetch`). ``error`` is `errors.to_wire` or None."""
+    """The end of one closure. ``layout`` is the number of the `LayoutMessage` of its
+    result, sent before or in the same message; ``size`` is the number of the result's
+    bytes in ``results``, -1 if the result stays on the worker (`Fetch`). ``error`` is
+    `errors.to_wire` or None."""
 
     step: int
     outcome: int
@@ -119,8 +124,9 @@ class LayoutMessage(NamedTuple):
 
 class StepContribution(NamedTuple):
     """The gradients that a run of a step has contributed to rounds of an optimizer,
-    computed from values that are at least those of the round ``base``. ``coupled``: the
-    optimizer computes operands from all gradients of a round (`MergeOperands`)."""
+    computed from values of variables that are at least those of the round ``base``.
+    ``coupled``: the optimizer computes operands from all gradients of a round
+    (`MergeOperands`)."""
 
     step: int
     attempt: int
@@ -144,8 +150,8 @@ class Completions:
 
 
 class PrintedText(NamedTuple):
-    """Lines printed to one stream (1: standard output, 2: standard error), each with
-    its newline, after ``dropped`` lines that were not sent."""
+    """Lines that were printed to one stream (1: standard output, 2: standard error),
+    each with its newline, after ``dropped`` lines that were not sent."""
 
     stream: int
     text: str
@@ -154,8 +160,9 @@ class PrintedText(NamedTuple):
 
 @message
 class Printed:
-    """Output of steps and dataset functions of the session, in order; a notice from
-    worker to coordinator. The output of a step is sent before its completion."""
+    """Sends the output of steps and dataset functions of the session, in order; a
+    notice from worker to coordinator. The output of a step is sent before its
+    completion."""
 
     kind: ClassVar = 67
     session: int
@@ -164,7 +171,7 @@ class Printed:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class CancelSteps:
-    """Cancels every closure that has not begun; each is reported as cancelled in
+    """Cancels every closure that has not begun; the worker reports each as cancelled in
     `Completions`. A running closure continues. A notice."""
 
     kind: ClassVar = 53
@@ -173,7 +180,7 @@ class CancelSteps:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class Fetch:
-    """Asks for a result that stayed on the worker; answered by `Fetched`."""
+    """Asks a worker for a result that stayed there. Answered by `Fetched`."""
 
     kind: ClassVar = 54
     session: int
@@ -182,7 +189,7 @@ class Fetch:
 
 @message
 class Fetched:
-    """The leaves of the result that `Fetch` asked for."""
+    """Answers `Fetch` with the leaves of the result."""
 
     kind: ClassVar = 55
     arrays: Arrays
@@ -201,11 +208,12 @@ class DropResults:
 class BuildResource:
     """Builds or rebuilds a per-worker resource from sent code. Answered by
     `ResourceBuilt`, or by a `Failure` with the error of the code. ``maker`` is the
-    digest of a callable, ``purpose`` is "iterator" (its result is iterated) or "value".
-    A dataset is built for input pipeline ``pipeline`` of ``pipelines``; if that is 0,
-    for the worker's index in the session. An iterator continues at ``state``, of an
-    `IteratorState`; "": at the beginning. ``noted_as``: the number under which
-    parameter servers note what is done of a leased dataset; 0: they do not."""
+    digest of a callable, ``purpose`` is "iterator" (the worker iterates over its
+    result) or "value". A dataset is built for input pipeline ``pipeline`` of
+    ``pipelines``; if ``pipelines`` is 0, for the worker's index in the session. An
+    iterator continues at ``state``, of an `IteratorState`; "": at the beginning.
+    ``noted_as``: the number under which parameter servers note which ranges of a leased
+    dataset are done; 0: they note nothing."""
 
     kind: ClassVar = 57
     session: int
@@ -221,8 +229,9 @@ class BuildResource:
 
 @message
 class ResourceBuilt:
-    """``layout`` describes the elements of an iterator (its first one). ``examples`` is
-    the number of examples of a leased dataset; 0: it is not one."""
+    """Answers `BuildResource`. ``layout`` describes the elements of an iterator by its
+    first one. ``examples`` is the number of examples of a leased dataset; 0: the
+    resource is not one."""
 
     kind: ClassVar = 58
     layout: LayoutMessage
@@ -231,8 +240,8 @@ class ResourceBuilt:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AskIteratorState:
-    """Asks for the position of an iterator, where elements that were put back count as
-    not drawn. Answered by `IteratorState`, or by a `Failure`."""
+    """Asks for the position of an iterator, in which elements that were put back count
+    as not drawn. Answered by `IteratorState`, or by a `Failure`."""
 
     kind: ClassVar = 115
     session: int
@@ -253,7 +262,7 @@ class AskIteratorFit:
 @message
 class IteratorState:
     """The position of an iterator. ``state`` is JSON; "" if the iterator was empty or
-    could not be built, and so is still at its beginning."""
+    could not be built, and so its position is still the beginning."""
 
     kind: ClassVar = 116
     state: str

@@ -3,8 +3,8 @@
 One coordinator owns a task at a time. It opens a session before anything else, and the
 state of the session is dropped with it (`_session`).
 
-No coordinator takes part in a group. A ticket names one generation of a group, and
-messages with another ticket are refused.
+No coordinator takes part in a group. The ticket is a random name of one generation
+(membership) of a group; a rank refuses messages with another ticket.
 """
 
 from dataclasses import field
@@ -16,7 +16,7 @@ from ._session import ANY_TASK, COORDINATOR, TRAINING, WORKER, Repeat, request
 
 @message
 class Failure:
-    """The outcome of a failed request: `zstrat.errors.to_wire` of the error."""
+    """Reports that a request has failed, with `zstrat.errors.to_wire` of the error."""
 
     kind: ClassVar = 6
     error: PlainTree
@@ -24,7 +24,7 @@ class Failure:
 
 @message
 class Done:
-    """The outcome of a successful request without a result."""
+    """Reports that a request without a result has succeeded."""
 
     kind: ClassVar = 7
 
@@ -38,7 +38,7 @@ class Inspect:
 
 @message
 class Statistics:
-    """Answers `Inspect`: values by the part of the task."""
+    """Answers `Inspect` with values by the part of the task."""
 
     kind: ClassVar = 9
     values: dict[str, PlainTree]
@@ -46,9 +46,9 @@ class Statistics:
 
 @message
 class Telemetry:
-    """Reports a task to the program whose session it serves, about once a second while
-    the values change: the parts of `Statistics` that `zstrat.telemetry` computes. A
-    notice; the next one replaces one that is lost."""
+    """Sends numbers of a task to the program whose session the task serves, about once
+    a second while the values change: the parts of `Statistics` that `zstrat.telemetry`
+    computes. A notice; the next one replaces one that is lost."""
 
     kind: ClassVar = 105
     values: dict[str, PlainTree]
@@ -57,23 +57,24 @@ class Telemetry:
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class OpenSession:
     """Makes a coordinator the owner of a task. Answered by `SessionOpened`, or by a
-    `BusyError` while another coordinator that is alive owns it.
+    `BusyError` while another coordinator that is alive owns the task.
 
     ``session`` is the incarnation of the coordinator. ``ps`` are the addresses of the
     parameter servers in task order. ``index`` is the receiver's index among the tasks
-    of its job that the coordinator knows; it goes into the worker context with
-    ``worker_count``. ``prefetch``: optimizer steps that a worker may fetch ahead.
-    ``listens``: the coordinator wants the output of its steps (`Printed`). ``views``:
-    view numbers of the stores at ``ps``, which may move (`MoveServer`). ``replicas``:
-    number of backups of each store, in other processes.
+    of its job that the coordinator knows; the worker's context shows it, with
+    ``worker_count``. ``prefetch``: number of optimizer steps for which a worker may
+    fetch values ahead. ``listens``: the coordinator wants to receive what its steps
+    print (`Printed`). ``views``: view numbers of the stores at ``ps``, which may move
+    (`MoveServer`). ``replicas``: number of backups of each store, in other processes.
 
     A ps uses ``session`` and ``name``: if a coordinator is lost, the ps keeps a named
     session, with variables, slots and keys, for the next coordinator that opens it by
-    this name. ``views`` for a ps: the view since which another process serves its
-    store, if one does. ``origin`` is the number from which the keys are counted; 0: the
-    session's own. ``is_shared``: workers that run a program of their own may join
-    (`JoinSession`). ``program``: name of the program for messages ("train.py").
-    ``sent``: monotonic time of the coordinator when this was sent (`CloseSession`).
+    this name. ``views`` for a ps: the view since which another process serves this ps's
+    store, if another does. ``origin`` is the number from which the keys of variables
+    are counted; 0: that of the session itself. ``is_shared``: workers that run a
+    program of their own may join (`JoinSession`). ``program``: name of the program for
+    messages ("train.py"). ``sent``: monotonic time of the coordinator when it sent this
+    message, to compare with `CloseSession`.
     """
 
     kind: ClassVar = 16
@@ -94,11 +95,13 @@ class OpenSession:
 
 @message
 class SessionOpened:
-    """A session is open. ``platform`` ("cpu", "gpu", "tpu") and number of ``devices``.
+    """Answers `OpenSession`: the session is open. Has the task's ``platform`` ("cpu",
+    "gpu", "tpu") and its number of ``devices``.
 
-    ``resumed``: the session was open before, and its state is intact. ``session``: its
-    number, in the answer to a `JoinSession`. ``origin``, of a ps: as in `OpenSession`;
-    differs from the session's number if that continues an older session.
+    ``resumed``: the session was open before, and its state is intact. ``session``: the
+    number of the session, in the answer to a `JoinSession`. ``origin``, of a ps: as in
+    `OpenSession`; differs from the session's number if the session continues an older
+    one.
     """
 
     kind: ClassVar = 17
@@ -110,7 +113,8 @@ class SessionOpened:
 
 
 class Awaited(NamedTuple):
-    """A variable that another program has to create under this key."""
+    """A variable that another program has to create under this key before a
+    `JoinSession` is answered."""
 
     key: int
     name: str
@@ -119,7 +123,8 @@ class Awaited(NamedTuple):
 
 
 class AwaitedOptimizer(NamedTuple):
-    """An optimizer that another program has to create under this number."""
+    """An optimizer that another program has to create under this number before a
+    `JoinSession` is answered."""
 
     optimizer: int
     name: str
@@ -130,7 +135,8 @@ class JoinSession:
     """Asks a ps for the session of the program that creates the variables; sent by a
     worker that runs a program of its own. Answered by `SessionOpened` once ``session``
     is open (0: any session whose coordinator is alive) and has all these variables and
-    optimizers. Refused if one of them is another one, or after ``timeout`` seconds."""
+    optimizers. Refused if a variable or optimizer of the session differs, or after
+    ``timeout`` seconds."""
 
     kind: ClassVar = 19
     session: int
@@ -142,7 +148,7 @@ class JoinSession:
 @request(by=WORKER, repeat=Repeat.NEVER)
 class ReportWorker:
     """Reports a new worker to a parameter server, which passes it on to the program
-    whose session it serves. Answered by `AnswerReport` when the worker is in that
+    whose session it serves. Answered by `AnswerReport` when the worker is part of that
     session. Refused by the program, or after ``timeout`` seconds.
 
     ``address``: address of the worker. ``index``: its number, or -1 if it asks for one.
@@ -169,8 +175,9 @@ class WorkerReported:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class AnswerReport:
-    """Answers a `WorkerReported`: the ``index`` of the worker, or
-    `zstrat.errors.to_wire` of the reason of a refusal. Answered by `Done`."""
+    """Answers a `WorkerReported`, and through it the worker's `ReportWorker`: the
+    ``index`` of the worker, or `zstrat.errors.to_wire` of the reason of a refusal.
+    Answered by `Done`."""
 
     kind: ClassVar = 113
     session: int
@@ -184,8 +191,8 @@ class CloseSession:
     """Closes the session and drops its state; with ``exit`` the process drains and
     ends. Answered by `Done`.
 
-    Refused if the session was reopened after this was ``sent``: messages of different
-    connections may arrive in another order.
+    Refused if the session was reopened after the time ``sent`` of this message:
+    messages of different connections may arrive in another order.
     """
 
     kind: ClassVar = 18
@@ -212,9 +219,9 @@ class ClockTime:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class BeginCapture:
-    """Starts to keep the spans of the session's steps: the last ``spans``, for at most
-    ``seconds``. ``profile``: a worker also starts jax's profiler, into a new folder.
-    Answered by `Done`."""
+    """Makes a task keep the spans (timed phases) of the session's steps: the last
+    ``spans``, for at most ``seconds``. ``profile``: a worker also starts jax's
+    profiler, into a new folder. Answered by `Done`."""
 
     kind: ClassVar = 108
     session: int
@@ -225,7 +232,7 @@ class BeginCapture:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class EndCapture:
-    """Stops keeping spans, and asks for them. Answered by `Captured`."""
+    """Makes a task stop keeping spans, and asks for them. Answered by `Captured`."""
 
     kind: ClassVar = 109
     session: int
@@ -233,13 +240,13 @@ class EndCapture:
 
 @message
 class Captured:
-    """Captured spans: steps (int64 [n]), indices into ``phases`` (uint8 [n]), starts
-    and ends (float64 [2, n], seconds of the clock of `ClockTime`); and times with the
-    bytes received and sent by the process so far (float64 [3, m]). ``is_cut``: there
-    were more spans. ``profile``: folder of jax's profile; ``problem``: why there is
-    none. A profile adds three arrays of its events: indices of rows and names (uint32
-    [2, k]), starts and ends (float64 [2, k]), and a JSON text (uint8) with the rows,
-    the names and a note."""
+    """Answers `EndCapture` with the captured spans: steps (int64 [n]), indices into
+    ``phases`` (uint8 [n]), starts and ends (float64 [2, n], seconds of the clock of
+    `ClockTime`); and times with the bytes received and sent by the process so far
+    (float64 [3, m]). ``is_cut``: there were more spans than were kept. ``profile``:
+    folder of jax's profile; ``problem``: why there is no profile. A profile adds three
+    arrays of its events: indices of rows and names (uint32 [2, k]), starts and ends
+    (float64 [2, k]), and a JSON text (uint8) with the rows, the names and a note."""
 
     kind: ClassVar = 110
     phases: list[str]
@@ -289,7 +296,8 @@ class MemberEntry(NamedTuple):
 class JoinGroup:
     """Asks rank 0 to form a generation of a group. Answered by `GroupFormed` once all
     ``size`` ranks have asked, or after ``timeout`` seconds by an error that names the
-    missing ranks. ``generation``: the lowest acceptable one, 0 for a new process."""
+    missing ranks. ``generation``: the lowest number of the generation that the rank
+    accepts, 0 for a new process."""
 
     kind: ClassVar = 72
     group: str
@@ -302,9 +310,9 @@ class JoinGroup:
 
 @message
 class GroupFormed:
-    """A generation is formed. ``ticket`` is its random name. ``members`` are in the
-    order of ranks. ``choices`` is rank 0's table of algorithms, for all: ranks with
-    different tables would wait for each other."""
+    """Answers `JoinGroup`: a generation is formed. ``ticket`` is its random name.
+    ``members`` are in the order of ranks. ``choices`` is rank 0's table of algorithms,
+    which all ranks use: ranks with different tables would wait for each other."""
 
     kind: ClassVar = 73
     ticket: int
@@ -315,11 +323,13 @@ class GroupFormed:
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
 class Hop:
-    """A notice with part of one call of a collective, from one rank to another.
+    """Sends part of the data of one call of a collective operation, from one rank to
+    another. A notice.
 
-    ``call`` numbers the calls of a group, ``place`` the hops of a call, the same on all
-    ranks. ``about`` is a digest of the call (operation, dtype, sizes), by which ranks
-    notice that they make different calls. ``arrays``: at most one, of bytes.
+    ``call`` numbers the calls of a group, ``place`` the hops of a call, with the same
+    numbers on all ranks. ``about`` is a digest of the call (operation, dtype, sizes),
+    by which ranks notice that they make different calls. ``arrays``: at most one, of
+    bytes.
     """
 
     kind: ClassVar = 74
@@ -332,8 +342,8 @@ class Hop:
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
 class AbortCall:
-    """A notice: the sender ends the generation because of ``error`` (`to_wire`) in a
-    call. ``lost``: ranks that are lost."""
+    """Reports that the sender ends the generation because of ``error`` (`to_wire`) in a
+    call. A notice. ``lost``: ranks that are lost."""
 
     kind: ClassVar = 75
     ticket: int
@@ -344,7 +354,8 @@ class AbortCall:
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
 class AskCall:
-    """Asks a rank for its progress with a call. Answered by `CallState`."""
+    """Asks a rank for its progress with a call of a collective operation. Answered by
+    `CallState`."""
 
     kind: ClassVar = 76
     ticket: int
@@ -353,10 +364,10 @@ class AskCall:
 
 @message
 class CallState:
-    """The progress of a rank with a call. ``about``: description of the call, "" if the
-    rank has not made it; ``waits``: ranks that it waits for. ``is_over``: the call has
-    ended there. ``is_broken``: the generation has ended there; an `AbortCall` or
-    `LeaveGroup` under way has the reason."""
+    """Answers `AskCall`: the progress of the rank with the call. ``about``: description
+    of the call, "" if the rank has not begun it; ``waits``: ranks that the rank waits
+    for. ``is_over``: the call has ended on the rank. ``is_broken``: the generation has
+    ended on the rank; an `AbortCall` or `LeaveGroup` under way has the reason."""
 
     kind: ClassVar = 77
     about: str
@@ -367,8 +378,8 @@ class CallState:
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
 class LeaveGroup:
-    """A notice: the sender leaves the generation on purpose. ``calls``: number of
-    untagged operations that it has begun."""
+    """Reports that the sender leaves the generation on purpose. A notice. ``calls``:
+    number of untagged operations that the sender has begun."""
 
     kind: ClassVar = 78
     ticket: int

@@ -1,6 +1,9 @@
 """Messages from coordinators and workers to a parameter server about variables.
 
-Variables are created, read, and pushed to; a push applies as a whole and at most once.
+A *push* sends updates of variables; the server applies it as a whole and at most once.
+A *pull* reads variables. Keys, versions and slots (optimizer states) belong to
+variables. A *table of any id* has rows under ids of any int64 value, which are created
+(born) at first use; its ids are divided into buckets.
 """
 
 import enum
@@ -12,7 +15,8 @@ from ._session import COORDINATOR, READING, TRAINING, Repeat, request
 
 
 class UpdateOp(enum.IntEnum):
-    """What a push does to a variable; the operands are the update's arrays in order."""
+    """What an update of a push does to its variable; the operands are the update's
+    arrays in order."""
 
     ASSIGN = 0  # value
     ADD = 1  # delta
@@ -36,7 +40,8 @@ class UpdateOp(enum.IntEnum):
 
 
 class EvictionRule(enum.IntEnum):
-    """Which rows of some buckets of a table `UpdateOp.EVICT_ROWS` drops, by a limit."""
+    """By what limit `UpdateOp.EVICT_ROWS` chooses the rows of some buckets of a table
+    that it removes."""
 
     UNUSED = 0  # without a gradient in the last pushes to the table, so many
     NORM = 1  # whose Euclidean norm is less
@@ -47,7 +52,7 @@ class EvictionRule(enum.IntEnum):
 
 
 class Codec(enum.IntEnum):
-    """The format of a gradient; `zstrat.codecs` has them."""
+    """The formats in which a gradient may travel; `zstrat.codecs` implements them."""
 
     NONE = 0
     BFLOAT16 = 1
@@ -58,12 +63,13 @@ class Codec(enum.IntEnum):
 
 
 CODED: Final = 256
-"""The ``op`` of an update is an `UpdateOp`, plus this times the gradient's `Codec`."""
+"""Factor of the `Codec` in the ``op`` of an update, which is its `UpdateOp` plus this
+times the gradient's `Codec`."""
 
 
 class VariableEntry(NamedTuple):
     """A variable to create, under a ``key`` that is unique in the session. Its initial
-    value is the array at the same place in the message."""
+    value is the array at the same position in the message."""
 
     key: int
     name: str
@@ -73,8 +79,9 @@ class VariableEntry(NamedTuple):
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CreateVariables:
-    """Creates all variables or none. Answered by `Done`. Creating the same key, name,
-    shape and dtype again is allowed and keeps the value."""
+    """Creates all variables of the message or none. Answered by `Done`. Creating a
+    variable of the same key, name, shape and dtype again is allowed and keeps its
+    value."""
 
     kind: ClassVar = 32
     session: int
@@ -83,8 +90,9 @@ class CreateVariables:
 
 
 class InitialEntry(NamedTuple):
-    """A variable whose initial value the server computes: the part ``shape`` of
-    ``whole``, from ``offset`` (one number per axis each)."""
+    """A variable whose initial value the server computes: the part of the shape
+    ``shape`` from ``offset`` in an array of the shape ``whole`` (one number per axis
+    each)."""
 
     key: int
     name: str
@@ -109,22 +117,23 @@ class InitializeVariables:
 
 
 TABLE_ROW_BYTES: Final = 2**16
-"""Bytes of a row of a table of any id, at most: a 16th of what an undo log of a server
-takes, so that slots of it, which may be of a wider dtype, are not too wide either."""
+"""Most bytes of a row of a table of any id: a 16th of what an undo log of a server
+takes, so that rows of its slots, which may be of a wider dtype, are not too long
+either."""
 
 
 class TableEntry(NamedTuple):
-    """A part of a table of any id, which begins without rows. ``row`` is the shape of a
-    row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value.
+    """A part of a table of any id to create, without rows at first. ``row`` is the
+    shape of a row; ``seed``, from 0 to 2**63 - 1, and an id give the row's first value.
 
-    ``gradients``: the number of the push with whose gradient an id is born; earlier
-    ones are dropped. ``chance``: the share of all ids that are born at all. Updates but
-    those of optimizers bear any id at once. ``tracks``: when rows had gradients, and
-    how many, is noted for rules of eviction. ``follows``: it is noted which rows have
-    changed since any *cut*, the number of the last change of the part at some moment
-    (each session counts on from another number), and which ids were removed.
-    ``sketch``: gradients are counted in so many bytes for each bucket, or exactly if it
-    is 0."""
+    ``gradients``: how many pushes must have a gradient for an id until the id is born;
+    gradients before that are dropped. ``chance``: the share of all ids that are born at
+    all. Updates that are not those of an optimizer create any id at once. ``tracks``:
+    the server notes when rows had gradients, and how many, for rules of eviction.
+    ``follows``: the server notes which rows have changed since any *cut*, the number of
+    the last change of the part at some moment (each session counts on from another
+    number), and which ids were removed. ``sketch``: the server counts gradients
+    approximately, in so many bytes for each bucket; 0: exactly."""
 
     key: int
     name: str
@@ -141,10 +150,11 @@ class TableEntry(NamedTuple):
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class CreateTables:
-    """Creates all tables or none, as `CreateVariables`, with first values from pickled
-    code of an initializer, `zstrat.initializers.Initializer`. Answered by `Done`.
+    """Creates all tables of any id of the message or none, as `CreateVariables` does.
+    Pickled code of an initializer (`zstrat.initializers.Initializer`) computes the
+    first values of rows. Answered by `Done`.
 
-    Reads and updates of rows of a table have int64 ids in place of indices. Those of
+    Reads and updates of rows of a table have int64 ids in place of indices. The ids of
     `PullRows` and of `UpdateOp.OPTIMIZE_ROWS` are distinct, and their hashes
     (`zstrat.ids.hashes_of`) ascend.
     """
@@ -157,17 +167,18 @@ class CreateTables:
 
 @request(by=READING, repeat=Repeat.SAFE)
 class PullTable:
-    """Reads the rows of a table whose ids are in the buckets from ``first`` to before
-    ``last`` (`zstrat.ids.buckets_of`). Answered by `Pulled`, with the table's version
-    and two arrays: ids ``[n]``, sorted by bucket and then by id, and rows
-    ``[n, ...]``.
+    """Reads the rows of a table of any id whose ids are in the buckets from ``first``
+    to before ``last`` (`zstrat.ids.buckets_of`). Answered by `Pulled`, with the table's
+    version and two arrays: ids ``[n]``, sorted by bucket and then by id, and rows ``[n,
+    ...]``.
 
-    ``since`` from 0 on: a cut of the table, which is created so that it ``follows``.
-    The answer has the rows that have changed since, and two more arrays: ids that were
-    removed since, int64 ``[m]``, and the cut of now, int64 ``[1]``.
+    ``since`` of 0 or more: a cut of the table, which must have been created to follow
+    its changes (`TableEntry`). The answer has only the rows that have changed since the
+    cut, and two more arrays: ids that were removed since the cut, int64 ``[m]``, and
+    the present cut, int64 ``[1]``.
 
-    ``arrays``: maybe one, distinct ids, int64 ``[k]``, in place of buckets. The answer
-    has those that have rows, in their order."""
+    ``arrays``: empty, or distinct ids to read in place of buckets, int64 ``[k]``. The
+    answer has those ids that have rows, in their order."""
 
     kind: ClassVar = 70
     session: int
@@ -180,7 +191,7 @@ class PullTable:
 
 @request(by=READING, repeat=Repeat.SAFE)
 class AskTables:
-    """Asks how large tables are. Answered by `TableSizes`."""
+    """Asks how large tables of any id are. Answered by `TableSizes`."""
 
     kind: ClassVar = 130
     session: int
@@ -189,10 +200,11 @@ class AskTables:
 
 @message
 class TableSizes:
-    """Answers `AskTables`, one number per table each: rows; bytes of rows, ids, index
-    and slots; rows that were born, and removed or evicted, since the server has the
-    table; ids that wait for admission; gradients of rows that were dropped, as their
-    ids were not admitted; changes of rows, 0 if these are not noted."""
+    """Answers `AskTables`, with one number per table in each field: rows; bytes of
+    rows, ids, index and slots; rows that were born, and removed or evicted, since the
+    server has the table; ids that wait to be born; gradients of rows that were dropped,
+    as their ids were not born yet; changes of rows, 0 if the server does not note
+    them."""
 
     kind: ClassVar = 131
     rows: list[int]
@@ -207,8 +219,9 @@ class TableSizes:
 # A second one would find nothing to delete: a client repeats it with ``again``.
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class DeleteVariables:
-    """Frees the variables of these keys, and their slots. Answered by `Done`. All have
-    to be there, unless it comes ``again``: it may have been carried out."""
+    """Frees the variables of these keys, and their slots. Answered by `Done`. All must
+    exist, unless the request is sent ``again``: the first one may have been carried
+    out."""
 
     kind: ClassVar = 33
     session: int
@@ -230,9 +243,10 @@ class CreateOptimizer:
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
 class BindOptimizer:
-    """Sends the tree of variables that an optimizer updates. One array of bytes: data,
-    never code, so that every task that applies gradients may send it. Answered by
-    `Done`. Sending the same again is allowed."""
+    """Sends the tree (nested structure) of the variables that an optimizer updates, as
+    one array of bytes. The bytes are data, never code, so every task that applies
+    gradients may send them. Answered by `Done`. Sending the same tree again is
+    allowed."""
 
     kind: ClassVar = 66
     session: int
@@ -242,8 +256,8 @@ class BindOptimizer:
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class Withdraw:
-    """Drops variables and optimizers after a failed creation, as their numbers will be
-    reused. Answered by `Done`, even if there is nothing to drop."""
+    """Drops variables and optimizers after their creation failed, as their numbers will
+    be reused. Answered by `Done`, even if they do not exist."""
 
     kind: ClassVar = 65
     session: int
@@ -252,9 +266,9 @@ class Withdraw:
 
 
 class Read(NamedTuple):
-    """One variable of a `Pull`. ``known`` is the version that the reader has, whose
-    value is not sent again; -1: none. ``codec``: a `Codec` in which a float32 value is
-    sent, NONE or BFLOAT16."""
+    """One variable of a `Pull`. ``known`` is the version that the reader has already,
+    whose value is not sent again; -1: it has none. ``codec``: a `Codec` in which a
+    float32 value is sent, NONE or BFLOAT16."""
 
     key: int
     known: int
@@ -273,17 +287,17 @@ class Pull:
 
 @request(by=READING, repeat=Repeat.SAFE)
 class PullRows:
-    """Reads several variables, as `Pull`, and rows of others, and sets of variables.
-    Answered by `Pulled`.
+    """Reads several variables as `Pull` does, rows of other variables, and sets of
+    small variables. Answered by `Pulled`.
 
     ``rows`` are the keys of the variables whose rows are read; the array at the same
     position has the indices, ``[n]`` integers of the variable's first axis.
 
-    ``sets`` are variables of one dtype that are read side by side, as one array: for
-    each the version that the reader has, -1 for none. The array at the same position
-    after those of ``rows`` has their keys, int64 ``[n]``. The version of a set is the
-    sum of those of its variables: none of these falls, so it returns only if none of
-    them has changed.
+    ``sets`` has one item for each set, which is variables of one dtype that are read as
+    one array: the version of the set that the reader has, -1 for none. The array at the
+    same position after those of ``rows`` has the keys of the variables, int64 ``[n]``.
+    The version of a set is the sum of the versions of its variables. As no version ever
+    falls, equal sums mean that no variable of the set has changed.
     """
 
     kind: ClassVar = 61
@@ -296,12 +310,12 @@ class PullRows:
 
 @message
 class Pulled:
-    """Answers a pull: one version per read, in order, and one per set. ``arrays`` has
-    the values of those whose version differs from the known one, in order, of sets
-    ``[elements]``, and then the rows ``[n, ...]`` for each of `PullRows.rows`.
-    ``clock`` is the number of pushes to any variables that the server has applied: the
-    difference of two clocks is the number of pushes in between. It is ignored in
-    comparisons."""
+    """Answers a pull: one version per read, in order, and one per set. ``arrays`` has,
+    in order, the values of the reads and sets whose version differs from the known one
+    (of a set the array ``[elements]``), and then the rows ``[n, ...]`` for each of
+    `PullRows.rows`. ``clock`` is the number of pushes to any variables that the server
+    has applied: the difference of two clocks is the number of pushes in between.
+    Comparisons of messages ignore ``clock``."""
 
     kind: ClassVar = 36
     versions: list[int]
@@ -313,7 +327,7 @@ class Update(NamedTuple):
     """One change of one variable. ``op`` is an `UpdateOp`, with the `Codec` of the
     gradient (`CODED`). ``operands`` is the number of its arrays in the push.
 
-    The ``key`` of OPTIMIZE_SET is the first one of its set.
+    The ``key`` of OPTIMIZE_SET is the first key of the set.
 
     ``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS. Such an
     update changes nothing by itself: all updates of the same optimizer that follow in
@@ -328,17 +342,18 @@ class Update(NamedTuple):
 
 @request(by=TRAINING, repeat=Repeat.BY_STEP)
 class Push:
-    """Applies all updates or none. Answered by `Pushed`.
+    """Applies all its updates or none. Answered by `Pushed`.
 
-    ``step`` is the closure: a ps applies the push of ``(session, step, part)`` at most
-    once. ``step`` -1: applied as often as it is sent.
+    ``step`` is the number of the closure: a ps applies the push of ``(session, step,
+    part)`` at most once. ``step`` -1: the ps applies the push as often as it is sent.
 
-    ``writer``: 0 for closures of the session. Else the incarnation of the sending
-    process, and ``step`` is the number of one of its own updates: all of its updates
-    below ``low_water`` have ended.
+    ``writer``: 0 for closures of the session. Otherwise the incarnation of the sending
+    process, which pushes outside of closures: ``step`` is then a number that the
+    process gives to the push, and all its pushes below ``low_water`` have ended.
 
-    ``leases``: each a `LEASE`, the ranges of leased datasets that are done with it.
-    One of no examples comes first, to forget what was done of its dataset before.
+    ``leases``: `LEASE` structures, the ranges of leased datasets that are done once the
+    push is applied. A range of no examples comes first, and makes the server forget all
+    ranges of its dataset that were done before.
     """
 
     kind: ClassVar = 37
@@ -354,8 +369,9 @@ class Push:
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
 class RaiseMark:
-    """Notes that all closures below ``low_water`` have ended: later pushes of them are
-    duplicates, and none has to be remembered. A notice."""
+    """Notifies a server that all closures below ``low_water`` have ended: it treats
+    later pushes of these closures as duplicates, and need not remember them one by one.
+    A notice."""
 
     kind: ClassVar = 71
     session: int
@@ -364,12 +380,13 @@ class RaiseMark:
 
 @request(by=TRAINING, repeat=Repeat.BY_STEP)
 class PushPart:
-    """Applies a part of an eager step, as `Push`; parts are numbered in their order.
-    Answered by `Pushed`.
+    """Applies a part of an eager step (which runs as Python and may update several
+    times), as `Push` does; the parts of a step are numbered in their order. Answered by
+    `Pushed`.
 
-    ``names`` describe each update and its line in the step; ``attempt`` is the number
-    of the run. Refused if another part was applied under this number, or if the run is
-    not the newest.
+    ``names`` describe each update and its line in the step's code; ``attempt`` is the
+    number of the run. Refused if a different part was applied under this number, or if
+    the run is not the newest.
     """
 
     kind: ClassVar = 100
@@ -386,9 +403,9 @@ class PushPart:
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
 class AskParts:
-    """Asks which parts of an eager step were applied, from part ``first``, before it
-    runs again. Answered by `AppliedParts`. Later pushes of runs before ``attempt`` are
-    refused."""
+    """Asks which parts of an eager step were applied, from part ``first``, before the
+    step runs again. Answered by `AppliedParts`. From then on the server refuses pushes
+    of runs before ``attempt``."""
 
     kind: ClassVar = 101
     session: int
@@ -407,7 +424,7 @@ class PartEntry(NamedTuple):
 @message
 class AppliedParts:
     """Answers `AskParts`: the parts that a server has applied, in order. ``more`` is
-    the part from which to ask again, if one answer cannot have all; else 0."""
+    the part from which to ask again, if one answer cannot have all parts; else 0."""
 
     kind: ClassVar = 102
     parts: list[PartEntry]
@@ -416,8 +433,8 @@ class AppliedParts:
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class AskLeases:
-    """Asks which ranges of leased datasets are done, by all pushes so far. Answered by
-    `AppliedLeases`."""
+    """Asks which ranges of leased datasets are done by the pushes that the server has
+    applied so far. Answered by `AppliedLeases`."""
 
     kind: ClassVar = 129
     session: int
@@ -425,14 +442,15 @@ class AskLeases:
 
 @message
 class AppliedLeases:
-    """Answers `AskLeases`: as ``leases`` of `Push`, one array uint8 [bytes]."""
+    """Answers `AskLeases` with `LEASE` structures as in ``leases`` of `Push`, in one
+    array uint8 [bytes]."""
 
     kind: ClassVar = 128
     arrays: Arrays
 
 
 class StepRun(NamedTuple):
-    """The steps ``[first, end)``."""
+    """The steps from ``first`` to before ``end``."""
 
     first: int
     end: int
@@ -440,10 +458,9 @@ class StepRun(NamedTuple):
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
 class Fence:
-    """Ends all steps below ``low_water``, and those of ``over``, even if a worker still
-    runs one: their later pushes are answered as duplicates. Answered by `Fenced` once
-    their earlier pushes are done.
-    """
+    """Makes a server end all steps below ``low_water``, and the steps of ``over``, even
+    if a worker still runs one: the server answers their later pushes as duplicates.
+    Answered by `Fenced` once their earlier pushes are done."""
 
     kind: ClassVar = 103
     session: int
@@ -454,7 +471,8 @@ class Fence:
 
 @message
 class Fenced:
-    """Answers `Fence`: the steps among ``asked`` that have applied a push here."""
+    """Answers `Fence` with those steps of ``asked`` that have applied a push on this
+    server."""
 
     kind: ClassVar = 104
     applied: list[int]
@@ -463,7 +481,7 @@ class Fenced:
 @message
 class Pushed:
     """Answers a push. ``applied`` is false for a duplicate; versions are those after
-    the push, which ``clock``, as in `Pulled`, counts, too."""
+    the push. ``clock`` is as in `Pulled`, and counts this push, too."""
 
     kind: ClassVar = 38
     applied: bool
@@ -473,8 +491,8 @@ class Pushed:
 
 @request(by=TRAINING, repeat=Repeat.BY_STEP)
 class Exchange:
-    """Applies a push, then reads as `PullRows`: all that a training step needs of a ps,
-    in one message. Answered by `Exchanged`.
+    """Applies a push, then reads as `PullRows` does: one request for all that a
+    training step needs from a ps. Answered by `Exchanged`.
 
     ``arrays``: the operands of the updates in order, then the indices for each of
     ``rows``, then the keys for each of ``sets``.

@@ -1,4 +1,4 @@
-"""The members of a group: how they form it, make calls, and leave it."""
+"""A group of ranks: forms generations, makes collective calls, and leaves."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CallOptions:
 
 
 def packs(leaves: Sequence[ArrayLeaf], options: CallOptions) -> str:
-    """Describes the packing of small arrays, if that is not the default."""
+    """Describes how small arrays are packed, if that is not the default; else ""."""
     packs = options.bytes_per_pack
     return f"bytes_per_pack={packs}" if packs and len(leaves) > 1 else ""
 
@@ -44,11 +44,12 @@ def words_of(
     *more: str,
     free: Sequence[ArrayLeaf] = (),
 ) -> str:
-    """Describes an operation; ``free`` are leaves whose first axis may differ.
+    """Describes an operation as text, which must be equal on all ranks; ``free`` are
+    leaves whose first axis may differ.
 
     Raises:
-        ValueError: The operation does not have the algorithm, or not with compression;
-            names those that it has.
+        ValueError: The operation does not support the algorithm, or not with
+            compression; the error names the supported ones.
     """
     _check_algorithm(kind, options)
     words = [described(leaves, free), *filter(None, more)]
@@ -114,7 +115,8 @@ def read_only() -> ValueError:
 
 
 def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
-    """Checks that no two arrays of a tree overlap: both results would be written."""
+    """Checks that no two arrays of a tree overlap, since the results of both would be
+    written there."""
     spans = sorted(
         (start, start + leaf.flat.nbytes)
         for leaf in leaves
@@ -150,10 +152,10 @@ def check_splits(size: int, rows: int, splits: Sequence[int] | None) -> None:
 
 
 def positive(name: str, given: float | None, default: float) -> float:
-    """Returns the given seconds, or the default.
+    """Returns the seconds ``given`` for an argument, or the default if it is None.
 
     Raises:
-        ValueError: They are not above 0.
+        ValueError: ``given`` is not above 0.
     """
     value = default if given is None else given
     # Not `<= 0`, which NaN would pass.
@@ -163,10 +165,10 @@ def positive(name: str, given: float | None, default: float) -> float:
 
 
 def not_negative(name: str, given: int) -> int:
-    """Returns the given number.
+    """Returns the number ``given`` for an argument.
 
     Raises:
-        ValueError: It is below 0.
+        ValueError: ``given`` is below 0.
     """
     if given < 0:
         raise ValueError(f"{name}={given}: expected 0 or more")

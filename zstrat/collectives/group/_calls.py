@@ -1,9 +1,9 @@
-"""A group as its users call it: its operations, blocking and asynchronous.
+"""The operations of a group that users call, blocking and asynchronous.
 
 For each operation, a method with an underscore has the parameters and makes the
 request, whose arguments are checked (`_operations`) in the caller's thread. Two public
-methods have the same parameters: one starts the request and waits, the other one only
-starts it.
+methods have the same parameters: one starts the request and waits for its result, the
+other one only starts it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GroupCalls:
         return CallOptions(seconds, tag, compression, algorithm, packs)
 
     def _start(self, request: OperationRequest) -> Pending[Any]:
-        """Starts an operation."""
+        """Starts an operation, and returns its pending result."""
         self._check_open()
         return self._work.launch(request, blocking=False)
 
@@ -153,9 +153,11 @@ class GroupCalls:
             The tree, with new arrays of the same kinds (numpy or jax) and shapes.
 
         Raises:
-            CollectiveTimeoutError: A rank did not call in time, or hangs; names it.
-            PeerLostError: A rank is lost; names it.
-            InvalidArgumentError: The ranks make different calls; names both.
+            CollectiveTimeoutError: A rank did not make the call in time, or hangs; the
+                error names the rank.
+            PeerLostError: A rank is lost; the error names the rank.
+            InvalidArgumentError: The ranks make different calls; the error names both
+                calls.
             UnavailableError: The group is broken since an earlier call; see `reform`.
             TypeError: A leaf is not an array, has an unsupported dtype, or cannot be
                 written to ``in_place``.
@@ -174,8 +176,8 @@ class GroupCalls:
     def all_reduce_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Starts `all_reduce`, and returns an awaitable at once.
 
-        The arrays must not be changed before its end; with ``in_place`` they are
-        complete once the result was retrieved.
+        The arrays must not be changed before the operation has ended; with ``in_place``
+        they are complete once the result was retrieved.
         """
         return self._start(self._all_reduce(*args, **kwargs))
 
@@ -230,8 +232,8 @@ class GroupCalls:
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces every array of ``tree`` over all ranks; each rank gets its rows.
 
-        The first axis is cut into one part per rank, in the order of ranks; if it does
-        not divide, the first ranks have one row more.
+        The first axis is divided into one part per rank, in the order of ranks; if the
+        parts cannot be equal, the first ranks have one row more.
 
         Args:
             tree: Arrays ``[n, ...]``, of the same shapes and dtypes on all ranks; no
@@ -270,26 +272,27 @@ class GroupCalls:
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
         """Sends the arrays of rank ``root`` to all ranks.
 
-        The root does not wait for the others: a rank that has not called yet keeps up
-        to 1 GiB of received data. If there may be more, and a rank may be late (after
-        loading a checkpoint, for example), call `barrier` on all ranks before.
+        The root does not wait for the other ranks: a rank that has not made the call
+        yet keeps up to 1 GiB of received data. If there may be more data, and a rank
+        may be late (after loading a checkpoint, for example), call `barrier` on all
+        ranks before.
 
         Args:
             tree: Arrays ``[...]``, numbers, or a pytree of them, of the same shapes and
                 dtypes on all ranks; only the values of the root are used.
             root: The rank that sends.
-            in_place: Write into the given (numpy) arrays, and return them. Those of the
-                root do not change; on the other ranks, if the call fails, their content
-                is undefined.
+            in_place: Write into the given (numpy) arrays, and return them. The arrays
+                of the root do not change; on the other ranks, if the call fails, the
+                content of the arrays is undefined.
 
         Returns:
-            The tree, with arrays of the same kinds and shapes: new ones, if not
-            ``in_place``.
+            The tree, with arrays of the same kinds and shapes: new arrays, unless
+                ``in_place``.
 
         Raises:
             ValueError: ``root`` is not a rank; or as `all_reduce`.
-            BusyError: As `all_reduce`; or a rank that had not called yet received more
-                than 1 GiB: the generation has ended.
+            BusyError: As `all_reduce`; or a rank that had not made the call yet
+                received more than 1 GiB, which ends the generation.
             Others: As `all_reduce`.
         """
         return self._wait(self._broadcast(*args, **kwargs))
@@ -298,8 +301,8 @@ class GroupCalls:
     def broadcast_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Starts `broadcast`, and returns an awaitable at once.
 
-        The arrays must not be changed before its end; with ``in_place`` they are
-        complete once the result was retrieved.
+        The arrays must not be changed before the operation has ended; with ``in_place``
+        they are complete once the result was retrieved.
         """
         return self._start(self._broadcast(*args, **kwargs))
 
@@ -329,8 +332,8 @@ class GroupCalls:
             is n if all parts are equal.
 
         Raises:
-            ValueError: The splits do not add up to n, or n is not a multiple; there is
-                no axis; or as `all_reduce`.
+            ValueError: The splits do not add up to n, or n is not a multiple of the
+                number of ranks; the array has no axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
         return self._wait(self._all_to_all(*args, **kwargs))
@@ -341,7 +344,7 @@ class GroupCalls:
         return self._start(self._all_to_all(*args, **kwargs))
 
     def barrier(self, *, tag: str | None = None, timeout: float | None = None) -> None:
-        """Waits until all ranks have called it. Raises: as `all_reduce`."""
+        """Waits until all ranks have called `barrier`. Raises: as `all_reduce`."""
         self._wait(operations.barrier(self._options(timeout, tag)))
 
     def barrier_async(

@@ -1,10 +1,11 @@
-"""Executes operations by messages, or by an engine.
+"""Executes collective operations by messages, or by an engine (shared memory, or
+sockets of the calling thread).
 
 By messages any number of operations can be under way on the loop. An engine runs one
 operation at a time, in the same order on all ranks: an operation draws a turn when it
 gets its number, waits for the turn, uses the engine, and passes the turn on. Ctrl-C may
-interrupt between any two of these steps, so that a turn is lost: then the generation
-ends, and with it all waits for turns.
+interrupt between any two of these steps, so that a turn is lost; then the generation
+ends, and all waits for turns with it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class StartedOperation(NamedTuple):
-    """An operation whose first calls are created: the iterator of further calls, the
-    first calls, and the pending result."""
+    """An operation whose first calls are created: the iterator that creates further
+    calls, the first calls, and the pending result."""
 
     steps: Steps
     calls: Sequence[CollectiveCall]
@@ -48,7 +49,7 @@ class MessageExecutor:
         self._runtime, self._generation = runtime, generation
 
     def begin(self, operation: StartedOperation) -> None:
-        """Starts an operation, which continues on the loop. From any thread."""
+        """Starts an operation whose calls run on the loop. From any thread."""
         steps = MessageSteps(self._generation, operation)
         if not self.soon(steps.start, operation.calls):
             operation.pending.fail(ClosedError("the loop of the group has ended"))
@@ -56,7 +57,8 @@ class MessageExecutor:
     def call(
         self, call: CollectiveCall, ranks: Sequence[int] | None = None
     ) -> AwaitedCall:
-        """Starts one call among ``ranks``, or all. From a thread that will wait."""
+        """Starts one call among ``ranks``, or all ranks. Called from the thread that
+        will wait for the call."""
         awaited = AwaitedCall()
         start = self._generation.traffic.start
         if not self.soon(start, call, awaited.ended, ranks):
@@ -74,7 +76,8 @@ class MessageExecutor:
         self.soon(self._generation.abort_by, error)
 
     def soon(self, function: Callable[..., object], *args: object) -> bool:
-        """Calls a function of the generation on its loop; False: the loop has ended."""
+        """Calls a function of the generation on its loop. Returns False if the loop has
+        ended."""
         return self._runtime.call_soon(function, *args)
 
 
@@ -87,11 +90,11 @@ class MessageSteps:
         self._generation = generation
         self._steps, _, self._pending = operation
         self._left = 0
-        """Number of calls of this step that have not ended."""
+        """Number of calls of the present step that have not ended."""
         self._error: Exception | None = None
 
     def start(self, calls: Sequence[CollectiveCall]) -> None:
-        """Starts the calls of a step."""
+        """Starts the calls of the next step."""
         # One more: a call may end before the next one has started.
         self._left = len(calls) + 1
         for call in calls:
@@ -122,7 +125,7 @@ class MessageSteps:
 
 
 class AwaitedCall:
-    """A call by messages for which a thread waits; implements
+    """A call by messages whose end a thread awaits; implements
     `zstrat.collectives._engine.Started`."""
 
     __slots__ = ("_bell", "_error")
@@ -157,13 +160,13 @@ class EngineExecutor:
         self._messages, self._generation, self._engine = messages, generation, engine
         self._turns = CallTurns()
         self._using = threading.Lock()
-        """Held while the engine is used."""
+        """Held by the thread that uses the engine."""
         self._lock = threading.Lock()
         self._bell: ThreadBell | None = None
         self._queue: deque[CallTurn] = deque()
         """Turns of asynchronous operations, in the order in which they were drawn."""
         self._is_begun = False
-        """The start of the thread was requested."""
+        """Whether the start of the executor's thread was requested."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         # The generation is asked for these when another rank inquires.
@@ -172,8 +175,8 @@ class EngineExecutor:
         generation.on_broken = self._ended
 
     def draw(self, *, blocking: bool) -> CallTurn:
-        """Draws a turn at the engine; see `CallTurns.draw`. The turn is for `run` if
-        ``blocking``, else for `put` or `drop`. Called by one thread at a time."""
+        """Draws a turn at the engine; see `CallTurns.draw`. Use the turn for `run` if
+        ``blocking``, else for `put` or `drop`. To be called by one thread at a time."""
         turn = self._turns.draw()
         if not blocking:
             # Not in `put`: a thread with a later turn may call that earlier.
@@ -182,10 +185,11 @@ class EngineExecutor:
         return turn
 
     def run(self, turn: CallTurn, operation: StartedOperation) -> None:
-        """Executes an operation in this thread, and sets its pending result.
+        """Waits for the turn, executes an operation in this thread, and sets its
+        pending result.
 
-        Other exceptions, such as Ctrl-C, end the generation and are raised: the state
-        of the engine is unknown.
+        Exceptions other than failures of the operation, such as Ctrl-C, end the
+        generation and are raised, because the state of the engine is unknown.
         """
         pending = operation.pending
         try:
@@ -202,7 +206,8 @@ class EngineExecutor:
             pending.settle(finish)
 
     def put(self, turn: CallTurn, operation: StartedOperation) -> None:
-        """Queues an operation for the executor's thread."""
+        """Queues an asynchronous operation for the executor's thread, to be executed at
+        its turn."""
         with self._lock:
             is_lost = self._is_closed
             if not is_lost:  # else the thread may still end, and fail it a second time
@@ -218,7 +223,7 @@ class EngineExecutor:
             operation.pending.fail(self._generation.wait_broken(0.0))
 
     def _begin(self) -> None:
-        """Starts the thread. On the loop."""
+        """Starts the executor's thread. On the loop."""
         thread = threading.Thread(
             target=self._live,
             name=f"zstrat group {self._generation.group}",
@@ -238,15 +243,16 @@ class EngineExecutor:
             self._thread = thread
 
     def drop(self, turn: CallTurn) -> None:
-        """Removes a turn without an operation; its owner still enters and leaves it."""
+        """Marks a turn as one without an operation: the executor's thread only enters
+        and leaves it."""
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
                 self._wake()
 
     def close(self) -> None:
-        """Ends the thread and closes the engine. Queued operations fail at once, as the
-        generation has ended."""
+        """Ends the executor's thread and closes the engine. Queued operations fail at
+        once, as the generation has ended."""
         with self._lock:
             self._is_closed = True
             self._wake()
@@ -258,12 +264,13 @@ class EngineExecutor:
             self._engine.close()
 
     def _ended(self, error: ZstratError) -> None:
-        """Aborts the engine and ends all turns, as the generation has ended."""
+        """Makes the engine and all turns raise the error that ended the generation."""
         self._engine.abort(error)
         self._turns.end()
 
     def _finish(self, operation: StartedOperation) -> Any:
-        """Executes all steps; returns the function that makes the result."""
+        """Executes all steps of an operation; returns the function that makes its
+        result."""
         calls = operation.calls
         with self._using:
             while True:
@@ -339,14 +346,15 @@ class EngineExecutor:
 
 
 class CallTurn:
-    """A turn at the engine; a context manager, whose enter waits for the turn."""
+    """A turn at the engine. A context manager, whose enter waits for the turn and whose
+    exit passes it on."""
 
     __slots__ = ("_bell", "_turns", "operation")
 
     def __init__(self, turns: CallTurns, bell: ThreadBell | None) -> None:
         self._turns, self._bell = turns, bell
         self.operation: StartedOperation | None = None
-        """The operation of this turn, once `put`."""
+        """The operation to execute at this turn, once `put` has set it."""
 
     def __enter__(self) -> None:
         if self._bell is None:
@@ -363,7 +371,7 @@ class CallTurn:
 
 
 class CallTurns:
-    """The order of turns in one generation."""
+    """Keeps the order of turns at the engine in one generation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -372,7 +380,8 @@ class CallTurns:
         self._has_ended = False
 
     def draw(self) -> CallTurn:
-        """Draws the next turn. It must be entered and left in any case."""
+        """Returns the next turn in order. The caller must enter and leave the turn in
+        any case."""
         with self._lock:
             if self._has_ended or not self._is_taken:
                 self._is_taken = True
@@ -382,12 +391,12 @@ class CallTurns:
             return CallTurn(self, bell)
 
     def pass_on(self) -> None:
-        """Gives the turn to the next one that waits."""
+        """Lets the next turn in order begin."""
         with self._lock:
             self._ring_next()
 
     def give_up(self, bell: ThreadBell) -> None:
-        """Gives up the turn that waits for ``bell``."""
+        """Gives up the turn whose owner waits for ``bell``."""
         with self._lock:
             if bell in self._waiting:
                 self._waiting.remove(bell)
@@ -395,7 +404,8 @@ class CallTurns:
                 self._ring_next()
 
     def end(self) -> None:
-        """Ends all waits for turns: the order no longer matters."""
+        """Ends all waits for turns, as the generation has ended and the order no longer
+        matters."""
         with self._lock:
             self._has_ended = True
             while self._waiting:

@@ -43,18 +43,21 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.collectives")
 
 _PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
-"""Keys of calls while forming; no operation has them."""
+"""Keys of the calls that ranks make while they form a generation; no operation has
+these keys."""
 
 _PLACE: Final = struct.Struct("<H40s")
-"""Port and credential of a rank; port 0: it has no data port."""
+"""Port and credential of a rank's data connections, packed; port 0: the rank has
+none."""
 
 _BARRIER_TIMEOUT: Final = 2.0
-"""Seconds for the first messages on data connections. A firewall that drops them delays
-the forming of each generation by this."""
+"""Seconds that the first messages on data connections may take. A firewall that drops
+them delays the forming of each generation by this."""
 
 
 async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationScheduler:
-    """Forms a generation, and agrees on its engine. Runs on the runtime's loop.
+    """Forms a generation: joins it, agrees with the other ranks on its engine, and
+    returns the scheduler of its operations. Runs on the runtime's loop.
 
     Raises:
         CollectiveTimeoutError, InvalidArgumentError, AlreadyExistsError,
@@ -100,8 +103,9 @@ async def _agree(
     between: Between,
     timeout: float,
 ) -> CollectiveEngine | None:
-    """Returns the engine for shared memory if all ranks have memory and some share it,
-    else None. Acts as a barrier: no rank returns before all have called it."""
+    """Agrees with all ranks on an engine. Returns the engine for shared memory if all
+    ranks have such memory and some share it, else None. Acts as a barrier: no rank
+    returns before all have called the function."""
     size, rank = generation.size, generation.rank
     mapped = [False] * size
     if memory is not None:
@@ -138,7 +142,7 @@ def _entry(
 async def exchange(
     generation: Generation, key: int, word: bytes, timeout: float
 ) -> Sequence[bytes]:
-    """Sends ``word`` to all ranks, and returns the words of all in the order of ranks.
+    """Sends ``word`` to all ranks, and returns the words of all ranks in their order.
 
     All ranks must call it with the same ``key`` and equally long words.
 
@@ -161,13 +165,14 @@ async def connect_data(
     """Opens data connections between all ranks, and returns their engine; None if some
     ranks cannot connect. ``timeout`` in seconds.
 
-    Data connections are for groups whose ranks share no memory. Each rank binds a port
-    for them, beside the port of its task, and draws a credential. The ranks exchange
-    both over links: nobody else can connect. The connections are used only if a first
-    call through them succeeds: a firewall may let only the port of the task through,
-    and then calls go as messages over links.
+    Data connections are sockets that the calling thread drives itself, for groups whose
+    ranks share no memory. Each rank binds a port for them, in addition to the port of
+    its task, and draws a credential. The ranks exchange port and credential over links,
+    so nobody else can connect. The connections are used only if a first call through
+    them succeeds: a firewall may let only the port of the task through, and then calls
+    go as messages over links.
 
-    Raises, cancellation: as `exchange`; no connection is left.
+    Raises, cancellation: as `exchange`; no data connection is left open.
     """
     # Equal on all ranks, so none waits for another one here.
     if not 1 < generation.size <= DataConnections.MOST:
@@ -244,7 +249,8 @@ async def _connected(
 
 
 async def _have_joined(engine: SocketEngine, generation: Generation) -> bool:
-    """Returns whether a message of every rank arrives on the data connections."""
+    """Makes a first call on the data connections. Returns whether a message of every
+    rank arrived."""
     # In the algorithm "direct" all send to all, so that every connection is used.
     call = _gathering(generation, _MET, b"\1", _BARRIER_TIMEOUT, "direct")
     # The engine blocks its thread, and the loop has to run the authenticators

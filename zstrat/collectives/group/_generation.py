@@ -1,10 +1,10 @@
 """One generation of a group: its members, and how it ends.
 
 `_traffic` carries its calls. A missed deadline, a lost rank or different calls end the
-generation for all ranks: the rank that notices notifies the others, everything under
-way fails, and every later call raises the reason at once.
+generation for all ranks: the rank that notices it notifies the others, all calls under
+way fail, and every later call raises the reason at once.
 
-The law of this file: a generation ends once, and everything runs on the loop's thread
+Law of the file: a generation ends once, and every method runs on the loop's thread
 unless its docstring says otherwise.
 """
 
@@ -54,12 +54,13 @@ hops of 1 MiB on a slow network, to a busy machine."""
 
 
 _ASKING: Final = 4.0
-"""Timeout in seconds of the call that stands for an unexpected hop: a quarter of it is
-for asking the rank what it calls instead (`margin_of`)."""
+"""Timeout in seconds of the pseudo-call that is inquired about when an unexpected hop
+comes: a quarter of the timeout is for asking the sender what it calls instead
+(`margin_of`)."""
 
 _REMEMBERED: Final = 64
-"""Ended operations whose descriptions are kept: a rank that waits may ask what another
-rank called and has given up meanwhile."""
+"""Number of ended operations whose descriptions are kept: a rank that waits may ask
+what this rank called and has given up meanwhile."""
 
 
 class Generation:
@@ -67,7 +68,7 @@ class Generation:
 
     Args:
         rank: The rank of this process.
-        counts: Counters of the node: refused hops by reason.
+        counts: Counters of the node, which count refused hops by reason.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Generation:
         self.ticket, self.members = formed.ticket, tuple(formed.members)
         self.size = len(self.members)
         self.hosts = len({member.host for member in self.members})
-        """Number of machines: by host names at first, and by shared memory once all
-        ranks have reported which memory they can map."""
+        """Number of machines of the members: by host names at first, and by shared
+        memory once all ranks have reported which memory they can map."""
         self.broken: ZstratError | None = None
         """Why the generation ended; set once. May be read from any thread."""
         self.begun: dict[int, str] = {}
@@ -91,14 +92,16 @@ class Generation:
         it, from any thread."""
         self._ended: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self.calls = 0
-        """Number of untagged operations begun by this rank; the group counts."""
+        """Number of untagged operations that this rank has begun; the group sets it."""
         self.lost: set[int] = set()
         """Ranks that are known to be lost."""
         self.on_broken: Callable[[ZstratError], None] = lambda error: None
         self.engine_waits: Callable[[], Sequence[int]] = tuple
-        """Returns the ranks that the engine waits for now."""
+        """Returns the ranks that the engine waits for now. The engine's executor sets
+        it."""
         self.engine_waited: Callable[[], Mapping[int, float]] = dict
-        """Returns the seconds that the engine has waited so far, by rank."""
+        """Returns the seconds that the engine has waited so far, by rank. The engine's
+        executor sets it."""
         self._counts = counts
         self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
         self._loop = asyncio.get_running_loop()
@@ -115,18 +118,21 @@ class Generation:
         """Ranks that left on purpose, with the number of untagged operations that each
         has begun. May be read from any thread."""
         self._is_known = False
-        """A call of this rank has raised the error."""
+        """Whether a call of this rank has raised the error that ended the
+        generation."""
         self._broken_flag = Latch()
         self._inquiry: asyncio.Task[None] | None = None
         self._notice_came: asyncio.Future[None] | None = None
-        """The inquiry waits for the notice of a rank that already knows the reason."""
+        """Done when the notice with the reason comes from a rank that has ended the
+        generation already. The inquiry waits for it."""
         self._all_received: asyncio.Future[None] | None = None
-        """`close` waits until the others have received what was sent to them."""
+        """Done when the other ranks have received everything that was sent to them.
+        `close` waits for it."""
 
     @property
     def waited(self) -> dict[str, float]:
-        """Seconds that calls of this rank have waited, by the task waited for. From any
-        thread."""
+        """Seconds that calls of this rank have waited, by the name of the task waited
+        for. From any thread."""
         in_memory = self.engine_waited()
         return {
             self.members[rank].task: seconds + in_memory.get(rank, 0.0)
@@ -135,7 +141,7 @@ class Generation:
         }
 
     def name(self, rank: int) -> str:
-        """Returns the name of a rank in messages."""
+        """Returns the name of a rank, for texts of errors."""
         return self.mesh.name(rank)
 
     def rank_of(self, hello: Hello) -> int | None:
@@ -143,7 +149,7 @@ class Generation:
         return self._ranks.get(hello.incarnation)
 
     def hop(self, incarnation: int, hop: Hop) -> None:
-        """Passes an arrived hop to its call."""
+        """Passes a hop (data of a call) that has arrived to its call."""
         # By incarnation: a rank that was restarted has another one, and is not a
         # member.
         sender = self._ranks.get(incarnation)
@@ -160,7 +166,7 @@ class Generation:
             del self.begun[number]
 
     def state(self, ask: AskCall) -> CallState:
-        """Answers a rank that waits for this one."""
+        """Answers a rank that asks for the progress of this one with a call."""
         progress = self.traffic.state(ask.call)
         number = number_of(ask.call)
         if progress is not None:
@@ -179,7 +185,8 @@ class Generation:
 
     def check_same(self, sender: int, hop: Hop) -> None:
         """Ends the generation if a hop belongs to another operation than this rank has
-        begun under the same number. An engine, which sees no hops, may run that one."""
+        begun under the same number. The traffic cannot notice it if an engine, which
+        receives no hops, runs that operation."""
         number = number_of(hop.call)
         words = self.begun.get(number) if number is not None else None
         if words is None or about(words, hop.call % PARTS) == hop.about:
@@ -193,13 +200,14 @@ class Generation:
         self.inquire(call, (sender,))
 
     def check_early(self, number: int) -> None:
-        """Calls `check_same` with each hop that came before the operation began."""
+        """Calls `check_same` with each hop that came before operation ``number``
+        began."""
         for sender, hop in self.traffic.early_of(number):
             self.check_same(sender, hop)
 
     def inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
-        """Asks ``ranks`` why ``call`` does not end, then ends the generation. For a
-        call whose deadline has come, or if a rank calls something else."""
+        """Asks ``ranks`` why ``call`` does not end, then ends the generation. Called
+        when the deadline of the call has come, or a rank makes a different call."""
         if self._inquiry is None and self.broken is None:
             self._inquiry = self._loop.create_task(
                 self._find_out(call, ranks), name=f"inquiry about {call.words}"
@@ -223,14 +231,14 @@ class Generation:
         self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
 
     def said(self, call: CollectiveCall) -> str:
-        """Returns the name of a call in messages."""
+        """Returns the name of a call, for texts of errors."""
         number = number_of(call.key if call.whole is None else call.whole)
         which = f"call {number}" if call.tag is None else f"call with tag {call.tag!r}"
         return f"{call.words}, {which} of {self.title}"
 
     @property
     def title(self) -> str:
-        """Name of the generation in messages."""
+        """Name of the generation, for texts of errors."""
         return f"group {self.group!r} (generation {self.number})"
 
     def abort(
@@ -241,11 +249,11 @@ class Generation:
         *,
         notify: bool = True,
     ) -> None:
-        """Ends the generation: everything under way fails with ``error``.
+        """Ends the generation: all calls under way fail with ``error``.
 
         Args:
             lost: Ranks that are lost.
-            notify: Notify the other ranks.
+            notify: Whether to notify the other ranks.
         """
         if self.broken is not None:
             return
@@ -266,7 +274,8 @@ class Generation:
         self.on_broken(error)
 
     def abort_by(self, error: Exception) -> None:
-        """Ends the generation after a local error, and notifies the other ranks."""
+        """Ends the generation after an error of this rank, and notifies the other
+        ranks."""
         if not isinstance(error, ZstratError):
             error = ProtocolError(f"{type(error).__name__}: {error}")
         why = f"{self.name(self.rank)} gave up in {self.title}: {error}"
@@ -280,7 +289,8 @@ class Generation:
         return copied_error(self.broken) if self.broken is not None else self.refusal()
 
     def aborted(self, sender: int, message: AbortCall) -> None:
-        """Ends the generation because another rank has ended it."""
+        """Ends the generation because rank ``sender`` has ended it, with the reason in
+        its message."""
         error = from_wire(message.error)
         if not isinstance(error, ZstratError):
             error = ProtocolError(f"{self.name(sender)} gave up: {error}")
@@ -288,9 +298,9 @@ class Generation:
         self.abort(error, message.call, lost, notify=False)
 
     def gone(self, rank: int, reason: str, left: bool = False) -> None:
-        """Ends the generation because a member cannot be reached. After a goodbye,
-        waits first: the last messages of the member, and `LeaveGroup`, come on another
-        connection and may be late."""
+        """Ends the generation because a member cannot be reached. If the member said
+        goodbye (``left``), waits first: its last messages and its `LeaveGroup` come on
+        another connection and may be late."""
         if left:
             # The goodbye of a link says nothing of calls: `LeaveGroup` does, if it left
             # on purpose.
@@ -302,14 +312,15 @@ class Generation:
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
     def cut_off(self, rank: int) -> None:
-        """Ends the generation because the data connection of a member has ended, while
-        its link is open."""
+        """Ends the generation because the data connection of a member has ended
+        although its link is open."""
         why = f"its data connection ended; {self.title} has ended: call reform()"
         # That member is notified, too, as it may live.
         self.abort(PeerLostError(self.name(rank), why))
 
     def left(self, sender: int, message: LeaveGroup) -> None:
-        """Notes that a member leaves on purpose, after completing its calls."""
+        """Notes that a member leaves on purpose, after it completed its calls. Ends the
+        generation if a call of this rank needs the member."""
         self.leavers[sender] = message.calls
         self.lost.add(sender)
         for running in list(self.traffic.running.values()):
@@ -318,14 +329,14 @@ class Generation:
         self.check_begun(max(list(self.begun), default=0))
 
     def check_begun(self, number: int) -> None:
-        """Ends the generation if a rank has left before this operation."""
+        """Ends the generation if a rank has left before operation ``number``."""
         for rank, calls in self.leavers.items():
             if number > calls:
                 self._abort_left(rank)
                 return
 
     def check_left(self, running: Running) -> None:
-        """Ends the generation if a call waits for a rank that has left."""
+        """Ends the generation if a running call waits for a rank that has left."""
         for rank in self.leavers:
             if rank in running.waits:
                 self._abort_left(rank)
@@ -336,8 +347,9 @@ class Generation:
         self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
 
     def refusal(self) -> ZstratError:
-        """Returns the error of a call after the end: the reason itself for the first
-        call of this rank, then `UnavailableError`. From any thread."""
+        """Returns the error of a call that is made after the end of the generation: the
+        reason itself for the first such call of this rank, then `UnavailableError`.
+        From any thread."""
         if self.broken is not None and not self._is_known:
             self._is_known = True
             return copied_error(self.broken)
@@ -347,8 +359,8 @@ class Generation:
         )
 
     async def close(self, reason: str, deadline: float) -> None:
-        """Leaves the generation. Sent messages arrive if the others read them before
-        the deadline; calls under way fail with `ClosedError`.
+        """Leaves the generation. Sent messages arrive if the other ranks read them
+        before the deadline; calls under way fail with `ClosedError`.
 
         Cancellation: the links are closed all the same.
         """
@@ -360,7 +372,8 @@ class Generation:
             await self._leave(reason, informed)
 
     async def _part(self, reason: str, informed: set[int], deadline: float) -> None:
-        """Notifies each other rank that this one leaves, once it has received all."""
+        """Waits until each other rank has received all messages, and then notifies it
+        that this rank leaves."""
         others = set(range(self.size)) - {self.rank} - self.lost
         self._all_received = self._loop.create_future()
 

@@ -1,4 +1,4 @@
-"""A group of ranks: the public face of collectives.
+"""A group of ranks, as users create, re-form and close it.
 
 Calls are numbered in the order in which they are made, in the caller's thread; ranks
 must make the same calls in the same order. Calls with a tag are numbered by tag.
@@ -30,7 +30,8 @@ _REFORMS: Final = "it forms a new generation"
 _GIVEN_UP: Final = "it gave up forming a generation"
 
 _SLACK: Final = 5.0
-"""Seconds that forming may take beyond its timeout, to report what was wrong."""
+"""Seconds that forming a generation may take beyond its timeout, to report what was
+wrong."""
 
 
 @final
@@ -50,11 +51,12 @@ class Group(GroupCalls):
     Args:
         resolver: The cluster, and the task of this process; default: TF_CONFIG. Without
             a cluster the group has one rank.
-        name: The same on all ranks; a process may be in several groups.
+        name: Name of the group, the same on all ranks; a process may be in several
+            groups.
         tasks: The members in the order of ranks, as "worker:0" or "/job:worker/task:0";
             default: chief and workers.
         timeout: Seconds that each call may take; default: ``timeouts.request``. If an
-            earlier asynchronous call times out, later ones end with it.
+            earlier asynchronous call times out, later calls end with it.
         rendezvous_timeout: Seconds to wait for all ranks; default:
             ``timeouts.connect``.
         transport: "auto" or "shm" (ranks of one host share memory), "ipc" or "tcp"
@@ -64,10 +66,10 @@ class Group(GroupCalls):
             packs of some MiB. Arrays of 128 KiB and more are sent separately, without a
             copy. The same on all ranks.
         bind: Address to listen at; default: the address of the task.
-        settings: Default: from ``ZSTRAT_*``.
+        settings: Settings of zstrat; default: from ``ZSTRAT_*``.
 
     Raises:
-        CollectiveTimeoutError: Some ranks did not join in time; names them.
+        CollectiveTimeoutError: Some ranks did not join in time; the error names them.
         InvalidArgumentError: The ranks disagree about the members.
         ValueError: The task of this process is not known, or not a member;
             ``bytes_per_pack`` is negative.
@@ -89,10 +91,11 @@ class Group(GroupCalls):
     ) -> None:
         self._is_closed = self._is_released = False
         self._has_formed = False
-        """A generation was formed, and is that of ``_work``."""
+        """Whether a generation was formed, whose operations ``_work`` runs."""
         self._closing = threading.Lock()
         self._leaving = threading.Lock()
-        """Held while leaving a generation, which may outlast a cancelled caller."""
+        """Held while leaving a generation, which may take longer than a caller that was
+        cancelled."""
         self._invited = invitation_of(
             resolver,
             name,
@@ -119,7 +122,7 @@ class Group(GroupCalls):
     @classmethod
     @parameters_of(_invite)
     async def create(cls, *args: Any, **kwargs: Any) -> Group:
-        """Creates a group, as the constructor, awaitable.
+        """Creates a group as the constructor does, without blocking the running loop.
 
         Cancellation: this process has not joined.
         """
@@ -143,7 +146,7 @@ class Group(GroupCalls):
 
     @property
     def transport(self) -> str:
-        """The way in which messages to other ranks are sent; see the constructor."""
+        """Way in which messages to other ranks travel; see the constructor."""
         return self._invited.transport
 
     @property
@@ -158,7 +161,7 @@ class Group(GroupCalls):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The tasks, in the order of ranks: ``/job:worker/task:0``."""
+        """Names of the members, in the order of ranks: ``/job:worker/task:0``."""
         return tuple(member.task for member in self._work.generation.members)
 
     @property
@@ -168,7 +171,8 @@ class Group(GroupCalls):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank was lost, has left, or did not call: `reform` is needed."""
+        """Whether a rank was lost, has left, or did not make a call, so that `reform`
+        is needed."""
         return self._work.generation.broken is not None
 
     def _next(
@@ -185,17 +189,18 @@ class Group(GroupCalls):
     def reform(self, *args: Any, **kwargs: Any) -> None:
         """Forms a new generation, with the surviving ranks or with new ones.
 
-        Every rank that continues calls it, with the same members; a restarted process
-        creates its `Group` instead. Calls of the old generation fail on all ranks.
+        Every rank that continues calls `reform`, with the same members; a restarted
+        process creates its `Group` instead. Calls of the old generation fail on all
+        ranks.
 
         Args:
             tasks: The new members; default: the members at creation, so that the group
-                waits until a lost one is restarted.
+                waits until a lost member is restarted.
             ranks: The new members, as ranks of the old generation.
             timeout: Seconds to wait for all ranks.
 
         Raises:
-            Exception: As the constructor; the group stays broken, and this may be
+            Exception: As the constructor; the group stays broken, and `reform` may be
                 called again.
         """
         # First: a wrong argument must not cost the group its generation.
@@ -209,8 +214,11 @@ class Group(GroupCalls):
 
     @parameters_of(_next)
     async def reform_async(self, *args: Any, **kwargs: Any) -> None:
-        """Forms a new generation, as `reform`. Cancellation: the group is broken, the
-        other ranks are notified that this one has left, and it may be called again."""
+        """Forms a new generation as `reform` does, without blocking the running loop.
+
+        Cancellation: the group is broken, the other ranks are notified that this rank
+        has left, and the method may be called again.
+        """
         wanted = self._next(*args, **kwargs)
         await on_own_thread(partial(self._leave, _REFORMS))
         try:
@@ -220,10 +228,10 @@ class Group(GroupCalls):
             raise
 
     def close(self) -> None:
-        """Leaves the group: sent messages arrive, and calls under way fail.
+        """Leaves the group: messages that were sent arrive, and calls under way fail.
 
-        Other ranks are notified. Idempotent; a second call completes one that Ctrl-C
-        has interrupted.
+        Other ranks are notified. Idempotent; a second call completes a close that
+        Ctrl-C has interrupted.
         """
         # Before the lock: calls are refused at once, though another close is under way.
         self._is_closed = True
@@ -259,13 +267,13 @@ class Group(GroupCalls):
         await self._runtime.run_async(self._forming(wanted), wanted.words)
 
     async def _forming(self, wanted: FormingRequest) -> None:
-        """Forms a generation. On the loop, so that the result is stored even if the
-        caller is cancelled just then: it has to leave the generation."""
+        """Forms a generation. Runs on the group's loop, so that the result is stored
+        even if the caller is cancelled just then: the generation must be left later."""
         self._work = await form(self._runtime, wanted)
         self._wanted, self._has_formed = wanted, True
 
     def _leave(self, reason: str) -> None:
-        """Leaves the generation, if there is one. Idempotent."""
+        """Leaves the present generation, if there is one. Idempotent."""
         # Slow networks may still have much to send; a lost rank ends the wait.
         drain = self._invited.settings.timeouts.drain
         words = f"leaving group {self.name!r}"

@@ -1,4 +1,4 @@
-"""Whom to blame for a call that does not end.
+"""Finds the ranks to blame for a call that does not end.
 
 To find the ranks that keep a call waiting, a rank that waits asks the ranks that it
 waits for about their progress, and then the ranks that these wait for, transitively. A
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Message
 
 FORGOTTEN: Final = "?"
-"""Description of an ended call whose real description is no longer kept."""
+"""Description of an ended call whose own description is no longer kept."""
 
 
 class FailureInquiry:
@@ -40,33 +40,35 @@ class FailureInquiry:
 
     Args:
         rank: The rank that asks.
-        words: Description of its call.
+        words: Description of the call.
     """
 
     def __init__(self, rank: int, words: str) -> None:
         self.rank, self._words = rank, words
         self._known = {rank}
         self.guilty: dict[int, str] = {}
-        """The fault of each guilty rank, as text."""
+        """For each guilty rank a text that says what it did wrong."""
         self.differs: dict[int, str] = {}
-        """The other call, by rank that makes another one."""
+        """For each rank that makes a different call the description of that call."""
         self._has_ended = False
 
     @property
     def has_ended_elsewhere(self) -> bool:
-        """Whether another rank has ended the generation, and no rank is guilty: its
-        notice with the reason is under way on another connection."""
+        """Whether another rank has ended the generation, and no rank is guilty: the
+        notice with the reason is then under way on another connection."""
         return self._has_ended and not self.guilty
 
     def ask(self, ranks: Iterable[int]) -> list[int]:
-        """Returns the ranks among ``ranks`` that were not asked yet."""
+        """Returns those of ``ranks`` that are to be asked now, because they were not
+        asked before."""
         # Each rank once, or ranks that wait for each other would be asked without end.
         fresh = sorted(set(ranks) - self._known)
         self._known.update(fresh)
         return fresh
 
     def answered(self, rank: int, state: CallState) -> list[int]:
-        """Notes the progress of a rank; returns further ranks to ask."""
+        """Notes the answer of a rank about its progress; returns further ranks to
+        ask."""
         self._has_ended = self._has_ended or state.is_broken
         if not state.about:
             if not state.is_broken:  # else it can no longer call it
@@ -83,18 +85,18 @@ class FailureInquiry:
         return [] if state.is_over else self.ask(state.waits)
 
     def has_left(self) -> None:
-        """Notes that a rank has left the generation, and forms the next one."""
+        """Notes that an asked rank has left the generation and forms the next one."""
         self._has_ended = True
 
     def silent(self, rank: int, reason: str) -> None:
-        """Notes that a rank did not answer."""
+        """Notes that a rank did not answer, and why."""
         self.guilty[rank] = reason
 
 
 def verdict(
     inquiry: FailureInquiry, call: str, name: Callable[[int], str], timeout: float
 ) -> ZstratError:
-    """Returns the error that ends the generation on all ranks.
+    """Returns the error with which an inquiry ends the generation on all ranks.
 
     Args:
         call: Name of the call: operation, number and group.

@@ -1,7 +1,8 @@
-"""The arguments of a group: which tasks are its members, and which one this process is.
+"""The arguments of a group: which tasks are its members, and which of them is this
+process.
 
-They are checked and completed without I/O. An invitation makes the requests to rank 0:
-the first one, and one for each further generation.
+The arguments are checked and completed without I/O. An `Invitation` creates the
+requests to join that go to rank 0: for the first generation, and for each further one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ JOBS: Final = ("chief", "worker")
 """Jobs whose tasks are the members by default, in this order."""
 
 ALONE: Final = GroupSeat("worker", 0, "")
-"""The only seat of a program without a cluster."""
+"""The only seat (task and address of a member) of a program without a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormingRequest:
-    """The generation that a rank asks to join."""
+    """The request of a rank to join a generation."""
 
     group: str
     generation: int
@@ -47,14 +48,15 @@ class FormingRequest:
 
     @property
     def words(self) -> str:
-        """Description for errors."""
+        """Description of the request in errors."""
         return f"forming group {self.group!r}"
 
 
 def seats_of(
     resolver: ClusterResolver, tasks: Sequence[str] | None
 ) -> tuple[GroupSeat, ...]:
-    """Returns the members of a group in the order of ranks.
+    """Returns the seats (task and address) of the members of a group, in the order of
+    ranks.
 
     Args:
         tasks: Names such as "worker:0" or "/job:worker/task:0"; None: all of `JOBS`.
@@ -125,8 +127,8 @@ def _seat_named(spec: ClusterSpec, task: str) -> GroupSeat:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The arguments of a `Group`; ``seats`` are its first members, in order of ranks,
-    ``seat`` is that of this process."""
+    """The arguments of a `Group`; ``seats`` are the members of the first generation in
+    the order of ranks, ``seat`` is that of this process."""
 
     name: str
     resolver: ClusterResolver
@@ -141,7 +143,7 @@ class Invitation:
     settings: Settings
 
     def runtime(self) -> GroupRuntime:
-        """Returns the runtime of this task, bound to its address; blocks.
+        """Returns the runtime of this task, bound to its address. Blocks while binding.
 
         Raises:
             OSError, PermissionDeniedError: The address cannot be bound.

@@ -1,8 +1,8 @@
 """Links to the other ranks of a generation.
 
 Every rank opens a link to every other rank: it sends over its own links, and receives
-through its endpoint. A connection that breaks and comes back may have lost messages, so
-a generation treats it as a loss.
+through its endpoint. A connection that breaks and reconnects may have lost messages, so
+a generation treats a broken connection as the loss of the rank.
 
 A rank leaves only after the others have received its messages. Closing a socket gives
 the last messages little time, and does not report lost ones. So the rank sends each
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from ._rendezvous import GroupSeat
 
     MakeLink = Callable[..., Link]
-    """Creates a `Link` of this process; lacks only the task and the callbacks."""
+    """Creates a `Link` of this process, given the address and the task that it connects
+    to, and callbacks."""
 
 
 def link_to(seat: GroupSeat, make: MakeLink, **events: Any) -> Link:
-    """Creates the link to the task of a seat, with callbacks ``events``, not
-    started."""
+    """Creates the link to the task of a seat, with ``events`` as callbacks. The link is
+    not started."""
     return make(seat.address, name=seat.task, expect=(seat.job, seat.number), **events)
 
 
@@ -50,9 +51,9 @@ class Mesh:
     """Links to all other ranks. Used on the loop's thread.
 
     Args:
-        on_lost: Called with a rank, why it is lost, and whether it said goodbye; maybe
-            more than once.
-        on_flushed: Called when messages to a rank have left.
+        on_lost: Called with a lost rank, the reason, and whether the rank said goodbye;
+            maybe more than once.
+        on_flushed: Called when messages to some rank have left.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class Mesh:
         }
 
     async def open(self, deadline: float) -> None:
-        """Connects to all ranks at the same time.
+        """Opens the links to all other ranks at the same time.
 
         Raises:
-            CollectiveTimeoutError: Some ranks do not answer; names them.
+            CollectiveTimeoutError: Some ranks do not answer; the error names them.
             PeerLostError: A rank was restarted since the generation was formed.
 
         Cancellation: the links stay open until `close`.
@@ -115,8 +116,8 @@ class Mesh:
         self._opened.update(self.links)
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends a notice. Nothing is sent to a rank that is not connected: `on_lost`
-        will be called.
+        """Sends a notice to a rank. Sends nothing to a rank that is not connected, as
+        `on_lost` will be called for it.
 
         Raises:
             BusyError: The rank does not read, and too many messages wait for it.
@@ -127,12 +128,14 @@ class Mesh:
     def ask(
         self, rank: int, message: Message, deadline: float
     ) -> asyncio.Future[Message]:
-        """Sends a request; see `Link.submit`."""
+        """Sends a request to a rank, and returns the future of its answer; see
+        `Link.submit`."""
         return self.links[rank].submit(message, deadline=deadline)
 
     def notify_all(self, message: Message, besides: Sequence[int] = ()) -> None:
-        """Sends a notice to every other rank. A rank with a full link notices later, by
-        its own deadline or by the end of the link."""
+        """Sends a notice to every other rank but ``besides``. A rank whose link is full
+        does not get the notice: it notices the end by its own deadline, or by the end
+        of the link."""
         for rank in range(len(self._members)):
             if rank != self._rank and rank not in besides:
                 with suppress(BusyError):
@@ -143,11 +146,11 @@ class Mesh:
         return self.links[rank].backlog
 
     def name(self, rank: int) -> str:
-        """Returns the name of a rank in messages."""
+        """Returns the name of a rank, for texts of errors."""
         return rank_at(rank, seat_of(self._members[rank]))
 
     async def close(self, reason: str) -> None:
-        """Closes all links with a goodbye, even if cancelled."""
+        """Says goodbye on all links and closes them, even if cancelled."""
         # A connection that comes back from here on is not a loss.
         self._opened.clear()
         await asyncio.gather(*(link.close(reason) for link in self.links.values()))
@@ -169,10 +172,10 @@ async def wait_received(
     all_received: asyncio.Future[None],
     on_received: Callable[[int], None],
 ) -> None:
-    """Waits until each of these ranks has received what was sent to it, is lost, or
-    the deadline has passed; or until ``all_received`` is settled. ``on_received`` is
-    called with each rank that has received all.
-    """
+    """Waits until each of ``ranks`` has received all messages sent to it or is lost,
+    until the deadline, or until ``all_received`` is done. Asks each rank the
+    ``question`` to find out, and calls ``on_received`` with each rank that has received
+    all."""
     asked: set[asyncio.Future[Message]] = set()
 
     def over(rank: int, answer: asyncio.Future[Message]) -> None:

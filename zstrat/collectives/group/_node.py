@@ -1,8 +1,9 @@
-"""The node of a task: handles all messages about groups, and creates links to ranks.
+"""The node of a task: handles all messages about groups that reach the task, and
+creates links to other ranks.
 
 A node has no socket that others connect to. The owner of the task's endpoint (a daemon,
 or a program that is a member of a group) passes it the messages in `GROUP_MESSAGES`.
-Everything runs on the loop's thread unless its docstring says otherwise.
+Every method runs on the loop's thread unless its docstring says otherwise.
 
 Threats: only a task with the key of a worker or a coordinator may join. Each message of
 a generation has its ticket, 63 random bits, and comes from the incarnation of a member;
@@ -55,23 +56,25 @@ if TYPE_CHECKING:
 
 
 GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
-"""Messages that the owner of the endpoint passes to the node."""
+"""Classes of messages that the owner of the endpoint passes to the node."""
 
 _STRAYS: Final = 4096
-"""Most messages kept for generations whose `GroupFormed` has not come yet: in the first
-call of a generation every rank sends a byte, and one that was cancelled says so."""
+"""Most messages kept for generations whose `GroupFormed` has not come yet. In the first
+call of a generation every rank sends a byte, and a rank that was cancelled sends a
+notice."""
 
 _GRACE: Final = 1.0
-"""Seconds of grace: for a late answer of rank 0, which says more than our own timeout;
-for links when this task ends; and for a rank that gives up, whose last notice may come
-after its next request."""
+"""Seconds of grace: for an answer of rank 0 that comes after the timeout, and names the
+cause better; for links when this task ends; and for a rank that gives up, whose last
+notice may come after its next request."""
 
 _GIVING_UP: Final = 5.0
-"""Seconds in which a cancelled rank opens its links, to notify the others."""
+"""Seconds in which a cancelled rank opens its links, to notify the other ranks that it
+leaves."""
 
 
 class GroupNode:
-    """The groups of one task.
+    """The groups and generations that one task is in.
 
     Args:
         me: The HELLO of this task.
@@ -93,11 +96,11 @@ class GroupNode:
     def handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Handles one of `GROUP_MESSAGES`.
+        """Handles a message of one of the classes `GROUP_MESSAGES`.
 
         Raises:
             PermissionDeniedError: The role of the sender cannot join groups.
-            ProtocolError: It is not about groups.
+            ProtocolError: The message is not about groups.
             StaleSessionError: The message is about a generation that this task is not
                 in.
         """
@@ -130,13 +133,13 @@ class GroupNode:
                 )
 
     def lost(self, remote: Remote) -> None:
-        """Notes that a task is lost."""
+        """Notes that a task is lost, and cancels its requests to join."""
         self._rendezvous.lost(remote)
 
     def _leave_earlier(self, remote: Remote, message: JoinGroup) -> None:
-        """Ends earlier generations of the group in which the sender was a member. It
-        may have sent no notice, as it may not know that it was one; or its notice is
-        late."""
+        """Ends earlier generations of the group in which the sender of a `JoinGroup`
+        was a member. The sender may have sent no notice that it left, because it may
+        not know that it was a member; or the notice is late."""
         for generation in list(self._generations.values()):
             rank = generation.rank_of(remote.hello)
             if generation.group == message.group and rank is not None:
@@ -195,15 +198,18 @@ class GroupNode:
         """Forms a generation with all ranks, and opens links to them.
 
         Args:
-            request: The request to rank 0; its timeout covers the whole join.
-            seats: Tasks and addresses of the ranks.
-            transport: How the bodies of links travel, as in ``ZSTRAT_TRANSPORT``.
+            request: The request that is sent to rank 0; its timeout covers the whole
+                join.
+            seats: Tasks and addresses of the ranks, in their order.
+            transport: How bodies of messages on the links travel, as in
+                ``ZSTRAT_TRANSPORT``.
             choices: The table of algorithms for all ranks, if this is rank 0.
 
         Raises:
-            CollectiveTimeoutError: A rank did not ask in time, or cannot be reached.
+            CollectiveTimeoutError: A rank did not ask to join in time, or cannot be
+                reached.
             InvalidArgumentError, AlreadyExistsError: The ranks disagree about the
-                members; says how.
+                members; the error says how.
             PeerLostError: A rank was lost meanwhile.
 
         Cancellation: this rank has not joined.
@@ -263,12 +269,13 @@ class GroupNode:
     async def _open(
         self, generation: Generation, deadline: float, is_given_up: bool
     ) -> None:
-        """Opens links to all ranks. ``is_given_up``: the caller was cancelled before.
+        """Opens the links of a generation to all ranks. ``is_given_up``: the caller was
+        cancelled before.
 
         Raises: as `Mesh.open`.
 
-        Cancellation: is raised once the links are open, or after `_GIVING_UP`: only an
-        open link can notify its rank that this one leaves.
+        Cancellation: is raised once the links are open, or after `_GIVING_UP` seconds,
+        because only an open link can notify its rank that this rank leaves.
         """
         if is_given_up:
             deadline = self.loop.time() + _GIVING_UP
@@ -311,7 +318,8 @@ class GroupNode:
             await link.close("it has joined, or given up")
 
     def _claim(self, ticket: int) -> list[tuple[Remote, Hop | AbortCall | LeaveGroup]]:
-        """Returns the messages of a generation that came before its `GroupFormed`."""
+        """Removes and returns the messages of the generation with this ticket that came
+        before its `GroupFormed`."""
         claimed = [each for each in self._strays if each[1].ticket == ticket]
         others = [each for each in self._strays if each[1].ticket != ticket]
         self._strays.clear()

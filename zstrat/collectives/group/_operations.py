@@ -1,13 +1,14 @@
-"""The operations of a group: each checks its arguments, describes the call as text,
-and gives the steps that carry it out.
+"""The operations of a group: each function here checks the arguments of an operation,
+describes it as text, and returns the steps that carry it out.
 
-A request has no number yet, and nothing is sent: no other rank receives what is
-refused here. The words are what ranks compare, so they hold all that has to be alike.
+An `OperationRequest` has no number yet, and nothing was sent: no other rank receives an
+operation that is refused here. Ranks compare the descriptions, so these contain
+everything that must be equal on all ranks.
 
-A step is a list of calls that go out together; the next step begins when all of them
-are over. The last thing is a function that makes the user's result; it runs in the
-thread that asks for it. Nothing here sends anything, so that the same steps serve
-blocking and asynchronous callers and any transport.
+The steps are an iterator. A step is a list of calls that start together; the next step
+begins when all of them have ended. The iterator returns a function that makes the
+user's result, which runs in the thread that asks for the result. Steps send nothing
+themselves, so the same steps serve blocking and asynchronous callers and any transport.
 """
 
 from __future__ import annotations
@@ -54,19 +55,21 @@ Finish = Callable[[], Any]
 Steps = Generator[list[CollectiveCall], None, Finish]
 
 ALONE: Final = 128 * 1024
-"""Arrays of at least this size are not packed: to copy them twice costs more than a
-call."""
+"""Bytes of an array from which it is not packed with others: to copy it twice costs
+more than a call of its own."""
 
 PACK: Final = 4 * MiB
-"""Bytes per pack where nobody says: a call costs nothing beside so many, and what is
-left of a result keeps no more than this of others in memory."""
+"""Default of the bytes per pack: so large that the cost of the call does not matter,
+and small enough that a result which the user keeps holds no more memory of other
+results than this."""
 
 _LENGTHS: Final = np.dtype(np.int64)
 
 
 @dataclass(slots=True)
 class CallFactory:
-    """Makes the calls of one operation, the ``number``-th of its tag, of one rank."""
+    """Creates the calls of one operation of one rank. ``number`` counts the operations
+    with its tag."""
 
     rank: int
     size: int
@@ -75,10 +78,10 @@ class CallFactory:
     deadline: float
     options: CallOptions
     parts: int = 0
-    """Calls that it has made."""
+    """Number of calls created so far."""
     meanwhile: Callable[[], None] | None = None
-    """For the caller's thread to do while the first calls are on their way, if it does
-    not wait for them."""
+    """Work for the caller's thread while the first calls are under way, if the thread
+    does not wait for them."""
 
     def call(
         self,
@@ -91,7 +94,7 @@ class CallFactory:
         sizes: Sequence[int] = (),
         is_frozen: bool = False,
     ) -> CollectiveCall:
-        """Returns the next call of the operation."""
+        """Creates the next call of the operation."""
         part, self.parts = self.parts, self.parts + 1
         options, tag, algorithm = self.options, self.options.tag, self.options.algorithm
         # An operation may take calls of other kinds, whose algorithms are others.
@@ -119,7 +122,8 @@ class CallFactory:
 
 
 class OperationRequest(NamedTuple):
-    """A checked operation: its description, the maker of its steps, and its options."""
+    """A checked operation without a number: its description, the function that makes
+    its steps, and its options."""
 
     words: str
     make: Callable[[CallFactory], Steps]
@@ -134,7 +138,8 @@ def all_reduce(
     densify: bool,
     options: CallOptions,
 ) -> OperationRequest:
-    """Reduces every array over all ranks, and gathers IndexedSlices."""
+    """Returns the request to reduce every array over all ranks, and to gather
+    IndexedSlices."""
     op = ReduceOp.of(op)
     # The usual call of a training step: no tree, so most of what follows is saved.
     if type(tree) is np.ndarray and tree.dtype.isnative and tree.flags.c_contiguous:
@@ -188,7 +193,8 @@ def _all_reduce_array(
     in_place: bool,
     options: CallOptions,
 ) -> OperationRequest:
-    """Reduces one array in C order, as `all_reduce`: there is nothing to pack."""
+    """Returns the request of `all_reduce` for one array in C order, which needs no
+    packing."""
     # Text, as it is a key; an unknown name is refused by an error that has it.
     compression = None if options.compression is None else str(options.compression)
     algorithm = None if options.algorithm is None else str(options.algorithm)
@@ -214,8 +220,8 @@ def _array_words(
     compression: str | None,
     algorithm: str | None,
 ) -> str:
-    """Describes the operation on such an array. A program reduces the same arrays at
-    each step: what its calls have in common is checked and written once.
+    """Describes an all-reduce of an array of this dtype and shape. The description is
+    cached, because a program reduces the same arrays at each step.
 
     Raises: as `all_reduce`.
     """
@@ -228,7 +234,7 @@ def _array_words(
 def broadcast(
     size: int, tree: Any, root: int, in_place: bool, options: CallOptions
 ) -> OperationRequest:
-    """Gives the arrays of the root to all ranks."""
+    """Returns the request to send the arrays of the root to all ranks."""
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
     nodes, rebuild, paths = flatten(tree)
@@ -244,7 +250,8 @@ def broadcast(
         copies = _copies(leaves, results) if is_root and not in_place else {}
 
         def keep() -> None:
-            """The root may change its arrays when this is over, or the calls."""
+            """Copies the root's arrays for its result. The root may change its arrays
+            after this, or after the calls have ended."""
             while copies:
                 at, copy = copies.popitem()
                 np.copyto(copy, results[at])
@@ -270,7 +277,8 @@ def broadcast(
 
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
-    """Concatenates the arrays of all ranks, in the order of ranks."""
+    """Returns the request to concatenate the arrays of all ranks, in the order of
+    ranks."""
     nodes, rebuild, paths = flatten(tree)
     leaves, axes = [], []
     for each in map(leaf_of, nodes):
@@ -295,8 +303,9 @@ def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
 def reduce_scatter(
     size: int, tree: Any, op: ReduceOp | str, options: CallOptions
 ) -> OperationRequest:
-    """Reduces every array over all ranks and cuts it along its first axis: rank r keeps
-    the r-th part. The first ``n mod size`` ranks have one row more."""
+    """Returns the request to reduce every array over all ranks, of which rank r keeps
+    the r-th part of the first axis. The first ``n mod size`` ranks have one row
+    more."""
     op = ReduceOp.of(op)
     nodes, rebuild, paths = flatten(tree)
     leaves = [leaf_of(each) for each in nodes]
@@ -329,8 +338,9 @@ def reduce_scatter(
 def all_to_all(
     size: int, array: Any, splits: Sequence[int] | None, options: CallOptions
 ) -> OperationRequest:
-    """Gives part j of the first axis to rank j; the result is what came, in the order
-    of ranks. ``splits``: rows for each rank; None: as many for each."""
+    """Returns the request to send part j of the first axis to rank j; the result has
+    the received parts in the order of ranks. ``splits``: rows for each rank; None:
+    equal numbers."""
     leaf, kind = leaf_of(array), CallKind.ALL_TO_ALL
     check_axis(kind, [leaf])
     check_splits(size, leaf.shape[0], splits)
@@ -356,7 +366,7 @@ def all_to_all(
 
 
 def barrier(options: CallOptions) -> OperationRequest:
-    """Lets no rank through before all have come."""
+    """Returns the request to wait until all ranks have made the call."""
 
     def steps(factory: CallFactory) -> Steps:
         nothing = np.empty(0, np.uint8)
@@ -375,8 +385,9 @@ def _packed(
     op: ReduceOp = ReduceOp.SUM,
     root: int = 0,
 ) -> tuple[list[CollectiveCall], dict[int, np.ndarray]]:
-    """Returns the calls in which small leaves go together, the last ones first, and the
-    result of each leaf."""
+    """Creates the calls of an operation, in which small leaves are packed, the last
+    leaves first. Returns the calls, and the array with the result of each leaf by its
+    index."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
     is_broadcast = kind is CallKind.BROADCAST
@@ -408,8 +419,9 @@ def _packed(
 def _gathered(
     factory: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
 ) -> Steps:
-    """Makes the steps of a gather: leaves of all ranks, one after the other along their
-    first axis, which is put where ``axes`` says in the results."""
+    """Yields the steps of a gather, which concatenates the leaves of all ranks along
+    their first axis. ``axes`` has for each leaf the position of that axis in the
+    result."""
     kind = CallKind.ALL_GATHER
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
     table = np.empty(factory.size * len(leaves), _LENGTHS)
@@ -435,8 +447,8 @@ def _gathered(
 def _copies(
     leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray]
 ) -> dict[int, np.ndarray]:
-    """Allocates memory for the result at the root of a broadcast: never the input
-    array, unless nobody can write to it."""
+    """Allocates memory for the results of the root of a broadcast, which must not be
+    the input arrays unless these are immutable. Returns it by index of the leaf."""
     return {
         at: POOL.empty(leaf.flat.size, leaf.flat.dtype)
         for at, leaf in enumerate(leaves)
@@ -447,8 +459,8 @@ def _copies(
 def _delivered(
     leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray], in_place: bool
 ) -> list[Any]:
-    """Returns the results as users get them: written into their arrays if
-    ``in_place``."""
+    """Returns the results in the form that users get: in new arrays, or written into
+    their arrays if ``in_place``."""
     if not in_place:
         return [x.back(results[at].reshape(x.shape)) for at, x in enumerate(leaves)]
     # Through `origin`, where `flat` was a copy: of another byte order, or with gaps.

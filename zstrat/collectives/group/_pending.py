@@ -1,4 +1,4 @@
-"""The result of an operation that its caller does not wait for at once.
+"""The result of a collective operation that its caller does not wait for at once.
 
 The operation may end on the loop's thread, on an engine's, or in the call that starts
 it. Any number of threads and coroutines may wait for it.
@@ -25,12 +25,12 @@ class Pending(Generic[T]):
     """The result of an operation under way. Await it on any event loop, or call
     `result`, as often as you like.
 
-    Cancelling the wait does not cancel the collective, in which other ranks take part:
-    its arrays must not be changed before it is over.
+    Cancelling the wait does not cancel the operation, in which other ranks take part:
+    its arrays must not be changed before the operation has ended.
 
     Args:
         words: The operation that runs, as text for logs and errors.
-        over: Called once when the operation is over, before its waiters wake up.
+        over: Called once when the operation has ended, before its waiters wake up.
     """
 
     __slots__ = (
@@ -54,14 +54,15 @@ class Pending(Generic[T]):
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Returns whether `result` would not wait."""
+        """Returns whether the operation has ended, so that `result` would not wait."""
         return self._is_over
 
     def result(self, timeout: float | None = None) -> T:
-        """Blocks until the collective is over.
+        """Blocks until the operation has ended, and returns its result.
 
         Raises:
-            DeadlineExceededError: ``timeout`` seconds have passed; it continues.
+            DeadlineExceededError: ``timeout`` seconds have passed; the operation
+                continues.
             Exception: CollectiveTimeoutError, PeerLostError, InvalidArgumentError or
                 UnavailableError, as the blocking call.
         """
@@ -81,13 +82,13 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def settle(self, finish: Callable[[], T]) -> None:
-        """Notes that the collective has succeeded; ``finish`` makes the result, on the
+        """Notes that the operation has succeeded. ``finish`` makes the result, on the
         thread that asks for it first."""
         self._finish = finish
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """Notes that the operation has failed."""
+        """Notes that the operation has failed, and makes `result` raise the error."""
         self._error = error
         self._end()
 

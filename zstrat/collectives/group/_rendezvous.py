@@ -1,16 +1,16 @@
 """The rendezvous at rank 0, where the ranks of a group form a generation.
 
-Rank 0 keeps the list of ranks, and decides without I/O. Every rank asks it to join, and
-gets one answer: the members, once all have asked, or an error that names the missing
-ranks. Requests that come before rank 0 itself has created the group wait. A rank that
-asks again replaces its earlier request; two processes that ask for one rank get an
-error.
+Rank 0 keeps the list of ranks, and decides without I/O. Every rank sends rank 0 a
+request to join, and gets one answer: the members, once all ranks have asked, or an
+error that names the missing ranks. Requests that come before rank 0 itself has created
+the group wait. A rank that asks again replaces its earlier request; two processes that
+ask for one rank get an error.
 
 A process that starts asks for generation 0, "whatever is next"; a process that was in
 generation g asks for g + 1. The generation that is formed is the highest one asked for.
 
-`MembershipState` is the list of one group. `RendezvousService` keeps the lists of all
-groups whose rank 0 is this task, and answers with futures on the loop.
+`MembershipState` is the list of one group's ranks. `RendezvousService` keeps the lists
+of all groups whose rank 0 is this task, and answers with futures on the loop.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 Token = TypeVar("Token")
 
 WAITING: Final = 4096
-"""Most requests that may wait for one group: more ranks than any group has."""
+"""Most requests to join that may wait for one group: more ranks than any group has."""
 
 MAX_WAIT_SECONDS: Final = 7 * 86400.0
-"""Most seconds that a rank may wait."""
+"""Most seconds that a rank may wait for the other ranks."""
 
 _NAMED: Final = 8
-"""Most ranks that an error names; it counts the others."""
+"""Most ranks that an error names; the error counts the others."""
 
 
 class GroupSeat(NamedTuple):
-    """The task of one rank, and the address where it listens."""
+    """The task of one rank, and the address where the task listens."""
 
     job: str
     number: int
@@ -66,7 +66,7 @@ def seat_of(member: MemberEntry) -> GroupSeat:
     """Returns the task and the address of a member.
 
     Raises:
-        InvalidArgumentError: The name of its task is invalid.
+        InvalidArgumentError: The name of the member's task is invalid.
     """
     job, found, index = member.task.removeprefix("/job:").partition("/task:")
     if not found or not index.isdecimal():
@@ -77,13 +77,14 @@ def seat_of(member: MemberEntry) -> GroupSeat:
 
 
 def rank_at(rank: int, seat: GroupSeat) -> str:
-    """Returns the name of a rank in messages."""
+    """Returns the name of a rank, for texts of errors."""
     return f"rank {rank} ({seat.task} at {seat.address})"
 
 
 @dataclass(frozen=True, slots=True)
 class Formed(Generic[Token]):
-    """The answer for all ranks once all have asked."""
+    """Answers the requests of all ranks once all have asked: the generation is
+    formed."""
 
     answer: GroupFormed
     to: tuple[Token, ...]
@@ -91,7 +92,7 @@ class Formed(Generic[Token]):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Generic[Token]):
-    """The error for one rank."""
+    """Answers the request of one rank with an error."""
 
     token: Token
     error: ZstratError
@@ -105,7 +106,7 @@ class _Applicant(Generic[Token]):
 
 
 class MembershipState(Generic[Token]):
-    """The ranks of one group that have asked to join.
+    """Decides when the ranks of one group that have asked to join form a generation.
 
     Args:
         draw: Returns a new ticket.
@@ -124,12 +125,12 @@ class MembershipState(Generic[Token]):
 
     @property
     def tokens(self) -> list[Token]:
-        """Tokens of the ranks that wait."""
+        """Tokens of the requests that wait."""
         return [applicant.token for applicant in self._applicants]
 
     @property
     def due(self) -> float:
-        """The time when `tick` has to be called."""
+        """Time when `tick` has to be called."""
         return min(
             (applicant.due for applicant in self._applicants), default=float("inf")
         )
@@ -137,8 +138,9 @@ class MembershipState(Generic[Token]):
     def open(
         self, seats: Sequence[GroupSeat], choices: dict[str, PlainTree] | None = None
     ) -> list[Refused[Token]]:
-        """Sets the seats that rank 0 expects, and refuses requests that do not fit.
-        Rank 0 asks to join afterwards. ``choices``: see `GroupFormed`."""
+        """Sets the seats (tasks and addresses of the ranks) that rank 0 expects, and
+        refuses waiting requests that do not match. Rank 0 must ask to join afterwards.
+        ``choices``: see `GroupFormed`."""
         self._seats, self._choices = tuple(seats), choices or {}
         # Until now nobody could tell whether these requests fit.
         refused = []
@@ -152,7 +154,8 @@ class MembershipState(Generic[Token]):
     def ask(
         self, request: JoinGroup, token: Token, now: float
     ) -> list[Formed[Token] | Refused[Token]]:
-        """Adds a request to join; returns the answers if it was the last one."""
+        """Adds a request to join; returns the answers to all ranks if it was the last
+        one missing."""
         error = self._objection(request)
         if error is not None:
             return [Refused(token, error)]
@@ -214,7 +217,7 @@ class MembershipState(Generic[Token]):
         return [Formed(answer, tuple(applicants[r].token for r in range(len(seats))))]
 
     def _objection(self, request: JoinGroup) -> ZstratError | None:
-        """Returns why a request is refused, or None."""
+        """Returns the error with which to refuse a request, or None."""
         if len(self._applicants) >= WAITING:
             return BusyError(
                 f"{len(self._applicants)} ranks wait for group {self._group!r} already"
@@ -255,7 +258,7 @@ class MembershipState(Generic[Token]):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Joins names for an error; many names are cut and counted."""
+    """Joins names for an error message; of many names only counts the rest."""
     if len(names) > _NAMED:
         return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
     return ", ".join(names) or "nobody"
@@ -292,7 +295,8 @@ GROUPS: Final = 1024
 
 
 class RendezvousService:
-    """Answers `JoinGroup` for all groups whose rank 0 is this task, with one timer."""
+    """Answers the `JoinGroup` requests of all groups whose rank 0 is this task, with
+    one timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -301,10 +305,10 @@ class RendezvousService:
         self._timer: asyncio.TimerHandle | None = None
 
     def join(self, remote: Remote, request: JoinGroup) -> asyncio.Future[Message]:
-        """Adds the request of another task; returns the future of its answer.
+        """Adds the request of another task to join; returns the future of the answer.
 
         Raises:
-            ProtocolError: The incarnation is not that of the task.
+            ProtocolError: The incarnation in the request is not that of the task.
             BusyError: Too many groups wait to be formed.
         """
         # Ranks know each other by it: whose hops are whose, and who is lost.
@@ -320,7 +324,8 @@ class RendezvousService:
     def open(
         self, request: JoinGroup, seats: Sequence[GroupSeat], choices: Choices
     ) -> asyncio.Future[Message]:
-        """Opens a group whose rank 0 is this task, and adds its own request."""
+        """Opens a group whose rank 0 is this task, adds this task's own request, and
+        returns the future of its answer."""
         rendezvous = self._rendezvous_of(request.group)
         self._obey(rendezvous.open(seats, choices.to_plain()))
         future: asyncio.Future[Message] = self._loop.create_future()
@@ -333,7 +338,7 @@ class RendezvousService:
             future.cancel()
 
     def close(self) -> None:
-        """Stops the timer: requests do not time out after this."""
+        """Stops the timer: waiting requests no longer time out."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,9 +1,9 @@
 """The runtime of groups in this process: one node per task, and its loop.
 
 A daemon has a loop and an endpoint; it registers its node with `announce`. A program
-that is a member itself gets both here: a thread with a loop, and an endpoint at the
-address of its task. All groups of one task share a runtime, which ends with the last
-group.
+that is itself a member of a group gets its loop and endpoint here: a thread with a
+loop, and an endpoint at the address of its task. All groups of one task share a
+runtime, which ends with the last group.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _BINDING: Final = 30.0
 
 
 class GroupRuntime:
-    """A node and its loop, for use from other threads."""
+    """The node of a task and its loop, for use from other threads."""
 
     def __init__(self, node: GroupNode) -> None:
         self.node = node
         self.users = 0
         self.is_ending = False
-        """`end` was called; Ctrl-C may have interrupted it."""
+        """Whether `end` was called; Ctrl-C may have interrupted it."""
         self._portal: Portal | None = None
         self._endpoint: Endpoint | None = None
 
@@ -58,12 +58,12 @@ class GroupRuntime:
         return LoopCall(self.node.loop, work, what).run(timeout)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Runs the coroutine on the loop, awaitable from any loop. Cancellation:
-        cancels the coroutine."""
+        """Runs the coroutine on the runtime's loop, and awaits its result on the
+        caller's loop. Cancellation: cancels the coroutine."""
         return await LoopCall(self.node.loop, work, what).run_async()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> bool:
-        """Calls the function on the loop; False: the loop has ended."""
+        """Calls the function on the loop. Returns False if the loop has ended."""
         try:
             self.node.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -71,8 +71,8 @@ class GroupRuntime:
         return True
 
     def release(self) -> None:
-        """Releases the runtime when a group closes. The last group blocks until the
-        address is free for the next runtime of the task."""
+        """Releases the runtime when a group closes. For the last group, blocks until
+        the address is free for the next runtime of the task."""
         with _lock:
             if self.users == 1:
                 self.end()
@@ -80,7 +80,7 @@ class GroupRuntime:
             self.users -= 1
 
     def end(self) -> None:
-        """Ends the runtime of a program; with `_lock` held. Idempotent."""
+        """Ends the runtime of a program. The caller holds `_lock`. Idempotent."""
         if self._portal is None:
             return
         self.is_ending = True
@@ -90,11 +90,12 @@ class GroupRuntime:
             del _runtimes[key]
 
     def readiness(self) -> str:
-        """Returns "": a member of groups is ready once it is bound."""
+        """Returns "", as a member of groups is ready once it is bound."""
         return ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns the statistics of endpoint and groups, as of a task."""
+        """Returns the statistics of endpoint and groups, in the form that tasks
+        report."""
         endpoint = {} if self._endpoint is None else self._endpoint.statistics()
         # Counts and names only, though its type does not say so.
         return {
@@ -126,12 +127,12 @@ class GroupRuntime:
 
     @classmethod
     def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
-        """Creates a runtime of a program, bound at ``bind`` ("": not bound, for a group
-        of one rank).
+        """Creates the runtime of a program, bound at ``bind`` ("": not bound, for a
+        group of one rank).
 
         Raises:
             OSError, ValueError, ZstratError: The address cannot be bound, or keys are
-                missing; says why.
+                missing; the error says why.
         """
         folder = settings.keys
         security = None
@@ -189,13 +190,14 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
 
 
 def announce(node: GroupNode) -> None:
-    """Notes that a daemon of this process has a node, and will pass on its messages."""
+    """Notes that a daemon of this process has a node, and passes messages to the
+    node."""
     with _announcing:
         _daemons[node.me.job, node.me.index] = GroupRuntime(node)
 
 
 def withdraw(node: GroupNode) -> None:
-    """Notes that the daemon ends."""
+    """Notes that the daemon with this node ends."""
     with _announcing, suppress(KeyError):
         if _daemons[node.me.job, node.me.index].node is node:
             del _daemons[node.me.job, node.me.index]
@@ -208,9 +210,10 @@ def only_daemon() -> tuple[str, int] | None:
 
 
 _lock = threading.Lock()
-"""Guards the runtimes of programs; held while one is bound or closed."""
+"""Lock of the runtimes of programs; held while a runtime is bound or closed."""
 _announcing = threading.Lock()
-"""Guards the daemons. A separate lock, so that a daemon's loop never waits long."""
+"""Lock of the nodes of daemons. A separate lock, so that a daemon's loop never waits
+long."""
 _runtimes: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
 _daemons: Final[dict[tuple[str, int], GroupRuntime]] = {}
 

@@ -1,4 +1,5 @@
-"""The operations of one generation: numbered, described, and sent on their way."""
+"""Starts the operations of one generation: numbers and describes them, and passes them
+to an executor."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from ._operations import OperationRequest
 
 IN_FLIGHT: Final = 1024
-"""Operations of one group that may be under way: each holds memory of its caller."""
+"""Most operations of one group that may be under way: each holds memory of its
+caller."""
 
 
 class OperationScheduler:
-    """Launches the operations of one generation: by ``engine`` if all ranks have one,
+    """Starts the operations of one generation: by ``engine`` if all ranks have one,
     else by ``messages``."""
 
     def __init__(
@@ -45,14 +47,15 @@ class OperationScheduler:
         self._in_flight = 0
 
     def launch(self, request: OperationRequest, *, blocking: bool) -> Pending[Any]:
-        """Begins an operation; if ``blocking``, an engine may run it before this
-        returns. Its number is drawn here, in the thread of the caller.
+        """Starts an operation and returns its pending result. If ``blocking``, an
+        engine may run the operation before the method returns. The operation gets its
+        number here, in the thread of the caller.
 
         Ctrl-C: the generation ends, as for `carry_out`.
 
         Raises:
             UnavailableError: The generation has ended.
-            BusyError: Too many are under way.
+            BusyError: Too many operations are under way.
         """
         try:
             return self._launch(request, blocking=blocking)
@@ -87,13 +90,13 @@ class OperationScheduler:
         return pending
 
     def carry_out(self, request: OperationRequest) -> Any:
-        """Begins an operation and waits for its result.
+        """Starts an operation and waits for its result.
 
-        If it is interrupted nobody knows what becomes of its arrays: the generation
-        ends, and the others are notified.
+        If the wait is interrupted, the state of the arrays is unknown: the generation
+        ends, and the other ranks are notified.
 
         Raises:
-            What went wrong; as `launch`.
+            Exception: The error of the operation; or as `launch`.
         """
         try:
             return self.launch(request, blocking=True).result()
@@ -104,8 +107,8 @@ class OperationScheduler:
             raise
 
     def interrupt(self, words: str) -> None:
-        """Ends the generation for all: the operation that ``words`` describes is cut
-        off here."""
+        """Ends the generation for all ranks, as the operation that ``words`` describes
+        was interrupted on this rank."""
         self._messages.abort_by(ClosedError(f"{words} was interrupted"))
 
     def close(self) -> None:
@@ -156,8 +159,8 @@ class OperationScheduler:
     def _give_up(
         self, factory: CallFactory, turn: CallTurn | None, error: BaseException
     ) -> None:
-        """Ends the generation: the operation has a number, and the other ranks wait for
-        it."""
+        """Ends the generation because an operation failed to start after it got a
+        number: the other ranks wait for it."""
         reason = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
         self._messages.abort_by(reason)
         self._over(factory)

@@ -1,15 +1,17 @@
-"""The engine of ranks that share no memory: the thread that calls drives the sockets.
+"""The engine of ranks that share no memory, in which the calling thread drives the
+sockets.
 
-It carries out the same schedules as the messages of links (`_traffic`), one call after
-the other, in the thread that waits for the result. What a link costs beside the bytes,
-the way to the loop and back and a message's way through it, is what small calls take
-most of their time for. Of large ones it takes little, and they gain more by the loops
-that work meanwhile.
+The engine carries out the same schedules as the messages of links (`_traffic`), one
+call after the other, in the thread that waits for the result. Small calls by links take
+most of their time for the way to the loop and back, and for the handling of messages on
+the loop. Large calls take little of theirs for that, and gain more from loops that work
+at the same time.
 
-Nobody is ahead of another rank by more than a call: a call ends when there is something
-of all ranks in it, and what comes for the next one is kept until it is made here.
+No rank is ahead of another rank by more than one call: a call ends only when every rank
+has contributed, and hops of the next call are kept until this rank makes the call.
 
-Broadcasts are not taken. Their root waits for nobody, so that it may be ahead by many.
+The engine does not support broadcasts: their root waits for no other rank, so it could
+be ahead by many calls.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ if TYPE_CHECKING:
     from zstrat.transport import DataConnections
 
 LARGEST: Final = MiB
-"""Bytes of the largest call that is taken. With keys 256 KB by two ranks take three
-quarters of the time that they take by links, 1 MB about the same, 2 MB more."""
+"""Bytes of the largest call that the engine runs. With keys, calls of 256 KB by two
+ranks take three quarters of the time that they take by links, 1 MB about the same, 2 MB
+more."""
 
 EARLY: Final = 256 * MiB
-"""Bytes of hops for the next call, at most: several times what honest ranks send."""
+"""Most bytes of hops kept for the next call: several times what honest ranks send."""
 
 _HEAD: Final = struct.Struct("<QQI")
-"""Key, place and digest of the call."""
+"""Header of a hop: key of the call, place in the schedule, and digest of the call."""
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
 class EarlyHop(NamedTuple):
-    """A hop of a call that this rank has not made yet."""
+    """A hop (data of a call) that came before this rank made the call."""
 
     rank: int
     place: int
@@ -60,7 +63,7 @@ class SocketEngine:
     """Runs calls through data connections, in the thread that calls.
 
     Args:
-        one_host: All ranks are on one machine, and share its cores.
+        one_host: Whether all ranks are on one machine, and share its cores.
         choices: The table of algorithms of the group.
     """
 
@@ -76,7 +79,7 @@ class SocketEngine:
         self._connections, self._rank, self._size = connections, rank, size
         self._one_host, self._choices = one_host, choices
         self._queues: dict[int, deque[tuple[bytes, memoryview]]] = {}
-        """Hops that found no room, by rank."""
+        """Hops that wait for room on the connection to a rank, by rank."""
         self._early: dict[int, list[EarlyHop]] = {}
         self._early_bytes = 0
         self._error: Exception | None = None
@@ -153,7 +156,8 @@ class SocketEngine:
             self._turn(call, progress)
 
     def _turn(self, call: CollectiveCall, progress: ScheduleProgress) -> None:
-        """Waits until something comes or can be sent; takes it, and sends."""
+        """Waits until a hop comes or can be sent; takes the hop into the call's
+        progress, and sends hops."""
         if self._error is not None:
             raise self._error
         left = call.deadline - time.monotonic()
@@ -227,7 +231,7 @@ class SocketEngine:
             self._queues.setdefault(peer, deque()).append((head, data.data))
 
     def _flush(self) -> None:
-        """Sends what found no room before."""
+        """Sends hops that found no room before."""
         for peer, queue in list(self._queues.items()):
             while queue and self._connections.send(peer, *queue[0]):
                 queue.popleft()

@@ -1,13 +1,14 @@
-"""The calls of a generation that are under way by messages, and their keys.
+"""Carries out the calls of a generation by messages, and assigns their keys.
 
-Hops are matched with calls by key. Keys are equal on all ranks without communication:
-what a user calls is an *operation*, which may take several calls (buckets, or lengths
-before the data); untagged operations are numbered in the order of the program, and
-operations with a tag are numbered per tag. A hop that comes before this rank makes the
-call is kept. Errors are reported to the generation, which ends.
+A *hop* is a message with data of a call. Hops are matched with calls by key. Keys are
+equal on all ranks without communication. A user calls an *operation*, which may take
+several calls (for buckets, or for lengths before the data). Untagged operations are
+numbered in the order of the program, and operations with a tag are numbered per tag. A
+hop that comes before this rank makes the call is kept. Errors are reported to the
+generation, which ends.
 
-The law of this file: every call that was started ends exactly once, and everything runs
-on the loop's thread.
+Law of the file: every call that was started ends exactly once, and all code runs on the
+loop's thread.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
     from ._mesh import Mesh
 
 PARTS: Final = 2**20
-"""Most calls of one operation: arrays of one pytree."""
+"""Most calls of one operation, that is, arrays of one pytree."""
 
 FORMING: Final = 0
-"""Key of the call in which a new generation agrees on its transport; operations
-begin at 1."""
+"""Key of the call in which a new generation agrees on its transport; numbers of
+operations begin at 1."""
 
 _NAMED: Final = 1 << 62
-"""Bit that is set in keys that are digests, and only in these."""
+"""The bit that is set in keys that are digests, and only in these."""
 
 
 def key_of(tag: str | None, number: int, part: int) -> int:
@@ -60,12 +61,14 @@ def key_of(tag: str | None, number: int, part: int) -> int:
 
 
 def key_between(key: int, part: int) -> int:
-    """Returns the key of one part of a call, which only some of the ranks make."""
+    """Returns the key of part ``part`` of a call, which only some of the ranks take
+    part in."""
     return _digest(f"{key}/{part}")
 
 
 def number_of(key: int) -> int | None:
-    """Returns the operation of a call, or None if the key is a digest."""
+    """Returns the number of the operation that a call belongs to, or None if the key is
+    a digest."""
     return None if key & _NAMED else key // PARTS
 
 
@@ -81,19 +84,20 @@ def _digest(text: str) -> int:
 
 EARLY: Final = 1024 * MiB
 """Most bytes of hops kept for calls that this rank has not made yet. Senders do not ask
-first: most algorithms wait for answers and so are never far ahead, but the root of a
-broadcast sends everything. Beyond this the group ends, with a remedy in the error."""
+first. In most algorithms a rank waits for other ranks and so is never far ahead, but
+the root of a broadcast sends everything. Beyond this bound the generation ends, with a
+remedy in the error."""
 
 BACKLOG: Final = 32
-"""Hops that may wait for one rank before more are created: enough to keep the link
-busy, few enough that private copies of chunks cost little memory."""
+"""Number of hops that may wait for one rank before no more are created: enough to keep
+the link busy, few enough that private copies of chunks cost little memory."""
 
 _REMEMBERED: Final = 4096
-"""Ended calls that are remembered, for ranks that ask about them."""
+"""Number of ended calls that are remembered, for ranks that ask about them."""
 
 
 class Running:
-    """A call under way."""
+    """A call under way by messages."""
 
     __slots__ = ("call", "draws", "ended", "moved", "progress", "ranks", "timer")
 
@@ -106,7 +110,7 @@ class Running:
         now: float,
     ) -> None:
         self.moved = now
-        """The time when the call started, or when its last hop came."""
+        """Loop time when the call started, or when its last hop came."""
         self.call, self.progress, self.ranks, self.ended = call, progress, ranks, ended
         self.draws: Iterator[Send] | None = progress.start()
         self.timer: asyncio.TimerHandle | None = None
@@ -117,7 +121,7 @@ class Running:
 
 
 class TrafficOwner(Protocol):
-    """The part of a generation that its traffic needs."""
+    """The part of a `Generation` that its traffic uses."""
 
     rank: int
     size: int
@@ -146,11 +150,11 @@ class TrafficOwner(Protocol):
 
 
 class Traffic:
-    """The calls of one generation, the ``owner``, that go by messages.
+    """Carries out the calls of one generation, the ``owner``, by messages.
 
     Args:
-        formed: The members, and the table of algorithms.
-        counts: Counters of the node: refused hops by reason.
+        formed: The answer of rank 0 with the members and the table of algorithms.
+        counts: Counters of the node, which count refused hops by reason.
     """
 
     def __init__(
@@ -163,8 +167,8 @@ class Traffic:
         self.running: dict[int, Running] = {}
         """Calls under way, by key."""
         self.waited = [0.0] * owner.size
-        """Seconds waited, by the rank that ended the wait: a call waits from its start,
-        or from its last hop, until the next hop."""
+        """Seconds waited so far, by the rank whose hop ended the wait. A call waits
+        from its start, or from its last hop, until the next hop."""
         self._owner, self._mesh, self._ticket = owner, mesh, formed.ticket
         self.choices = _choices_of(formed)
         self._counts = counts
@@ -182,8 +186,8 @@ class Traffic:
         ended: Callable[[Exception | None], None],
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Starts a call. ``ended`` is called once with its error or None, maybe before
-        this returns.
+        """Starts a call. Calls ``ended`` once with the error of the call or None, maybe
+        before `start` returns.
 
         Args:
             ranks: Ranks that take part, ascending; None: all.
@@ -218,7 +222,7 @@ class Traffic:
             self._owner.check_left(running)
 
     def hop(self, sender: int, hop: Hop) -> None:
-        """Delivers a hop to its call, or keeps it until this rank makes the call."""
+        """Passes a hop to its call, or keeps the hop until this rank makes the call."""
         running = self.running.get(hop.call)
         if running is not None:
             self._take(running, sender, hop)
@@ -230,7 +234,8 @@ class Traffic:
             self._counts["late hops"] += 1
 
     def draw(self) -> None:
-        """Sends first hops of calls, oldest call first, as far as the links accept."""
+        """Sends the first hops of started calls, which wait for no other rank, oldest
+        call first, as far as the links have room."""
         if self._is_drawing or not self._drawing:
             return
         self._is_drawing = True  # sending calls `on_flushed`, which calls this again
@@ -251,17 +256,17 @@ class Traffic:
 
     @property
     def has_early(self) -> bool:
-        """Whether hops are kept for calls that this rank has not made; from any
+        """Whether hops are kept for calls that this rank has not made. From any
         thread."""
         return bool(self._early)
 
     def early_of(self, number: int) -> list[tuple[int, Hop]]:
-        """Returns the kept hops of an untagged operation, with their senders."""
+        """Returns the senders and the kept hops of untagged operation ``number``."""
         of_it = [key for key in self._early if number_of(key) == number]
         return [each for key in of_it for each in self._early[key]]
 
     def state(self, key: int) -> CallState | None:
-        """Returns the progress of a call; None if this rank has not made it."""
+        """Returns the progress of a call; None if this rank has not made the call."""
         running = self.running.get(key)
         if running is not None:
             return CallState(running.call.words, running.waits, False, False)
@@ -332,7 +337,8 @@ class Traffic:
                 return
 
     def _draw_from(self, running: Running) -> bool:
-        """Sends first hops of a call; returns whether all were sent."""
+        """Sends first hops of a call as far as the links have room; returns whether all
+        were sent."""
         assert running.draws is not None
         for send in running.draws:
             self._send(running, (send,))

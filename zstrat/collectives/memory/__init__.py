@@ -1,6 +1,7 @@
 """Collectives in memory that the ranks of one host share.
 
-Where a group has several hosts, the first rank of each exchanges messages for it.
+If a group has several hosts, the first rank of each host exchanges messages on behalf
+of the host.
 """
 
 from __future__ import annotations

@@ -1,24 +1,29 @@
-"""A barrier in the memory that ranks of one host share: they take each step together.
+"""A barrier in the memory that ranks of one host share: all ranks take each step of a
+call together.
 
-Every rank counts its steps in a word of its own memory that the others see. Before a
-step a rank writes into its own slot (`_shm_collectives`), then it posts the step, waits
-until all others have posted it, and reads their slots. Each rank has two slots, which
-it takes in turn. One law makes every collective here safe, whatever was called before:
+Every rank counts its steps in a word of its own memory that the other ranks can read.
+For a step a rank writes data into its own slot, a buffer in its memory
+(`_shm_collectives`). Then it *posts* the step (stores its number in the word), waits
+until all other ranks have posted it, and reads their slots. Each rank has two slots,
+which it uses alternately. One law makes every collective operation here safe, whatever
+was called before:
 
     the slot of step s is read by others only before they post step s + 1.
 
-So a rank that has seen all post s + 1 may write the slot of step s + 2, which is that
-of step s. All ranks make the same calls of the same sizes, hence the same steps; what
-is called is compared at the first step of each call.
+So a rank that has seen all ranks post s + 1 may write the slot of step s + 2, which is
+that of step s. All ranks make the same calls of the same sizes, hence the same steps;
+the ranks compare digests of their calls at the first step of each call.
 
-A wait looks for a moment, as the others are mostly just as far (`SpinPolicy`), and then
-sleeps on the word of the rank that it waits for. A rank that dies wakes nobody: the
-others learn of its death by messages, and call `abort`.
+A rank that waits first polls the word of the other rank for a moment, as that rank
+mostly is just as far (`SpinPolicy`), and then sleeps until the word changes. A rank
+that dies wakes no other rank: messages report its death, and the other ranks call
+`abort`.
 
-*Order of memory.* A rank that sees a step has to see the slot that was written before
-it. x86 keeps stores in order, and loads in order, and CPython calls between any two of
-them what no compiler looks through. Processors that order weakly (aarch64) need a
-barrier on both sides, between the slot and the word that announces it: `fence`.
+*Order of memory.* A rank that sees a step posted has to see the slot that was written
+before it. x86 keeps stores in order, and loads in order, and between any two of them
+CPython makes calls that no compiler optimizes across. Processors that order memory
+weakly (aarch64) need a memory barrier on both sides, between the slot and the word that
+announces it: `fence`.
 """
 
 from __future__ import annotations
@@ -44,8 +49,8 @@ if TYPE_CHECKING:
 
 _MACHINE: Final = platform.machine().lower()
 _NUMBERS: Final = {"x86_64": 202, "amd64": 202, "aarch64": 98, "riscv64": 98}
-"""futex in the kernel's tables of system calls, for machines of 64 bits that are
-little-endian, so that the low half of a counter is at its address."""
+"""Number of the futex system call by machine, for machines of 64 bits that are
+little-endian, so that the low half of a counter is at the counter's address."""
 
 IS_AVAILABLE: Final = sys.platform == "linux" and _MACHINE in _NUMBERS
 
@@ -59,7 +64,7 @@ _ANY_BIT: Final = 2**32 - 1
 _EXPECTED: Final = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
 _FOREVER: Final = 2.0**31
-"""The longest that is asked for: the kernel refuses an infinite time."""
+"""Most seconds of a sleep: the kernel refuses an infinite time."""
 
 
 class _Timespec(ctypes.Structure):
@@ -84,7 +89,7 @@ def _syscall() -> ctypes._NamedFuncPointer:
 _futex: Final = _syscall() if IS_AVAILABLE else None
 _PRIVATE_WORD: Final = np.zeros(1, np.uint64)
 _PRIVATE_ADDRESS: Final = _PRIVATE_WORD.ctypes.data
-"""Of a word that nobody sleeps on."""
+"""Address of a word on which no thread sleeps."""
 
 
 def sleep_while(address: int, value: int, deadline: float) -> None:
@@ -109,13 +114,14 @@ def sleep_while(address: int, value: int, deadline: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wakes all processes and threads that sleep on the counter at ``address``."""
+    """Wakes all threads of all processes that sleep on the counter at ``address``."""
     assert _futex is not None
     _futex(_NUMBER, address, _WAKE, _ALL, None, None, 0)
 
 
 def fence() -> None:
-    """Keeps stores and loads before it before those after it."""
+    """Keeps loads and stores that come before the call before those that come after it,
+    as a full memory barrier."""
     if not _ORDERS_STORES:
         # To wake nobody begins with a full barrier: smp_mb, before the kernel looks for
         # sleepers (kernel/futex/waitwake.c, since Linux 3.14).
@@ -123,26 +129,28 @@ def fence() -> None:
 
 
 LOOKS: Final = 2000
-"""Looks before a sleep. They take 60 µs, as a chunk of 1 MiB does, and twice as long as
-a sleep and a wake-up."""
+"""Number of polls before a sleep. They take 60 µs, as long as a chunk of 1 MiB takes,
+and twice as long as a sleep and a wake-up."""
 
 YIELDS: Final = 20
-"""Looks before a sleep if ranks outnumber cores: each one yields the core to the ranks
-that it waits for."""
+"""Number of polls before a sleep if ranks outnumber cores: each poll yields the core to
+the ranks that are waited for."""
 
 SLOW: Final = 0.0005
-"""Seconds of looking after which it was not the other rank that ran meanwhile."""
+"""Seconds of polling above which the polls took the core that the other rank needed."""
 
 MISSES: Final = 4
-"""Waits in a row that looks did not end, after which a rank stops looking."""
+"""Number of waits in a row that polling did not end, after which a rank stops
+polling."""
 
 REST: Final = 64
-"""Waits without looks until one is tried again: its 60 µs are then 1 µs per wait."""
+"""Number of waits without polling until a rank tries polling again: the 60 µs of the
+try are then 1 µs per wait."""
 
 
 class SpinPolicy:
-    """Decides how often a rank looks before it sleeps, by what its last waits have
-    shown. ``is_crowded``: there are more ranks than cores."""
+    """Decides how often a rank polls before it sleeps, by whether polling ended its
+    last waits. ``is_crowded``: there are more ranks than cores."""
 
     def __init__(self, is_crowded: bool) -> None:
         self.yields = is_crowded
@@ -150,14 +158,15 @@ class SpinPolicy:
         self._misses = self._rest = 0
 
     def looks(self) -> int:
-        """Returns how often to look in the wait that begins now."""
+        """Returns how often to poll in the wait that begins now."""
         if self._rest:
             self._rest -= 1
             return 0
         return self._looks
 
     def ended(self, arrived: bool, took: float) -> None:
-        """Notes whether the looks of a wait, which took so many seconds, ended it."""
+        """Notes whether the polling of a wait, which took ``took`` seconds, ended the
+        wait."""
         # A slow success is a miss: the looks took the core that the other rank needed.
         if arrived and took <= SLOW:
             self._misses = 0
@@ -169,16 +178,19 @@ class SpinPolicy:
 
 
 _NAP: Final = 1.0
-"""Seconds of the longest sleep. Ctrl-C just before the system call does not end it, as
-Python runs handlers of signals between its own instructions: then it waits for this."""
+"""Most seconds of one sleep. A Ctrl-C just before the system call does not end the
+sleep, as Python runs signal handlers between its own instructions only: it is handled
+after the sleep."""
 
 _RING_AGAIN: Final = 0.001
-"""Seconds: some hundred times what a thread needs from its last look to its sleep."""
+"""Seconds until `_ring` wakes a thread again: some hundred times what a thread needs
+from its last look at the error to its sleep."""
 
 
 class ControlWords(NamedTuple):
-    """The control words of a rank: ``words[0]`` the last step it has posted,
-    ``words[1]`` and ``words[2]`` what it calls, in turn. At ``address``."""
+    """The control words of a rank, at ``address``: ``words[0]`` is the last step that
+    the rank has posted, ``words[1]`` and ``words[2]`` are digests of its calls, used
+    alternately."""
 
     rank: int
     words: memoryview
@@ -186,7 +198,8 @@ class ControlWords(NamedTuple):
 
 
 class ShmBarrier:
-    """The steps of one rank, on one thread; `abort` and `waits` on any thread."""
+    """Takes the steps of one rank, on one thread; `abort` and `waits` are for any
+    thread."""
 
     def __init__(
         self, own: ControlWords, others: Sequence[ControlWords], cores: int
@@ -200,16 +213,16 @@ class ShmBarrier:
         self._error: Exception | None = None
         self._asleep: ControlWords | None = None
         self._is_answered = Latch()
-        """Set when a call that slept has seen the error of `abort`."""
+        """Opened when a call that slept has noticed the error of `abort`."""
         self.waited: Final = dict.fromkeys([other.rank for other in others], 0.0)
-        """Seconds of waits so far, by the rank for which; from any thread."""
+        """Seconds of waits so far, by the rank that was waited for. From any thread."""
 
     def begin(self, about: int, deadline: float) -> None:
-        """Begins a call, of which ``about`` is a digest. Call `cut_off` if it does not
-        end as it should.
+        """Begins a call, of which ``about`` is a digest. If the call is interrupted,
+        call `cut_off`.
 
         Raises:
-            Exception: What ended the barrier before.
+            Exception: The error that ended the barrier before.
         """
         if self._error is not None:
             raise self._error
@@ -220,8 +233,8 @@ class ShmBarrier:
         self._about, self._is_checked, self._deadline = about, False, deadline
 
     def cut_off(self, error: BaseException) -> None:
-        """Ends the barrier for good after an interrupted call: the ranks are no longer
-        at the same step."""
+        """Ends the barrier for good after a call was interrupted by ``error``, because
+        the ranks are no longer at the same step."""
         if isinstance(error, Exception):
             self._error = self._error or error
         else:  # Ctrl-C in a blocking call
@@ -230,8 +243,8 @@ class ShmBarrier:
             )
 
     def post(self) -> None:
-        """Announces that this rank's slot is written. The next one may be written after
-        `wait`."""
+        """Posts the next step, which announces that this rank's slot is written. The
+        other slot may be written after `wait`."""
         self.step += 1
         fence()
         # After the fence: a rank that sees the step has to see the slot, too.
@@ -239,12 +252,12 @@ class ShmBarrier:
         wake(self._own.address)
 
     def wait(self) -> None:
-        """Waits until all others have posted this step.
+        """Waits until all other ranks have posted this step.
 
         Raises:
-            Overdue: They have not by the deadline of the call.
-            Differs: A rank calls something else.
-            Exception: What `abort` was given.
+            Overdue: Some have not posted it by the deadline of the call.
+            Differs: A rank makes a different call.
+            Exception: The error that `abort` was given.
         """
         for other in self._others:
             if other.words[0] < self.step:
@@ -256,18 +269,19 @@ class ShmBarrier:
             self._check()
 
     def meet(self) -> None:
-        """Posts a step, and waits for the others: `post` and `wait`."""
+        """Posts a step, and waits until all other ranks have posted it."""
         self.post()
         self.wait()
 
     def waits(self) -> tuple[int, ...]:
-        """Ranks that are not as far as this one has posted. From any thread."""
+        """Returns the ranks that have not posted the present step of this rank. From
+        any thread."""
         posted = self._own.words[0]
         return tuple(other.rank for other in self._others if other.words[0] < posted)
 
     def abort(self, error: Exception) -> None:
-        """Makes all calls, including one that waits, raise ``error`` or an earlier
-        error. From any thread."""
+        """Makes the present call and later calls raise ``error``, or an earlier error.
+        From any thread."""
         # The first reason stays: later ones follow from it.
         self._error = self._error or error
         other = self._asleep
@@ -280,10 +294,12 @@ class ShmBarrier:
             ring.start()
 
     def _ring(self, other: ControlWords) -> None:
-        """Wakes the thread that sleeps on the word of ``other``, until it reacts.
+        """Wakes the thread of this rank that sleeps on the word of ``other``, again and
+        again until it reacts.
 
-        Between that thread's last look at the error and its sleep nobody can reach it:
-        the word is another rank's, and only a change of it would keep it awake.
+        A wake-up between that thread's last look at the error and its sleep would be
+        lost: only a change of the word would keep the thread awake, and the word
+        belongs to another rank.
         """
         while self._asleep is other:
             wake(other.address)

@@ -1,16 +1,17 @@
 """Engines that run a group's calls in shared memory: on one host, or within each host.
 
 *Ranks on one host.* Every call runs in the slots of the ranks. An algorithm that the
-caller names is about messages, and is ignored here: naming one must not make the call
+caller names concerns messages, and is ignored here: naming one must not make the call
 slower.
 
-*Ranks on several hosts.* The ranks of a host share memory, and its first rank sends
-messages for it. A reduction runs in parts. Each part is reduced inside the host, then
-the first ranks of all hosts reduce it by messages, while the next part is reduced
-inside the host; at last the other ranks of the host copy the result. So the network
-carries each element once per host, not once per rank, and both kinds of work overlap
-(the hierarchy of Horovod [Sergeev and Del Balso 2018] and of MPI's two-level trees).
-The algorithm that the caller names, or the table chooses, is used among first ranks.
+*Ranks on several hosts.* The ranks of a host share memory, and the first rank of the
+host sends messages on behalf of all. A reduction runs in parts. Each part is reduced
+inside the host, then the first ranks of all hosts reduce it by messages, while the next
+part is reduced inside the host; finally the other ranks of the host copy the result. So
+the network carries each element once per host, not once per rank, and both kinds of
+work overlap (the hierarchy of Horovod [Sergeev and Del Balso 2018] and of MPI's
+two-level trees). The first ranks use the algorithm that the caller names, or the table
+chooses.
 
 Partial sums (f32 for f16 and bf16) are sent between hosts. Each first rank divides and
 rounds them, from the same bits, so that all ranks have the same result.
@@ -122,19 +123,20 @@ def may_take(call: CollectiveCall) -> bool:
 
 
 PART: Final = 4 * 2**20
-"""Bytes of a part: four slots, so that a ring of a few hosts still has hops of 1
-MiB."""
+"""Bytes of a part: four slots (buffers of a rank), so that a ring of a few hosts still
+has hops of 1 MiB."""
 
 AHEAD: Final = 8
-"""Most parts under way at a time: 32 MiB, which 25 Gb/s carry in 10 ms. It also bounds
-the partial sums of f16 and bf16 that first ranks keep besides the result."""
+"""Most parts under way at a time: 32 MiB, which 25 Gb/s carry in 10 ms. The number also
+bounds the partial sums of f16 and bf16 that first ranks keep besides the result."""
 
 _KINDS: Final = (CallKind.ALL_REDUCE, CallKind.BROADCAST, CallKind.BARRIER)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """The index of a rank's host, and the index of the rank on it."""
+    """Where a rank runs: the index of its host, and its index among the ranks of the
+    host."""
 
     host: int
     rank: int
@@ -155,8 +157,9 @@ def local_ranks_of(hosts: Sequence[object]) -> tuple[list[LocalRank], list[int]]
 
 
 class HostsEngine(OneHost):
-    """The engine of a group on several hosts. Gathers and exchanges, for which it saves
-    nothing, go as messages."""
+    """The engine of a group on several hosts. It does not run all_gather,
+    reduce_scatter and all_to_all, for which it would save nothing: they go as
+    messages."""
 
     def __init__(
         self,
@@ -191,7 +194,8 @@ class HostsEngine(OneHost):
             self._barrier(shared, call)
 
     def _all_reduce(self, shared: ShmCollectives, call: CollectiveCall) -> None:
-        """Reduces in parts: within the host, between first ranks, then to all ranks.
+        """Reduces an array part by part: within the host, between the first ranks of
+        hosts, then copies the part to all ranks.
 
         Cost on the network, per host: one all-reduce of the array.
         """
@@ -223,7 +227,8 @@ class HostsEngine(OneHost):
             shared.broadcast(0, target, target)
 
     def _broadcast(self, shared: ShmCollectives, call: CollectiveCall) -> None:
-        """Sends in parts: on the root's host, between first ranks, then on the others.
+        """Sends an array part by part: on the root's host, between the first ranks of
+        hosts, then on the other hosts.
 
         Cost on the network: one broadcast of the array among the hosts.
         """
@@ -267,8 +272,8 @@ class HostsEngine(OneHost):
 
 
 def _some_ahead(started: Iterator[Part]) -> Iterator[Part]:
-    """Yields the started parts in order, each once `AHEAD` parts are under way, or all
-    were started."""
+    """Yields the started parts in order: each one when `AHEAD` parts are under way, or
+    all were started."""
     travelling: deque[Part] = deque()
     for part in started:
         travelling.append(part)
@@ -278,7 +283,8 @@ def _some_ahead(started: Iterator[Part]) -> Iterator[Part]:
 
 
 def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
-    """Yields the slices of the parts. At least one: ranks also compare empty calls."""
+    """Yields the slice of each part of the array. At least one: ranks also compare
+    empty calls."""
     step, size = PART // dtype.itemsize, call.source.size
     for start in range(0, max(size, 1), step):
         yield slice(start, min(start + step, size))
@@ -295,12 +301,12 @@ class SharedMemory:
         self.descriptor, self.word = arena.descriptor, arena.word
         self.capacity: Final = CAPACITY
         self._segments: dict[int, RankMemory] = {}
-        """Memory mapped by `reach`, by rank, until `attach`."""
+        """Memory that `reach` has mapped, by rank, for `attach`."""
 
     def reach(self, rank: int, members: Sequence[MemberEntry]) -> list[bool]:
-        """Maps the memory of the other ranks of this machine. Returns by rank whether
-        that succeeded. Only mapping proves that a rank is on this machine: machines
-        may share a name, and process IDs are not unique then."""
+        """Maps the memory of the other ranks of this machine. Returns for each rank
+        whether its memory was mapped. Only mapping proves that a rank is on this
+        machine: machines may share a name, and process IDs are not unique then."""
         assert self._arena is not None, "the memory is closed"
         self._segments = {rank: RankMemory(rank, self._arena.memory)}
         for other, member in enumerate(members):
@@ -316,8 +322,8 @@ class SharedMemory:
     def attach(
         self, rank: int, hosts: Sequence[int], between: Between
     ) -> CollectiveEngine:
-        """Returns the engine of one generation, after `reach`. ``hosts`` is `hosts_of`
-        the results of `reach` on all ranks."""
+        """Returns the engine of one generation. Call it after `reach`. ``hosts`` is
+        what `hosts_of` returns for the results of `reach` on all ranks."""
         places, leaders = local_ranks_of(hosts)
         me = places[rank]
         segments = [
@@ -332,7 +338,7 @@ class SharedMemory:
         return HostsEngine(shared, rank, places, leaders, between, self.close)
 
     def close(self) -> None:
-        """Releases the memory. Idempotent, as the engine's `close` calls it, too."""
+        """Releases the memory. Idempotent, as the engine's `close` also calls it."""
         self._segments = {}
         if self._arena is not None:
             self._arena.close()
@@ -340,8 +346,9 @@ class SharedMemory:
 
 
 def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
-    """Returns by rank the first rank of its machine. ``reached[i][j]``: rank i has
-    mapped the memory of rank j. Ranks of one machine have all mapped each other's."""
+    """Returns for each rank the first rank of its machine. ``reached[i][j]``: rank i
+    has mapped the memory of rank j. Ranks of one machine have all mapped each other's
+    memory."""
     hosts: list[int] = []
     for rank in range(len(reached)):
         machine = rank
@@ -356,7 +363,8 @@ def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
 
 
 def host_memory(transport: str) -> SharedMemory | None:
-    """Creates the shared memory of this rank; None: calls go as messages."""
+    """Creates the shared memory of this rank; None if ``transport`` or the system
+    allows messages alone."""
     if transport not in ("auto", "shm") or not IS_AVAILABLE:
         return None
     try:

@@ -1,15 +1,17 @@
 """Collectives of ranks that all run on one host, through the memory that they share.
 
 The memory is anonymous (`zstrat.transport.Arena`): a page of words, and two slots. Each
-rank writes its own and has the others' mapped read-only, so that no rank can spoil
-another's; the kernel frees all of it with the last process, however that ends.
+rank writes its own memory and has mapped that of the other ranks read-only, so that no
+rank can damage another's memory; the kernel frees all of it with the last process,
+however that ends.
 
-A call is a row of steps (`_barrier`): write what the others need of this rank into its
-slot, meet, read the others' slots. What is larger than a slot goes chunk by chunk, so
-that both the memory and the cache that a call needs are bounded.
+A call is a sequence of steps (`_barrier`). In a step a rank writes the data that others
+need into its slot, waits until all ranks have done so, and reads the slots of the
+others. An array larger than a slot goes chunk by chunk, so that both the memory and the
+cache that a call needs are bounded.
 
-Reductions are made in the order of ranks, each element by one rank or by all alike, so
-all ranks hold the same bits.
+Reductions add up in the order of ranks, each element on one rank, or on all ranks in
+the same way, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from zstrat.wire import MemberEntry
 
 SLOT: Final = 2**20
-"""Bytes of a slot. A chunk and its result stay in the cache of a core on their way:
-smaller ones meet more often, larger ones go through memory."""
+"""Bytes of a slot. A chunk and its result stay in the cache of a core while they are
+used: smaller slots need more steps, larger ones go through memory."""
 
 _WORDS: Final = 64
 """Offset of the control words, a cache line after the proof of the arena."""
@@ -42,8 +44,8 @@ CAPACITY: Final = _SLOTS + 2 * SLOT
 
 
 class RankMemory:
-    """The memory of one rank, ours or mapped: its ``words`` and its ``slots``
-    (two of uint8 [SLOT])."""
+    """The memory of one rank, created or mapped by this rank: its ``words`` for the
+    barrier and its two ``slots`` (uint8 [SLOT] each)."""
 
     def __init__(self, rank: int, memory: np.ndarray) -> None:
         # Arrays of the memory keep it mapped; `words` has only an address.
@@ -62,7 +64,8 @@ def segment_of(rank: int, member: MemberEntry) -> RankMemory:
     """Returns the memory of another rank of this host.
 
     Raises:
-        OSError: It cannot be mapped, or is not what ``member`` says; says which rank.
+        OSError: The memory cannot be mapped, or is not what ``member`` describes; the
+            error names the rank.
     """
     try:
         if member.capacity != CAPACITY:
@@ -77,20 +80,22 @@ def segment_of(rank: int, member: MemberEntry) -> RankMemory:
 
 
 SMALL: Final = 64 * 1024
-"""Bytes up to which every rank reads all and reduces for itself: one step, not two."""
+"""Bytes of an array up to which every rank reads all slots and reduces for itself, in
+one step and not two."""
 
 _VIEWS: Final = 256
-"""Sizes and dtypes of small arrays that are remembered; then all are forgotten."""
+"""Most sizes and dtypes of small arrays whose views are remembered; when there are
+more, all are forgotten."""
 
 _LINE: Final = 64  # bytes: ranks write no cache line in common
 
 _BLOCK: Final = 32 * 1024
-"""Elements whose sum in f32 stays in the cache until it is rounded."""
+"""Number of elements whose sum in f32 stays in the cache until it is rounded."""
 
 
 class ShmCollectives:
-    """The collectives of the ranks of one host. ``rank``: index of this rank among
-    them."""
+    """The collective operations among the ranks of one host. ``rank``: index of this
+    rank among them."""
 
     def __init__(self, rank: int, segments: Sequence[RankMemory], cores: int) -> None:
         self.rank, self.size = rank, len(segments)
@@ -102,21 +107,23 @@ class ShmCollectives:
         self.barrier = ShmBarrier(segments[rank].words, others, cores)
 
     def own(self, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
-        """Returns where this rank writes for the next step: ``count`` elements."""
+        """Returns this rank's slot for the next step: ``count`` elements from element
+        ``start``."""
         slot = self._slots[self.rank][(self.barrier.step + 1) & 1]
         return _part(slot, dtype, count, start)
 
     def of(self, rank: int, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
-        """Returns what a rank wrote for the step that this rank has met."""
+        """Returns the data that a rank has written for the present step: ``count``
+        elements from element ``start``."""
         slot = self._slots[rank][self.barrier.step & 1]
         return _part(slot, dtype, count, start)
 
     def _starts(
         self, dtype: np.dtype, count: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """Returns the first ``count`` elements of the slots of all ranks, of both
-        turns. Made once for small arrays, of which a program reduces the same at each
-        step."""
+        """Returns views of the first ``count`` elements of the slots of all ranks: a
+        list for each of the two slots. Views for small arrays are remembered, as a
+        program reduces the same arrays at each step."""
         views = self._views.get((dtype, count))
         if views is None:
             if len(self._views) >= _VIEWS:
@@ -133,8 +140,9 @@ class ShmCollectives:
     ) -> None:
         """Reduces all sources into every rank's ``target``, which may be ``source``.
 
-        Cost: one step, in which each rank reads all, up to `SMALL` bytes; else two
-        a chunk, in which each copies the chunk in and out once but for its share.
+        Cost up to `SMALL` bytes: one step, in which each rank reads all slots. Above:
+        two steps a chunk, in which each rank copies the chunk in and out once, except
+        its own share of the result.
         """
         if source.nbytes <= SMALL:
             self._reduce_at_once(reduction, source, target)
@@ -148,9 +156,10 @@ class ShmCollectives:
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
         """Reduces all sources into the first rank's ``target``, of the accumulator's
-        dtype. That of other ranks does not change.
+        dtype. The ``target`` of other ranks does not change.
 
-        Cost: two steps a chunk; each rank copies it in, the first one also out.
+        Cost: two steps a chunk; each rank copies the chunk in, the first rank also
+        copies it out.
         """
         chunk = SLOT // reduction.accumulator.itemsize
         # At least one step: ranks compare what they call at the first step of a call.
@@ -163,7 +172,7 @@ class ShmCollectives:
 
     def broadcast(self, root: int, source: np.ndarray, target: np.ndarray) -> None:
         """Copies the ``source`` of rank ``root`` into every ``target``, which may be
-        the source itself there. Cost: a step a chunk; each rank copies once."""
+        the ``source`` itself. Cost: a step a chunk; each rank copies the array once."""
         dtype, chunk = source.dtype, SLOT // source.itemsize
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
@@ -183,7 +192,8 @@ class ShmCollectives:
     ) -> None:
         """Copies all sources into ``target``, in the order of ranks.
 
-        Cost: a step a chunk of the largest source; each rank reads all others'.
+        Cost: a step a chunk of the largest source; each rank reads the sources of all
+        others.
         """
         dtype, chunk = source.dtype, SLOT // source.itemsize
         # As many steps as the largest source needs, on every rank: a rank that took
@@ -222,7 +232,8 @@ class ShmCollectives:
         """Copies the blocks for this rank into ``target``, in the order of ranks.
         ``sizes`` are those of the blocks from i to j, row by row.
 
-        Cost: a step a chunk of the largest block; each rank copies in and out once.
+        Cost: a step a chunk of the largest block; each rank copies its blocks in and
+        out once.
         """
         dtype, chunk = source.dtype, self._share(source.dtype)
         row = sizes[self.rank * self.size : (self.rank + 1) * self.size]
@@ -258,8 +269,8 @@ class ShmCollectives:
         self._take_shares(bounds, target, besides=self.rank)
 
     def _reduce_shares(self, reduction: Reduction, source: np.ndarray) -> list[int]:
-        """Takes a step, after which each rank has its share of the result in its next
-        slot. Returns where the shares begin and end."""
+        """Takes a step that reduces a chunk: after it each rank has its share of the
+        result in its slot for the next step. Returns the bounds of the shares."""
         dtype, count = source.dtype, source.size
         bounds = _shares(count, self.size, _LINE // reduction.dtype.itemsize)
         low, high = bounds[self.rank], bounds[self.rank + 1]
@@ -279,13 +290,15 @@ class ShmCollectives:
     def _take_shares(
         self, bounds: Sequence[int], target: np.ndarray, besides: int = -1
     ) -> None:
-        """Copies what `_reduce_shares` has left, but for the share of one rank."""
+        """Copies the shares that `_reduce_shares` has left in the slots into
+        ``target``, except the share of rank ``besides``."""
         for rank, (low, high) in enumerate(pairwise(bounds)):
             if rank != besides:
                 target[low:high] = self.of(rank, target.dtype, high - low)
 
     def _share(self, dtype: np.dtype) -> int:
-        """Returns how many elements of a slot each rank has if all ranks share it."""
+        """Returns the number of elements of a slot that each rank gets if all ranks
+        share the slot."""
         return SLOT // self.size // _LINE * (_LINE // dtype.itemsize)
 
 
@@ -306,14 +319,15 @@ def _pieces(
 
 
 def _shares(count: int, size: int, step: int) -> list[int]:
-    """Returns where the shares of ``size`` ranks begin and end: at multiples of
-    ``step``."""
+    """Returns the bounds of the shares of ``size`` ranks in ``count`` elements:
+    multiples of ``step``."""
     share = -(-count // (size * step)) * step
     return [min(i * share, count) for i in range(size + 1)]
 
 
 def _reduce(reduction: Reduction, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Writes the finished reduction of ``parts``, in their order, into ``out``."""
+    """Reduces ``parts``, in their order, and writes the finished result into
+    ``out``."""
     if not reduction.rounds:
         _reduce_into(reduction, parts, out, out)
         return
@@ -328,8 +342,8 @@ def _reduce(reduction: Reduction, parts: Sequence[np.ndarray], out: np.ndarray) 
 def _reduce_into(
     reduction: Reduction, parts: Sequence[np.ndarray], wide: np.ndarray, out: np.ndarray
 ) -> None:
-    """Reduces as `_reduce`, by way of ``wide``, which is of the accumulator's
-    dtype."""
+    """Reduces as `_reduce` does, with partial sums in ``wide``, which has the
+    accumulator's dtype."""
     total = parts[0]
     for more in parts[1:]:
         reduction.reduce(total, more, wide)

@@ -1,4 +1,5 @@
-"""Schedules: the actions of each rank of a collective, as data. No I/O, no clock."""
+"""Schedules: the actions of each rank in a collective call, as data. No I/O, no
+clock."""
 
 from __future__ import annotations
 

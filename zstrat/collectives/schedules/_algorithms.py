@@ -1,4 +1,4 @@
-"""Every algorithm by the call that it carries out and by its name."""
+"""The table of all algorithms, by the call that they carry out and by name."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Make = Callable[[int, int], Schedule]
-"""From rank and size to what the rank does."""
+"""Makes the schedule of a rank from the rank and the number of ranks."""
 
 
 class Alike(enum.Enum):
-    """Whether all ranks do the same at the same time, so that one stands for all."""
+    """Whether all ranks do the same at the same time, so that a measurement or
+    simulation of one rank holds for all."""
 
     NEVER = "never"
     BY_TWOS = "by twos"
-    """Only if the number of ranks is a power of two."""
+    """The ranks are alike only if their number is a power of two."""
     ALWAYS = "always"
 
     def holds(self, ranks: int) -> bool:
-        """Returns whether so many ranks are alike."""
+        """Returns whether the ranks are alike in a group of ``ranks`` ranks."""
         by_twos = self is Alike.BY_TWOS and ranks & (ranks - 1) == 0
         return self is Alike.ALWAYS or by_twos
 
 
 class Algorithm(NamedTuple):
-    """One way to carry out a call.
+    """One algorithm for a kind of call.
 
-    ``has_root``: its schedules take a root after rank and size. ``is_compressible``: a
-    block is finished by one rank, so that all others have what it has made of values
-    that were rounded for the wire.
+    ``has_root``: the maker of its schedules takes a root after rank and size.
+    ``is_compressible``: one rank alone finishes each block, so that all ranks get the
+    same result from values that were rounded for the wire.
     """
 
     make: Callable[..., Schedule]
@@ -64,7 +65,7 @@ class Algorithm(NamedTuple):
     is_compressible: bool = True
 
     def rooted(self, root: int) -> Make:
-        """Returns the maker of schedules with this root, if they have one."""
+        """Returns the maker of schedules, with this root if the algorithm has one."""
         if not self.has_root:
             return self.make
         return lambda rank, size: self.make(rank, size, root)
@@ -106,7 +107,7 @@ def algorithm_named(call: str, name: str) -> Algorithm:
     """Returns the algorithm that carries out ``call`` ("all_reduce", ...) by that name.
 
     Raises:
-        ValueError: No algorithm has that name; lists those of ``call``.
+        ValueError: No algorithm has that name; the error lists those of ``call``.
     """
     named = ALGORITHMS.get(call)
     if named is None:

@@ -1,7 +1,7 @@
-"""The choice of an algorithm for a call: a table of rules, measured or known.
+"""Chooses the algorithm for a call by a table of rules, which are measured or built in.
 
-Law: the choice depends only on what all ranks have alike, the table among it. Ranks
-with different tables would wait for hops that nobody sends.
+Law: the choice depends only on values that are equal on all ranks, the table among
+them. Ranks with different tables would wait for hops that nobody sends.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
 _WORTH: Final = 1.05
-"""Another algorithm has to be faster by this factor to take over at the next size:
-less is noise."""
+"""Factor by which another algorithm has to be faster to be chosen from the next size
+on: smaller differences are noise."""
 
 _FIELDS: Final = ("call", "algorithm", "ranks", "bytes", "one_host")
 
 
 class Rule(NamedTuple):
-    """A rule of the table: ``call`` is carried out by ``algorithm`` in groups of at
-    most ``ranks``, on arrays of at most ``nbytes``; None: of any size. ``one_host``:
-    only if all ranks are on one host, or only if they are not; None: wherever they
-    are."""
+    """A rule of the table: ``algorithm`` carries out ``call`` in groups of at most
+    ``ranks`` ranks, on arrays of at most ``nbytes`` bytes; None: of any size.
+    ``one_host``: True: only if all ranks are on one host, False: only if they are not,
+    None: in both cases."""
 
     call: str
     algorithm: str
@@ -54,8 +54,8 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A table of algorithms. The first rule that holds decides; if none does,
-    `DEFAULT_RULES` decide."""
+    """A table of algorithms. The first rule that applies to a call decides; if none
+    applies, `DEFAULT_RULES` decide."""
 
     rules: tuple[Rule, ...] = ()
 
@@ -72,7 +72,7 @@ class Choices:
         raise ValueError(f"call {call!r}: expected one of {calls}")
 
     def to_plain(self) -> dict[str, PlainTree]:
-        """Returns the table in the form that `choices_from` takes."""
+        """Returns the table as plain data, in the form that `choices_from` takes."""
         return {"rule": [_plain(rule) for rule in self.rules]} if self.rules else {}
 
     def to_toml(self) -> str:
@@ -114,11 +114,11 @@ DEFAULT_RULES: Final = (
 
 
 def choices_from(plain: Mapping[str, object]) -> Choices:
-    """Returns a table from what a TOML file says: ``[[rule]]`` with the fields of
-    `Rule` (``bytes`` for nbytes).
+    """Returns the table with the rules in plain data of a TOML file: ``[[rule]]`` with
+    the fields of `Rule` (``bytes`` for nbytes).
 
     Raises:
-        ValueError: Something else is there; says where.
+        ValueError: The data are not such rules; the error says where.
     """
     entries = plain.get("rule", [])
     unknown = sorted(set(plain) - {"rule"})
@@ -131,10 +131,10 @@ def choices_from(plain: Mapping[str, object]) -> Choices:
 
 
 def read_choices(path: str | os.PathLike[str]) -> Choices:
-    """Returns the table in a TOML file.
+    """Reads a table of algorithms from a TOML file.
 
     Raises:
-        ValueError: The file is missing, or is not such a table; names the file.
+        ValueError: The file is missing, or has no such table; the error names the file.
     """
     plain = read_toml(path)
     try:
@@ -144,7 +144,7 @@ def read_choices(path: str | os.PathLike[str]) -> Choices:
 
 
 class Measurement(NamedTuple):
-    """The measured duration of one call."""
+    """The measured duration of one call with one algorithm."""
 
     call: str
     algorithm: str
@@ -155,10 +155,12 @@ class Measurement(NamedTuple):
 
 
 def fitted(measurements: Iterable[Measurement]) -> Choices:
-    """Returns the table that takes what was fastest (by the median), size by size.
+    """Returns the table that chooses, for each size, the algorithm with the lowest
+    median duration.
 
-    Between two measured sizes, or groups, the change is at their geometric mean; beyond
-    the last one what was best there continues. Empty if nothing was measured.
+    Between two measured sizes of arrays (or of groups) the choice changes at their
+    geometric mean; above the last size the algorithm that was fastest there continues.
+    The table is empty if nothing was measured.
     """
     rules: list[Rule] = []
     rows = sorted(measurements, key=lambda m: (m.call, m.one_host, m.ranks, m.nbytes))
@@ -172,8 +174,8 @@ def fitted(measurements: Iterable[Measurement]) -> Choices:
 
 
 def _winners(rows: Sequence[Measurement]) -> Iterator[tuple[int | None, str]]:
-    """Yields which algorithm is the fastest up to which size, in one group. ``rows``
-    are sorted by size."""
+    """Yields, for one group size, the fastest algorithm with the largest array size for
+    which it is chosen (None: no limit). ``rows`` are sorted by size."""
     sizes: list[int] = []
     best: list[str] = []
     for nbytes, same in groupby(rows, lambda m: m.nbytes):
@@ -193,8 +195,8 @@ def _winners(rows: Sequence[Measurement]) -> Iterator[tuple[int | None, str]]:
 
 
 def _between(sizes: Sequence[int]) -> list[int | None]:
-    """Returns up to where each size stands for its neighbours: the geometric mean with
-    the next one; None: without an end."""
+    """Returns for each measured size the bound up to which its result is used: the
+    geometric mean with the next size; None for the last."""
     return [*(math.isqrt(less * more) for less, more in pairwise(sizes)), None]
 
 

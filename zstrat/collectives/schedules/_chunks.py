@@ -1,18 +1,19 @@
-"""The blocks of a call under way: their memory, their chunks, and the arithmetic.
+"""The blocks (parts of the array) of a call under way: their memory, their chunks, and
+the arithmetic.
 
-A block knows how far each of its chunks is, and what this rank has of it: that is sent,
-and what arrives is reduced into it. Arrays are reduced from the memory that they were
-received in.
+A `Block` has for each of its chunks the progress through the block's actions, and this
+rank's present values, which are sent, and into which arriving data are reduced. Data
+are reduced from the memory that they were received in.
 
 **Which memory is sent.** A sender does not know when its bytes have left, so it may
-send only what nobody changes afterwards: a frame as it was received; a private copy of
-the chunk, made while it is in the cache; or memory of the call (the user's own) if this
-rank later takes the block as finished, for then all whom it was sent to have had it
-before (the last law of `Schedule`).
+send only memory that is not changed afterwards: a frame as it was received; a private
+copy of the chunk, made while it is in the cache; or memory of the call (the user's
+arrays) if this rank later receives the block as finished, because all ranks that it was
+sent to must have received it before (the last law of `_schedule`).
 
 **What is sent.** A contribution travels in its own dtype, a partial sum in that of the
 accumulator, a finished block in that of the result. Contribution and result have the
-same length; the receiver distinguishes them from a partial sum by it.
+same length; by it the receiver distinguishes both from a partial sum.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
     from ._schedule import Action, Schedule
 
 CHUNKS: Final = 2**20
-"""Chunks of a block, at most: the place of a hop on the wire is the schedule's place
-times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
+"""Most chunks of a block: the place (number) of a hop on the wire is the schedule's
+place times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
 
 _GRAIN: Final = 64
-"""Chunks have a multiple of this number of elements, for vector units."""
+"""Number of elements of which the length of a chunk is a multiple, for vector units."""
 
 _ENDS: Final = (Act.TAKE, Act.FINISH)
 _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
 
 
 class BlockTraits:
-    """Facts about the actions on one block that decide which memory is used."""
+    """Properties of the actions on one block that decide which memory is sent."""
 
     __slots__ = ("actions", "forwards", "grows", "is_taken", "turn")
 
@@ -54,23 +55,24 @@ class BlockTraits:
         self.turn = next((i for i, act in enumerate(acts) if act in _ENDS), len(acts))
         """Index of the action that finishes the block, or the number of actions."""
         self.forwards = Act.SEND in acts[self.turn :]
-        """Whether it is sent after it is finished."""
+        """Whether this rank sends the block after it is finished."""
         self.is_taken = Act.TAKE in acts
-        """Whether it comes back as finished: until then live memory may be sent."""
+        """Whether this rank receives the block as finished. Until then it may send
+        memory of the call itself."""
         reduces = [i for i, act in enumerate(acts) if act in _REDUCES]
         self.grows = max(reduces, default=-1)
-        """Index of the last action that reduces into it; -1: none does."""
+        """Index of the last action that reduces into the block; -1: there is none."""
 
 
 @lru_cache(maxsize=1024)
 def traits_of(schedule: Schedule) -> tuple[BlockTraits, ...]:
-    """Returns the traits of each block; found once for a schedule, which serves many
-    calls."""
+    """Returns the `BlockTraits` of each block of a schedule. Cached, because a schedule
+    serves many calls."""
     return tuple(map(BlockTraits, schedule.blocks))
 
 
 class Block:
-    """The actions on one block, and how far each of its chunks is."""
+    """The actions on one block, and the progress of each of its chunks."""
 
     __slots__ = (
         "actions",
@@ -106,30 +108,30 @@ class Block:
         self.is_direct = False
         """Whether partial sums are made in the memory of the result."""
         self.step = 0
-        """Elements per chunk."""
+        """Number of elements per chunk."""
         self.at: list[int] = []
-        """Index of the next action of each chunk; -1: it has not begun."""
+        """For each chunk the index of its next action; -1: the chunk has not begun."""
         self.have: list[np.ndarray | None] = []
-        """What this rank has of each chunk; None: only the source. Of a finished chunk:
-        what is sent on, if anything is."""
+        """For each chunk the values that this rank has; None: only the source. For a
+        finished chunk the bytes to send on, if it is sent on."""
 
     def cut(self, elements: int) -> int:
-        """Cuts the block into chunks of at most ``elements`` elements; returns the
+        """Divides the block into chunks of at most ``elements`` elements; returns the
         number of chunks."""
         self.step, chunks = cut(self.count, elements)
         self.at, self.have = [-1] * chunks, [None] * chunks
         return chunks
 
     def part(self, of: np.ndarray, chunk: int) -> np.ndarray:
-        """Returns the elements of a chunk."""
+        """Returns the elements of a chunk in ``of``, an array of the whole block."""
         start = chunk * self.step
         return of[start : min(start + self.step, self.count)]
 
 
 def cut(count: int, elements: int) -> tuple[int, int]:
-    """Cuts ``count`` elements into chunks of equal length, but for the last one, and of
+    """Divides ``count`` elements into chunks of equal length, except the last one, of
     at most ``elements`` (or `_GRAIN`) elements. Returns the length and the number of
-    chunks; nothing is one chunk."""
+    chunks; zero elements are one chunk."""
     chunks = -(-count // elements) or 1
     step = -(-count // chunks)
     step = -(-step // _GRAIN) * _GRAIN or _GRAIN
@@ -148,8 +150,8 @@ _TAKE, _REDUCE_FIRST = Act.TAKE, Act.REDUCE_FIRST
 class Codec(Protocol):
     """Compresses values for the wire.
 
-    ``place`` names the same part of the same call every time that the call is made, so
-    that a codec can add next time what it left out this time.
+    ``place`` identifies the same part of a call every time that the call is made, so
+    that a codec can add the values next time that it left out this time.
     """
 
     def encode(self, place: int, values: np.ndarray) -> np.ndarray:
@@ -165,10 +167,11 @@ class Codec(Protocol):
 
 
 class ChunkArithmetic:
-    """The arithmetic of one call on its chunks; arguments as of `ScheduleProgress`.
+    """Encodes, reduces and finishes the chunks of one call; arguments as of
+    `ScheduleProgress`.
 
-    ``places``: number of places of the schedule. A codec gets a place beyond them for
-    what it encodes when a block is finished.
+    ``places``: number of places (hops) of the schedule. A codec gets a place beyond
+    them for the values that it encodes when a block is finished.
     """
 
     __slots__ = ("_codec", "_frozen", "_places", "_reduction")
@@ -184,8 +187,8 @@ class ChunkArithmetic:
         self._places = places
 
     def prepare(self, block: Block) -> int:
-        """Decides where partial sums of a block are made. Returns the most bytes that
-        an element takes on the wire."""
+        """Decides in which memory partial sums of a block are made. Returns the most
+        bytes that an element of the block takes on the wire."""
         some = block.source if block.source is not None else block.result
         width = 1 if some is None else some.itemsize
         block.is_direct = block.result is not None
@@ -199,7 +202,7 @@ class ChunkArithmetic:
         return width
 
     def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
-        """Returns the bytes of a chunk that this rank sends."""
+        """Returns the bytes of a chunk that this rank sends at ``place``."""
         have = block.have[chunk]
         # Finished: everybody gets the same bytes, so nothing is made of them again.
         if block.at[chunk] > block.turn:
@@ -219,10 +222,11 @@ class ChunkArithmetic:
         return values.view(np.uint8)
 
     def receive(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
-        """Reduces or takes what came for a chunk.
+        """Reduces the data that came for a chunk into it, or takes them as the finished
+        chunk.
 
         Raises:
-            ProtocolError: It has another number of bytes than expected.
+            ProtocolError: The data have another number of bytes than expected.
         """
         act = block.actions[block.at[chunk]].act
         if act is not _TAKE:
@@ -237,7 +241,7 @@ class ChunkArithmetic:
                 block.have[chunk] = data
 
     def finish(self, block: Block, chunk: int) -> None:
-        """Makes the final values of a chunk."""
+        """Computes the final values of a chunk, and stores them in the result."""
         have = block.have[chunk]
         result = None if block.result is None else block.part(block.result, chunk)
         # Nobody gets the block from this rank: its values go straight to the result.
@@ -288,7 +292,7 @@ class ChunkArithmetic:
         self._reduction.reduce(some, more, have)
 
     def _incoming(self, place: int, data: np.ndarray, count: int) -> np.ndarray:
-        """Returns a contribution or partial sum, from the wire."""
+        """Decodes a contribution or partial sum that came from the wire."""
         assert self._reduction is not None
         if self._codec is not None:
             return self._codec.decode(data, count)
@@ -299,7 +303,7 @@ class ChunkArithmetic:
         raise _wrong_length(place, data, count * self._reduction.accumulator.itemsize)
 
     def _finished(self, block: Block, chunk: int) -> np.ndarray:
-        """Returns the final values, in memory that nobody changes."""
+        """Returns the final values of a chunk, in memory that is not changed later."""
         values = self._latest(block, chunk)
         if self._reduction is None:
             # The source itself only if it never changes: it is sent after this.
@@ -326,7 +330,7 @@ class ChunkArithmetic:
         return block.part(block.source, chunk)
 
     def _wide(self, values: np.ndarray) -> np.ndarray:
-        """Returns the values in the dtype that a codec takes."""
+        """Converts values to the dtype that a codec takes."""
         reduction = self._reduction
         return values if reduction is None else reduction.widened(values)
 

@@ -1,6 +1,7 @@
-"""Partners at distances of powers of two: few steps, for arrays of middle size.
+"""Algorithms in which partners at distances of powers of two exchange data: few steps,
+for arrays of middle size.
 
-Law: the place of a hop is ``step * blocks + block``.
+Law: the place (number) of a hop is ``step * blocks + block``.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
-    """Returns an all-reduce that halves the array with partners at shrinking distance,
-    and then doubles what is finished.
+    """Returns an all-reduce in which partners at shrinking distance halve the array
+    that each reduces, and then double the finished part.
 
-    There are as many blocks as the largest power of two p <= ``size``. Ranks beyond p
-    ("extras") fold in first: rank 2i gives all it has to rank 2i + 1, and gets the
-    result in the end.
+    There are as many blocks as the largest power of two p <= ``size``. If there are
+    more than p ranks, the ``size - p`` extra ones take part through a partner: rank 2i
+    first sends its whole array to rank 2i + 1, and gets the result in the end.
 
     Cost: 2 log2(p) steps, 2 more with extras; each rank sends 2 (p - 1) / p of the
-    array; with extras, rank 2i sends all of it, rank 2i + 1 as much on top.
-    Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+    array; with extras, rank 2i sends the whole array, and rank 2i + 1 sends one array
+    more. Thakur, Rabenseifner and Gropp, "Optimization of collective communication
     operations in MPICH", 2005.
     """
     p = 1 << (size.bit_length() - 1)
@@ -36,13 +37,14 @@ def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def doubling_all_reduce(rank: int, size: int) -> Schedule:
-    """Returns an all-reduce of one whole block: at each step partners give each other
-    all that they have, at doubling distance. Half the steps of a tree, for arrays so
-    small that steps count.
+    """Returns an all-reduce of one whole block: at each step partners at doubling
+    distance exchange their partial sums. Half the steps of a tree, for arrays so small
+    that the number of steps matters.
 
-    Every member reduces all of it, the lower numbers first: all have the same bits, of
-    which none is made of what was rounded for the wire. So nothing can be compressed.
-    Ranks beyond the largest power of two fold in, as in `halving_doubling_all_reduce`.
+    Every member reduces the whole block, lower ranks first, so all get the same bits.
+    Hops cannot be compressed, because no single rank finishes the block. Extra ranks
+    beyond the largest power of two take part through a partner, as in
+    `halving_doubling_all_reduce`.
 
     Cost: log2(p) steps, 2 more with extras; each rank sends the array log2(p) times.
     Thakur, Rabenseifner and Gropp, as above.
@@ -73,7 +75,7 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
     in size.
 
     At step k every rank has 2^k blocks, its own and those of the ranks after it, and
-    gives them to the rank 2^k before it.
+    sends them to the rank 2^k before it.
 
     Cost: ceil(log2(size)) steps; each rank sends size - 1 blocks.
     Bruck et al., "Efficient algorithms for all-to-all communications in multiport
@@ -101,10 +103,10 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
 
 
 def dissemination_barrier(rank: int, size: int) -> Schedule:
-    """Returns a barrier, whose one block is empty: no rank is through before all have
+    """Returns a barrier, whose one block is empty: no rank completes it before all have
     begun.
 
-    At step k every rank sends what it knows to the rank 2^k after it.
+    At step k every rank sends an empty hop to the rank 2^k after it.
 
     Cost: ceil(log2(size)) steps; as many empty hops from each rank.
     Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
@@ -119,15 +121,15 @@ def dissemination_barrier(rank: int, size: int) -> Schedule:
 
 
 def _guest(rank: int, block: int, p: int) -> Iterator[Action]:
-    """Yields the actions of an extra: it gives its values to the next rank, and gets
-    the result at the last step."""
+    """Yields the actions of an extra rank: it sends its values to the next rank, and
+    gets the result at the last step."""
     yield Action(Act.SEND, rank + 1, block)
     yield Action(Act.TAKE, rank + 1, (2 * _log2(p) + 1) * p + block)
 
 
 def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
-    """Yields the actions of one of the p members on one block: fold in, halve, finish,
-    double, give back."""
+    """Yields the actions of one of the p members on one block: takes the values of an
+    extra rank, halves, finishes, doubles, and sends the result back."""
     is_host = rank < 2 * extras
     number = rank // 2 if is_host else rank - extras
     if is_host:
@@ -154,8 +156,8 @@ def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
 
 
 def _rank_of(number: int, extras: int) -> int:
-    """Returns the rank of a member: extras' hosts are the odd ones of the first
-    ranks."""
+    """Returns the rank of a member: the members that have an extra rank as partner are
+    the odd ones of the first ranks."""
     return 2 * number + 1 if number < extras else number + extras
 
 

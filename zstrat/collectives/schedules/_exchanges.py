@@ -1,7 +1,8 @@
-"""Every rank talks to every other one itself: one step, and as many hops as ranks.
+"""Algorithms in which every rank sends directly to every other rank: one step, and as
+many hops as ranks.
 
-Law: no rank sends to the same peer first as another one does, so that nobody is
-flooded while others idle.
+Law: no two ranks send to the same peer first, so that no rank is flooded while others
+idle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def direct_all_reduce(rank: int, size: int) -> Schedule:
     """Returns an all-reduce of ``size`` blocks: rank b collects and finishes block b,
-    and gives it to all.
+    and sends it to all ranks.
 
     Cost: 2 steps and 2 (size - 1) hops from each rank, 2 (size - 1) / size of the array
     in all. Contributions are reduced in the order of ranks after b.
@@ -48,7 +49,7 @@ def direct_reduce_scatter(rank: int, size: int) -> Schedule:
 
 
 def direct_all_gather(rank: int, size: int) -> Schedule:
-    """Returns a gather in which each rank sends its block b to all others itself;
+    """Returns a gather in which rank b sends its block b to each other rank directly;
     blocks may differ in size.
 
     Cost: 1 step and size - 1 hops from each rank, its block each time.
@@ -66,9 +67,10 @@ def pairwise_all_to_all(rank: int, size: int) -> Schedule:
     """Returns an all-to-all: block ``i * size + j`` goes from rank i to rank j. Blocks
     may differ in size.
 
-    The result of rank j are the blocks ``i * size + j``, in the order of i.
+    The result of rank j is the blocks ``i * size + j``, in the order of i.
 
-    Cost: 1 step and size - 1 hops from each rank, all it gives but its own part.
+    Cost: 1 step and size - 1 hops from each rank, all its blocks but the one that it
+    keeps.
     """
     blocks: list[tuple[Action, ...]] = [()] * (size * size)
     blocks[rank * size + rank] = (Action(Act.FINISH),)
@@ -81,13 +83,14 @@ def pairwise_all_to_all(rank: int, size: int) -> Schedule:
 
 
 def _reduces(rank: int, size: int) -> Iterator[Action]:
-    """Yields a reduction for each other rank, starting with the rank before this
-    one."""
+    """Yields the actions that reduce the blocks of all other ranks, starting with the
+    rank before this one."""
     for step in range(1, size):
         yield Action(Act.REDUCE, (rank - step) % size, step)
 
 
 def _sends(rank: int, size: int, places: int) -> Iterator[Action]:
-    """Yields a send to each other rank, starting at the rank after this one."""
+    """Yields the actions that send to all other ranks, starting with the rank after
+    this one."""
     for step in range(1, size):
         yield Action(Act.SEND, (rank + step) % size, places + step)

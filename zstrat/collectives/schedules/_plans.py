@@ -1,4 +1,4 @@
-"""Finds what one rank does in a call: its schedule, blocks and chunks. Without I/O."""
+"""Finds what one rank has to do in a call: its schedule, blocks and chunks. No I/O."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _DEFAULT_CHOICES: Final = Choices()
 _NOTHING: Final = np.empty(0, np.uint8)
 
 _WHOLE: Final = 512 * 1024
-"""Blocks up to this size are not cut: a hop costs its ranks more than the overlap of
-two halves gains."""
+"""Bytes of a block up to which it is one chunk: the ranks lose more by a hop than they
+gain by the overlap of two halves."""
 
 _COMPRESSED: Final = 256 * 1024
-"""Bytes of the largest compressed chunk: the event loop compresses it, and must not be
-held up."""
+"""Most bytes of a compressed chunk: the event loop compresses it, and must not be held
+up."""
 
 
 def progress_of(
@@ -44,14 +44,16 @@ def progress_of(
     compressor: Compressor | None = None,
     choices: Choices = _DEFAULT_CHOICES,
 ) -> ScheduleProgress:
-    """Returns what rank ``rank`` of ``size`` does in a call.
+    """Returns the progress object that carries out a call for rank ``rank`` of
+    ``size``.
 
     Args:
-        one_host: All ranks are on one machine, and share its cores.
+        one_host: Whether all ranks are on one machine, and share its cores.
         choices: The group's table of algorithms.
 
     Raises:
-        TypeError, ValueError: The call cannot be made; names the wrong argument.
+        TypeError, ValueError: The call cannot be made; the error names the wrong
+            argument.
     """
     algorithm = _algorithm(call, choices, size, one_host)
     schedule = _schedule_of(call.kind, algorithm, call.root, rank, size)
@@ -130,7 +132,8 @@ def _only(at: int, count: int, block: np.ndarray) -> list[np.ndarray | None]:
 
 
 def _exchanged_blocks(call: CollectiveCall, rank: int, size: int) -> Blocks:
-    """Returns the blocks of an all-to-all: a rank has its row, and gets its column."""
+    """Returns the sources and results of an all-to-all: a rank sends the blocks of its
+    row, and gets those of its column."""
     sources: list[np.ndarray | None] = [None] * (size * size)
     results: list[np.ndarray | None] = [None] * (size * size)
     row, column = slice(rank * size, (rank + 1) * size), slice(rank, None, size)
@@ -141,7 +144,7 @@ def _exchanged_blocks(call: CollectiveCall, rank: int, size: int) -> Blocks:
 
 def chunk_of(block: int) -> int:
     """Returns the bytes per chunk for blocks of at most ``block`` bytes: enough chunks
-    to keep connections and ranks busy, none so small that its overhead matters."""
+    to keep connections and ranks busy, but none so small that its overhead matters."""
     return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
 
 

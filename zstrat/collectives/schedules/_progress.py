@@ -1,8 +1,9 @@
-"""Carries out one rank's part of a call: hops come in, hops go out. No I/O, no clock.
+"""Carries out one rank's part of a call: takes the hops (messages with data) that come,
+and returns the hops to send. No I/O, no clock.
 
-A block is cut into chunks, each of which runs through the block's actions by itself:
-while one chunk is reduced, the next one travels. `_chunks` computes what is sent, and
-in which memory.
+A block is divided into chunks, each of which runs through the block's actions
+separately: while one chunk is reduced, the next one travels. `_chunks` computes the
+data that are sent, and decides in which memory they are.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _SEND, _FINISH = Act.SEND, Act.FINISH
 
 
 class Send(NamedTuple):
-    """An order to send ``data``, bytes ``[n]``, to ``peer``. They do not change before
-    they have arrived."""
+    """An order to send ``data``, bytes ``[n]``, to ``peer``. The bytes do not change
+    before they have arrived."""
 
     peer: int
     place: int
@@ -42,15 +43,16 @@ class ScheduleProgress:
     """Carries out one rank's schedule of one call, chunk by chunk.
 
     Args:
-        schedule: What this rank does.
-        sources: Per block what this rank contributes, ``[n]`` in C order; None if it
-            contributes nothing. Not to be changed before the call is over.
-        results: Per block where its final values go, of the same dtype and length;
-            None if this rank does not want them. May be the source itself.
-        reduction: How contributions become one; None if there is one per block.
-        codec: Compresses all hops; None: they are not compressed.
-        chunk_bytes: Largest hop.
-        frozen: The sources are never changed, not even after the call.
+        schedule: The actions of this rank.
+        sources: For each block the contribution of this rank, ``[n]`` in C order; None:
+            it contributes nothing. Must not be changed before the call has ended.
+        results: For each block the array for its final values, of the same dtype and
+            length; None: this rank does not need them. May be the source itself.
+        reduction: How the contributions to a block are reduced; None: each block has
+            one.
+        codec: Compresses the data of all hops; None: they are not compressed.
+        chunk_bytes: Most bytes of a hop.
+        frozen: Whether the sources are never changed, not even after the call.
 
     Raises:
         ValueError: There are not as many sources and results as blocks.
@@ -94,12 +96,12 @@ class ScheduleProgress:
 
     @property
     def is_done(self) -> bool:
-        """Whether the results are complete and all hops handed out."""
+        """Whether the results are complete, and all hops were returned for sending."""
         return self._is_drawn and not self._left
 
     @property
     def waits(self) -> frozenset[int]:
-        """The ranks whose hops would let it advance."""
+        """The ranks whose hops this rank waits for."""
         return frozenset(
             block.actions[at].peer
             for block in self._blocks
@@ -109,9 +111,10 @@ class ScheduleProgress:
 
     def start(self) -> Iterator[Send]:
         """Begins the call, and yields the sends that do not wait for other ranks. Each
-        is made when it is drawn, so a full link bounds the copies in memory.
+        is created when the iterator advances, so a full link bounds the copies in
+        memory.
 
-        Draw all of them; hops may arrive meanwhile.
+        Exhaust the iterator; hops may arrive meanwhile.
         """
         # What the others wait for first goes first, and all peers get some of it.
         blocks = sorted(self._blocks, key=lambda block: first_place(block.actions))
@@ -125,7 +128,8 @@ class ScheduleProgress:
         self._is_drawn = True
 
     def arrived(self, place: int, data: np.ndarray) -> list[Send]:
-        """Takes a hop of this call: bytes ``[n]`` that nobody changes.
+        """Takes a hop that has arrived for ``place`` of the schedule: bytes ``[n]``,
+        which must not be changed later. Returns the sends that are possible now.
 
         Raises:
             ProtocolError: This rank waits for no such hop, or not for so many bytes.
@@ -148,7 +152,8 @@ class ScheduleProgress:
         return self._advance(block, chunk)
 
     def _advance(self, block: Block, chunk: int) -> list[Send]:
-        """Advances a chunk until it has to wait, or is finished."""
+        """Runs the actions of a chunk until it has to wait for a hop, or is finished.
+        Returns the sends among them."""
         sends: list[Send] = []
         actions, arithmetic = block.actions, self._arithmetic
         while (at := block.at[chunk]) < len(actions):
@@ -172,8 +177,8 @@ class ScheduleProgress:
 
 
 def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
-    """Cuts ``flat`` ``[n]`` into ``size`` neighbouring views, the blocks of a call. The
-    first n mod size of them have one element more."""
+    """Divides ``flat`` ``[n]`` into ``size`` adjacent views, the blocks of a call. The
+    first n mod size views have one element more."""
     short, more = divmod(len(flat), size)
     ends = [block * short + min(block, more) for block in range(size + 1)]
     return [flat[start:end] for start, end in pairwise(ends)]

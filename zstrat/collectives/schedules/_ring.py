@@ -1,11 +1,12 @@
-"""Rings and chains: every rank sends to its right neighbour alone, but for the root of
-`scatter_broadcast`.
+"""Algorithms on rings and chains, in which every rank sends to its right neighbour
+alone, except the root of `scatter_broadcast`.
 
 The bytes on the wire per rank do not grow with the number of ranks, and chunks follow
-each other around, so that all lines and all ranks work at once: best for large arrays.
-The steps grow with the ranks, which small arrays feel.
+each other around the ring, so that all connections and all ranks work at once: best for
+large arrays. The number of steps grows with the number of ranks, which makes small
+arrays slow.
 
-Law: the place of a hop is its step; a rank receives once per step.
+Law: the place (number) of a hop is its step; a rank receives once per step.
 """
 
 from __future__ import annotations
@@ -57,8 +58,7 @@ def ring_all_gather(rank: int, size: int) -> Schedule:
 
 
 def ring_reduce_scatter(rank: int, size: int) -> Schedule:
-    """Returns a reduce-scatter of ``size`` blocks around a ring. Rank b ends with block
-    b.
+    """Returns a reduce-scatter of ``size`` blocks around a ring. Rank b gets block b.
 
     Cost: size - 1 steps; each rank sends all blocks but its own.
     """
@@ -75,14 +75,14 @@ def ring_reduce_scatter(rank: int, size: int) -> Schedule:
 
 
 def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
-    """Returns a broadcast in which the root gives every other rank a part, and these
-    pass the parts around a ring.
+    """Returns a broadcast in which the root sends every other rank one part, and these
+    ranks pass the parts around a ring.
 
-    ``size - 1`` blocks (one, for a group of one). The root sends the array once only,
-    whatever the size of the group.
+    It has ``size - 1`` blocks (one block in a group of one). The root sends the array
+    only once, whatever the size of the group.
 
-    Cost: size - 1 steps; the root sends the array once, the others all blocks but one.
-    After van de Geijn, "On global combine operations", 1994, without the tree.
+    Cost: size - 1 steps; the root sends the array once, the others send all blocks but
+    one. After van de Geijn, "On global combine operations", 1994, without the tree.
     """
     others = size - 1
     if not others:
@@ -125,9 +125,10 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
 def _copies(
     left: int, right: int, distance: int, size: int, places: int
 ) -> tuple[Action, ...]:
-    """Returns how a rank passes a finished block on: it takes it from the left, and
-    sends it to the right. ``distance``: from the rank that has finished the block, to
-    the right; ``places``: of the hops before these."""
+    """Returns the actions by which a rank passes a finished block on: takes it from
+    rank ``left``, and sends it to rank ``right``. ``distance``: number of ranks from
+    the one that has finished the block to this one; ``places``: number of places (hops)
+    before these."""
     if not distance:
         return ()
     take = Action(Act.TAKE, left, places + distance - 1)

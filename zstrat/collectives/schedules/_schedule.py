@@ -1,18 +1,19 @@
-"""The actions of each rank of a collective, as data.
+"""The actions of each rank in a collective call, as data.
 
-A call works on *blocks*, parts of one flat array (for a gather: what each rank gives).
-For every block a rank has a list of actions, done one after the other; different blocks
-do not wait for each other, so a block may be cut further into chunks that each run
-through the same list. A send and the receive that it meets name the same ``place``
-on both sides.
+A call works on *blocks*, parts of one flat array (for a gather: the array of each
+rank). For every block a rank has a list of actions, done one after the other; different
+blocks do not wait for each other, so a block may be divided further into chunks that
+each run through the same list. A *hop* is the transfer of a block from one rank to
+another; the sender's and the receiver's action name the same ``place``, the number of
+the hop in the call.
 
-The laws that a schedule keeps, for any size: every contribution is reduced into a
-block exactly once; a block is finished (divided, rounded, compressed) by exactly one
-rank, and all ranks that hold it in the end hold the bytes that this rank made; or by
-several that have reduced the same contributions in the same order. What a rank has sent
-of a block and later receives as finished was received before by all whom it was sent
-to. No rank receives two hops of the same place. (A barrier moves nothing, and keeps the
-last law alone.)
+The laws that a schedule keeps, for any number of ranks: Every contribution is reduced
+into a block exactly once. Exactly one rank finishes a block (divides, rounds,
+compresses it), and all ranks that have the block in the end have the bytes that this
+rank made; or several ranks finish it that have reduced the same contributions in the
+same order. No rank receives two hops of the same place. If a rank has sent a block and
+later receives it as finished, then all ranks that it was sent to have received it
+before. (A barrier transfers no data, and keeps only the law about places.)
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ class Act(enum.Enum):
     """The kinds of actions of a rank on one block."""
 
     SEND = enum.auto()
-    """Sends what this rank has of the block to the peer."""
+    """Sends the present values of the block on this rank to the peer."""
     REDUCE = enum.auto()
-    """Reduces what comes from the peer into what this rank has."""
+    """Reduces the values that come from the peer into those of this rank."""
     REDUCE_FIRST = enum.auto()
-    """Reduces what this rank has into what comes from the peer: the other order."""
+    """As REDUCE, with the values of the peer as the first operand."""
     TAKE = enum.auto()
-    """Takes what comes from the peer for the block from now on."""
+    """Replaces the block's values by those that come from the peer."""
     FINISH = enum.auto()
-    """The block is complete here: the mean is taken, the dtype of the result made."""
+    """Makes the final values of the block: takes the mean, converts to the dtype of the
+    result."""
 
 
 class Action(NamedTuple):
-    """One action on a block. ``peer`` is -1 for `Act.FINISH`. ``place`` numbers the hop
-    within the call: the sender's and the receiver's action have the same."""
+    """One action on a block. ``peer`` is -1 for `Act.FINISH`. ``place`` is the number
+    of the hop in the call, the same in the sender's and the receiver's action."""
 
     act: Act
     peer: int = -1
@@ -50,8 +52,8 @@ class Action(NamedTuple):
 
 
 def first_place(actions: Sequence[Action]) -> int:
-    """Returns the place of the first hop that is sent: blocks that others wait for
-    first have the lowest."""
+    """Returns the place of the first hop that the actions send. Blocks that other ranks
+    wait for first have the lowest places."""
     return next((each.place for each in actions if each.act is Act.SEND), 0)
 
 
@@ -60,8 +62,8 @@ class Schedule:
     """One rank's part of a call.
 
     ``blocks[b]`` are the actions on block b. ``places`` is the number of places of the
-    call, the same on all ranks. ``result`` are the blocks whose values are this rank's
-    result.
+    call, the same on all ranks. ``result`` has the indices of the blocks whose values
+    are this rank's result.
     """
 
     blocks: tuple[tuple[Action, ...], ...]

@@ -1,4 +1,4 @@
-"""Trees: what is reduced goes up, what is finished comes down.
+"""Algorithms on trees: partial sums go up to the root, finished values come down.
 
 Law: children are reduced in a fixed order, so that the same values always give the same
 bytes, in whichever order they arrive.
@@ -38,10 +38,11 @@ def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
 
 
 def double_tree_all_reduce(rank: int, size: int) -> Schedule:
-    """Returns an all-reduce of two blocks, each up and down a separate binary tree.
+    """Returns an all-reduce of two blocks, each up and down a binary tree of its own.
 
-    The ranks that are inner ones in one tree are leaves in the other, so that all lines
-    are used, both ways, while chunks follow each other: few steps and full bandwidth.
+    Ranks that are inner nodes of one tree are leaves of the other, so that all
+    connections are used in both directions while chunks follow each other: few steps
+    and full bandwidth.
 
     Cost: at most 4 ceil(log2(size)) steps; each rank sends at most twice the array.
     Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast,
@@ -56,7 +57,7 @@ def double_tree_all_reduce(rank: int, size: int) -> Schedule:
 
 
 def _reduces(rank: int, size: int) -> Iterator[Action]:
-    """Yields the actions that reduce up the binomial tree, to rank 0."""
+    """Yields the actions that reduce a block up the binomial tree, to rank 0."""
     for step in range((size - 1).bit_length()):
         if rank & (1 << step):
             yield Action(Act.SEND, rank - (1 << step), step)
@@ -67,8 +68,8 @@ def _reduces(rank: int, size: int) -> Iterator[Action]:
 
 
 def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
-    """Yields the actions that copy down the binomial tree, to the largest subtree
-    first; ``number`` is the rank counted from the root."""
+    """Yields the actions that copy a block down the binomial tree, to the largest
+    subtree first; ``number`` is the rank counted from the root."""
     low = (number & -number).bit_length() - 1 if number else (size - 1).bit_length()
     # The lowest bit says from whom it comes, those below it to whom it goes.
     if number:
@@ -79,9 +80,9 @@ def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
 
 
 def _up_and_down(number: int, size: int, shift: int, places: int) -> Iterator[Action]:
-    """Yields the actions up and down a binary tree. ``number`` is the index of this
-    rank in the tree, whose index i stands for rank ``i + shift``, or if that is -1 for
-    rank ``size - 1 - i``."""
+    """Yields the actions that reduce a block up a binary tree and copy it down again.
+    ``number`` is the index of this rank in the tree. Index i of the tree is rank ``i +
+    shift``; if that is -1, it is rank ``size - 1 - i``."""
 
     def rank_of(number: int) -> int:
         return size - 1 - number if shift < 0 else (number + shift) % size
@@ -100,8 +101,8 @@ def _up_and_down(number: int, size: int, shift: int, places: int) -> Iterator[Ac
 
 
 def parent_of(number: int, size: int) -> int | None:
-    """Returns the parent in a binary tree over 0..size-1 in their order, in which all
-    odd numbers are leaves; 0 is the root and has one child."""
+    """Returns the parent of a node in a binary tree over 0..size-1 in their order, in
+    which all odd numbers are leaves; 0 is the root and has one child."""
     if not number:
         return None
     low = number & -number
@@ -110,7 +111,7 @@ def parent_of(number: int, size: int) -> int | None:
 
 
 def children_of(number: int, size: int) -> tuple[int, ...]:
-    """Returns the children in the tree of `parent_of`, in ascending order."""
+    """Returns the children of a node in the tree of `parent_of`, in ascending order."""
     if not number:
         return (1 << ((size - 1).bit_length() - 1),) if size > 1 else ()
     half = (number & -number) >> 1

@@ -1,8 +1,8 @@
-"""Combines the records of all tasks of a run to a time line, and writes its file.
+"""Combines the records of all tasks of a run into a time line, and writes its file.
 
 Times are converted to the clock of the program. For each step, arrows lead from the
-call that scheduled it to its run, from there to its push, and from there to the updates
-on each parameter server. A step that ran twice has two such chains.
+call that scheduled it to its run, from the run to its push, and from the push to the
+updates on each parameter server. A step that ran twice has two such chains.
 
 A *row* belongs to a task and has consecutive spans; overlapping spans are divided among
 several rows (`without_overlaps`). An arrow leads from one span to another. A curve is a
@@ -50,7 +50,7 @@ PictureValue = str | int | float
 # Compared by identity: arrows refer to one span, and others may have the same times.
 @dataclass(frozen=True, slots=True, eq=False)
 class TimelineSpan:
-    """A named interval. ``details`` are shown when it is selected."""
+    """A named interval. Viewers show ``details`` when the span is selected."""
 
     name: str
     began: float
@@ -60,7 +60,7 @@ class TimelineSpan:
 
 @dataclass(slots=True)
 class TimelineRow:
-    """Spans that do not overlap, in their order."""
+    """Spans of a task that do not overlap, in their order."""
 
     name: str
     spans: list[TimelineSpan] = field(default_factory=list)
@@ -78,7 +78,8 @@ class TimelineCurve:
 
 @dataclass(slots=True)
 class TimelineTask:
-    """One process. ``label``: remarks, such as the error of its clock."""
+    """The spans and curves of one process. ``label``: remarks, such as the error of its
+    clock."""
 
     name: str
     label: str = ""
@@ -96,7 +97,8 @@ class Timeline:
 
 
 def earliest(timeline: Timeline) -> float:
-    """Returns the earliest time, which is time 0 of the file; 0 if it is empty."""
+    """Returns the earliest time of a time line, which is time 0 of the file; 0 if it is
+    empty."""
     begins = [
         span.began for task in timeline.tasks for row in task.rows for span in row.spans
     ]
@@ -107,8 +109,9 @@ def earliest(timeline: Timeline) -> float:
 
 
 def placed(row: TimelineRow, start: float) -> Iterator[tuple[TimelineSpan, int, int]]:
-    """Yields the spans with begin and end in nanoseconds since ``start``. Adjusts them
-    so that no span is empty, as arrows need a span, and none overlaps the previous."""
+    """Yields the spans of a row with begin and end in nanoseconds since ``start``.
+    Adjusts these so that no span is empty, as arrows need a span, and no span overlaps
+    the previous one."""
     end = 0
     for span in row.spans:
         begin = max(round((span.began - start) * 1e9), end)
@@ -117,8 +120,8 @@ def placed(row: TimelineRow, start: float) -> Iterator[tuple[TimelineSpan, int, 
 
 
 ROWS: Final = 8
-"""Number of rows of one kind and task. Eight of a thousand waiting closures of a worker
-are enough to see, and a curve shows their number."""
+"""Most rows of one kind and task. Eight of a thousand waiting closures of a worker are
+enough to see, and a curve shows their number."""
 
 
 def without_overlaps(
@@ -130,7 +133,7 @@ def without_overlaps(
     another one and ends after it would be drawn wrongly, or not at all.
 
     Returns:
-        The rows, and the spans that did not fit.
+        The rows, and the spans that did not fit into ``limit`` rows.
     """
     rows: list[TimelineRow] = []
     left: list[TimelineSpan] = []
@@ -153,7 +156,7 @@ _BEFORE: Final[Mapping[str, str]] = {
     Phase.PUSH: Phase.COMPUTE,
     Phase.APPLY: Phase.PUSH,
 }
-"""Kind of span -> the kind from which an arrow leads to it."""
+"""For each kind of span the kind from which an arrow leads to it."""
 
 
 def assemble(
@@ -162,9 +165,9 @@ def assemble(
     ended: float,
     about: Mapping[str, PictureValue],
 ) -> Timeline:
-    """Makes the time line from the begin of the ``notes`` until ``ended``. Spans that
-    are outside by more than the error of their clock are dropped; spans that overlap an
-    end are kept as a whole.
+    """Creates the time line from the begin of the ``notes`` until ``ended``. Drops
+    spans that are outside by more than the error of their clock; keeps spans that
+    overlap an end as a whole.
 
     Args:
         about: Information for the file, in addition to clocks and missing records.
@@ -180,7 +183,7 @@ class _Assembly:
     ended: float
     about: dict[str, PictureValue]
     drawn: dict[tuple[str, int], list[TimelineSpan]] = field(default_factory=dict)
-    """Spans by their kind and step."""
+    """The spans by kind and step number."""
 
     def arrows(self) -> Iterable[tuple[TimelineSpan, TimelineSpan]]:
         for (kind, step), heads in self.drawn.items():
@@ -242,8 +245,8 @@ class _Assembly:
     def _computed(
         self, events: Iterable[JaxEvent], clock: ClockLine
     ) -> dict[str, list[TimelineSpan]]:
-        """Converts the events of jax by their thread or device. Nested events are in
-        separate rows."""
+        """Converts the events that jax recorded to spans, by thread or device. Nested
+        events are in separate rows."""
         kinds: dict[str, list[TimelineSpan]] = {}
         for row, name, start, end in events:
             began, ended = clock.ours(start), clock.ours(end)
@@ -289,7 +292,8 @@ class _Assembly:
 
 
 def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
-    """Makes the curves of closures queued in the program and of those at workers."""
+    """Makes two curves: the numbers of closures queued in the program, and at
+    workers."""
     # The program notes events, not numbers: a queue's length is the sum of its changes.
     changes = [(ended, 1, 0) for _, _, ended in notes.scheduled]
     changes += [(at, -count, count) for _, count, _, at in notes.dispatched]
@@ -315,10 +319,11 @@ SUFFIXES: Final = (".json", ".json.gz")
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of the file, and creates its folder if necessary.
+    """Checks that a time line can be written to ``path``, and creates its folder if
+    necessary. Returns the absolute path.
 
     Raises:
-        ValueError: The name has another suffix.
+        ValueError: The name has an unsupported suffix.
         OSError: The file cannot be created.
     """
     full = Path(path).absolute()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 class RoundTrip(NamedTuple):
     """A request for the time of another process, in seconds: ``sent`` and ``received``
-    by the local clock, ``remote`` by the other clock in between."""
+    by the local clock, and between them ``remote`` by the other clock."""
 
     sent: float
     remote: float
@@ -42,7 +42,8 @@ class RoundTrip(NamedTuple):
 
     @property
     def offset(self) -> float:
-        """Seconds by which the other clock is ahead, if both ways took equally long."""
+        """Seconds by which the other clock is ahead of the local one, if request and
+        answer took equally long."""
         return self.remote - (self.sent + self.received) / 2
 
     @property
@@ -62,10 +63,10 @@ class ClockReading:
 
 
 def read_clock(trips: Iterable[RoundTrip]) -> ClockReading:
-    """Makes a reading from the shortest of the round trips.
+    """Estimates the offset of another clock from the shortest of the round trips.
 
     Raises:
-        ValueError: There are no round trips.
+        ValueError: ``trips`` is empty.
     """
     best = min(trips, key=lambda trip: trip.error)
     return ClockReading(best.remote, best.offset, best.error)
@@ -77,7 +78,7 @@ class ClockLine:
 
     Args:
         first: The reading at the begin.
-        last: The reading at the end; None: the process was lost, and the drift is
+        last: The reading at the end; None: the process was lost, so the drift is
             unknown.
     """
 
@@ -167,7 +168,7 @@ class ProgramNotes:
 
     Args:
         waiting, running: Numbers of closures at the begin.
-        limit: Number of records of each kind to keep.
+        limit: Most records of each kind to keep.
         steps: Calls ``done`` once, after this many closures, on the thread that reports
             the last one; None: never.
     """
@@ -190,15 +191,19 @@ class ProgramNotes:
         self.running: Final = running
         self._limit: Final = limit
         self.scheduled: Final[list[tuple[int, float, float]]] = []
-        """Step, and the begin and end of the call that has put it into the queue."""
+        """For each closure its step number, and the begin and end of the call that put
+        it into the queue."""
         self.dispatched: Final[list[tuple[str, int, float, float]]] = []
-        """Worker, number of closures, and the begin and end of making the message."""
+        """For each dispatch the worker, the number of closures, and the begin and end
+        of making the message."""
         self.ended: Final[list[tuple[int, float]]] = []
-        """How many closures a worker has reported as ended, and when."""
+        """For each report of a worker how many closures have ended, and when the report
+        came."""
         self.fetched: Final[list[tuple[float, float]]] = []
-        """When a thread began to wait for a value, and when it had it."""
+        """For each wait of a thread for a value when it began, and when the thread had
+        the value."""
         self.steps = 0
-        """Closures that have ended since."""
+        """Number of closures that have ended since the begin of the notes."""
         self.is_full = False
         """Whether records were dropped."""
 
@@ -244,7 +249,8 @@ class TaskNotes:
 
     Args:
         name: The task, such as "worker:0".
-        clock: None if its clock is unknown; then its spans cannot be shown.
+        clock: Converts the task's times; None if its clock is unknown, so that its
+            spans cannot be shown.
         problem: Describes what is missing; "" if nothing is.
         profile: The path of jax's own profile of the task.
         jax: The events of that profile that are shown.

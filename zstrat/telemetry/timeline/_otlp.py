@@ -1,9 +1,9 @@
 """Converts a time line to spans of OpenTelemetry's SDK, an optional dependency.
 
-A task is a resource. The call that schedules a step and its consequences are one trace:
-an arrow makes its origin the parent of its target, and a second arrow to the same span
-becomes a link. Times are wall clock times of the program. Curves are omitted, as they
-are metrics in OpenTelemetry.
+A task is a resource. The call that schedules a step and all spans that follow from it
+are one trace: an arrow makes the span where it begins the parent of the span where it
+ends, and a second arrow to the same span becomes a link. Times are wall clock times of
+the program. Curves are omitted, as they are metrics in OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MISSING = "pip install 'zstrat[opentelemetry]'"
 
 
 def http_exporter() -> SpanExporter:
-    """Makes the exporter for a collector at ``OTEL_EXPORTER_OTLP_ENDPOINT``.
+    """Creates the exporter for a collector at ``OTEL_EXPORTER_OTLP_ENDPOINT``.
 
     Raises:
         ModuleNotFoundError: The exporter is not installed.
@@ -38,14 +38,14 @@ def http_exporter() -> SpanExporter:
 
 
 def has_arrived(exporter: SpanExporter, spans: list[ReadableSpan]) -> bool:
-    """Exports the spans, blocking; returns whether the collector accepted them."""
+    """Exports spans, blocking; returns whether the collector accepted them."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     return exporter.export(spans) is SpanExportResult.SUCCESS
 
 
 def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
-    """Converts all spans, in the order of tasks and rows.
+    """Converts all spans of a time line, in the order of tasks and rows.
 
     Args:
         day: The wall clock time in seconds at time 0 of the time line.
@@ -103,14 +103,15 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
 
 
 def _numbers(timeline: Timeline) -> dict[int, int]:
-    """Returns the number of each span, from 1 on, by its identity."""
+    """Returns the number of each span, from 1 on, by the identity of the span."""
     rows = [row for task in timeline.tasks for row in task.rows]
     spans = [span for row in rows for span in row.spans]
     return {id(span): number for number, span in enumerate(spans, 1)}
 
 
 def _parents(timeline: Timeline) -> dict[int, list[int]]:
-    """Returns the identities of the spans that lead to a span, by its own identity."""
+    """Returns, by the identity of each span, the identities of the spans from which
+    arrows lead to it."""
     found: dict[int, list[int]] = {}
     for tail, head in timeline.arrows:
         found.setdefault(id(head), []).append(id(tail))

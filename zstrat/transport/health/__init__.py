@@ -1,4 +1,5 @@
-"""Health of this process over HTTP: for probes, for Prometheus, for people."""
+"""Reports the health of this process over HTTP: for probes, for Prometheus, for
+people."""
 
 from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest

@@ -1,15 +1,17 @@
 """A very small HTTP server.
 
-GET and HEAD, one request a connection, everything bounded. It stands beside training,
-on the network, open to all that can reach it, and probes must work with nothing but
-zstrat installed. So it is not a framework: a request is a line and headers of 8 KiB
-together, which have five seconds to come, and there are at most 64 connections. When
-one more comes, the one goes that was waited for longest, for its request or for taking
-its answer: a peer that only holds connections open cannot keep a probe out.
+It answers GET and HEAD, one request a connection, and everything is bounded. It runs in
+a process that trains, is open to everyone on the network that can reach it, and must
+answer probes with nothing but zstrat installed. So it is not a framework: a request is
+a line and headers of 8 KiB together, which have five seconds to come, and there are at
+most 64 connections. When one more comes, the server drops the connection that has kept
+it waiting longest, for the request or for taking the answer: so a peer that only holds
+connections open cannot keep a probe out.
 
 An answer may be a stream, for a page that is open. A client has five seconds to take
-each piece, and the next one is made after that: a browser that is frozen holds one
-piece, and is dropped. The number of streams is bounded by their source.
+each piece, and the next piece is made after the client has taken the one before: a
+browser that is frozen holds one piece, and is dropped. The source of the streams bounds
+their number.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ if TYPE_CHECKING:
 
 
 CONNECTIONS: Final = 64
-"""A prober, a scraper, some browsers; each takes a descriptor and some KiB."""
+"""Most open connections: a prober, a scraper, some browsers. Each takes a descriptor
+and some KiB."""
 HEAD: Final = 8192
-"""Bytes of the request line and the headers. Browsers send 1 KiB."""
+"""Most bytes of the request line and the headers. Browsers send 1 KiB."""
 ARRIVAL: Final = 5.0
-"""Seconds for the request to come, and again for the answer to be taken."""
+"""Seconds that a request has to come, and again that an answer has to be taken."""
 
 TEXT: Final = "text/plain; charset=utf-8"
 
@@ -62,7 +65,7 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What a request asks for. ``query`` follows the question mark, and ``accept``,
+    """A parsed request. ``query`` follows the question mark of the address; ``accept``,
     ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str
@@ -76,8 +79,8 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """An answer. ``headers`` are added to those that every answer has; only ours, as
-    nothing checks them for line ends."""
+    """An answer of the server. ``headers`` are sent besides those that every answer
+    has; they must come from zstrat alone, as nothing checks them for line ends."""
 
     status: int
     body: str
@@ -87,15 +90,16 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HttpStream:
-    """An answer in ``pieces``, with the status 200. Each is sent when it is there,
-    until there are no more."""
+    """An answer in ``pieces``, with the status 200. Each piece is sent as soon as the
+    iterator yields it, until it ends."""
 
     pieces: AsyncGenerator[bytes, None]
     kind: str
 
 
 class BadRequest(ValueError):
-    """The client sent something that is not a request, or is not answered here."""
+    """The client sent something that is not an HTTP request, or that this server does
+    not answer. ``status`` is that of the answer."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -106,7 +110,8 @@ def parse_request(head: bytes) -> HttpRequest:
     """Parses the bytes of a request, up to the empty line.
 
     Raises:
-        BadRequest: They are not a request, or not one that this server answers.
+        BadRequest: The bytes are not a request, or one that this server does not
+            answer.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     line = _LINE.fullmatch(first)
@@ -134,9 +139,9 @@ def parse_request(head: bytes) -> HttpRequest:
 
 
 def is_own_name(host: str) -> bool:
-    """Returns whether a ``Host`` header names this machine as its users do: loopback,
-    or a number. Any other name may be that of a stranger's page, which has it resolve
-    to loopback, to read what is here."""
+    """Returns whether a ``Host`` header names this machine as its users do: by a name
+    of loopback, or a number. Any other name may be that of a stranger's web page, which
+    makes the name resolve to loopback to read the answers."""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     if name in ("", "localhost"):
         return True
@@ -146,7 +151,8 @@ def is_own_name(host: str) -> bool:
 
 
 def _on_all_interfaces(port: int) -> socket.socket:
-    """Listens on all interfaces: for IPv4, and for IPv6 where the system has it."""
+    """Returns a socket that listens on all interfaces: for IPv4, and for IPv6 where the
+    system has it."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True
@@ -158,7 +164,8 @@ class HttpServer:
     """Answers requests with what ``answer`` returns, on the running loop.
 
     Args:
-        arrival: Seconds that a request may take to come, and an answer to be taken.
+        arrival: Seconds that a client has to send its request, and again to take the
+            answer.
     """
 
     def __init__(
@@ -170,13 +177,13 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._open = 0
         self._waited_for: dict[asyncio.StreamWriter, None] = {}
-        """Those that have to send their request, or to take their answer, the one that
-        was waited for longest first."""
+        """Connections whose client has to send its request, or to take its answer.
+        First the one that has kept the server waiting longest."""
         self.is_local = True
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
 
     async def start(self, host: str, port: int) -> int:
-        """Binds, and answers from now on; returns the port.
+        """Binds the address, and answers requests from now on; returns the port.
 
         Raises:
             OSError: The address cannot be bound.
@@ -194,12 +201,13 @@ class HttpServer:
         return int(bound[0][1])
 
     def close(self) -> None:
-        """Stops listening. Connections end with the loop."""
+        """Stops listening. Open connections end with the loop."""
         if self._server is not None:
             self._server.close()
 
     def forget(self) -> None:
-        """Gives up the port in a forked process: it is the parent's."""
+        """Replaces the listening descriptor in a forked process: the port belongs to
+        the parent."""
         if self._server is not None:
             give_up(each.fileno() for each in self._server.sockets)
 
@@ -225,7 +233,8 @@ class HttpServer:
             writer.transport.abort()
 
     def _let_go(self) -> bool:
-        """Drops the connection that was waited for longest, if there is one."""
+        """Drops the connection that has kept the server waiting longest. Returns False
+        if none keeps it waiting."""
         for oldest in self._waited_for:
             del self._waited_for[oldest]
             oldest.transport.abort()
@@ -273,7 +282,8 @@ class HttpServer:
     async def _stream(
         self, writer: asyncio.StreamWriter, stream: HttpStream, is_head: bool
     ) -> None:
-        """Sends the pieces. A client that does not take one is dropped."""
+        """Sends the pieces of a stream. Drops a client that does not take one in
+        time."""
         # Nothing is kept for a client that does not read, but what the kernel keeps.
         writer.transport.set_write_buffer_limits(0)
         await self._send(writer, _head_of(200, stream.kind))
@@ -289,12 +299,12 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def _waited(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
-        """Runs a block that waits for the other side, ``arrival`` seconds at most.
-        Registers the wait, so that the connection that waits longest can be dropped.
+        """Runs a block that waits for the client, ``arrival`` seconds at most.
+        Registers the wait, so that `_let_go` can drop the connection.
 
         Raises:
-            ConnectionResetError: The other side has gone.
-            TimeoutError: It took too long.
+            ConnectionResetError: The client has gone.
+            TimeoutError: The block took more than ``arrival`` seconds.
         """
         if writer.is_closing():  # to write then is a mistake, says uvloop
             raise ConnectionResetError

@@ -1,20 +1,20 @@
-"""The web page of a port as one document, and the token of those who may see it.
+"""The web page of the HTTP port, as one document, and the token that a reader needs to
+see it.
 
-The document needs nothing else and runs nothing else. Its script and style are those of
-this package, by their digests: whatever else got into the page, out of the name of a
-task or a line of a log, would not run, and could load nothing and send nothing
-anywhere.
+The document loads nothing else. Its policy allows the scripts and styles of this
+package alone, by their digests: anything that got into the page from the name of a task
+or a line of a log would not run, and could neither load nor send data.
 
-If other machines can reach the port, the page is for users who have its token. That
-comes once in the address that its owner gives away (``/?token=...``); the page then
-moves it into a cookie, so that it stands in no history, no log of a proxy and no
-screenshot. Programs send ``Authorization: Bearer ...``.
+If other machines can reach the port, the page is for users who have its token. The
+token comes once in the address that its owner gives away (``/?token=...``); the page
+then moves it into a cookie, so that it does not appear in a history, a log of a proxy
+or a screenshot. Programs send ``Authorization: Bearer ...``.
 
 Threats: guessing, so a token has to be long, and comparing takes the same time for all
-wrong ones; another site that uses the cookie, so that it is sent by navigation alone,
-nothing here changes anything, and no other site can read an answer. A connection is not
-encrypted: anyone who can read the network between can read the token. Use ``ssh -L``
-there.
+wrong tokens; another site that uses the cookie, so browsers send it on navigation
+alone, no request changes anything, and no other site can read an answer. A connection
+is not encrypted: anyone who can read the network between can read the token. Use ``ssh
+-L`` there.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ if TYPE_CHECKING:
     from ._http import HttpRequest
 
 _FORM: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
-"""Characters that are not special in an address or a cookie. 16 of them are 96 bits."""
+"""Form of a token: characters that are not special in an address or a cookie. 16 of
+them are 96 bits."""
 
 
 @final
 class PageToken:
-    """The token of one port.
+    """The token that readers of the web page at one port need.
 
     Args:
-        secret: The token; None makes one.
+        secret: The token; None: a random one.
 
     Raises:
-        ValueError: It is short enough to be guessed, or has other characters.
+        ValueError: ``secret`` is short enough to be guessed, or has other characters
+            than letters, digits, "_" and "-".
     """
 
     def __init__(self, secret: str | None = None) -> None:
@@ -63,17 +65,19 @@ class PageToken:
         self.secret: Final = token
 
     def is_same(self, secret: str) -> bool:
-        """Returns whether this text is the token. Takes the same time for all that are
-        not."""
+        """Returns whether ``secret`` is the token. Takes the same time for all wrong
+        texts."""
         # As bytes: for text it takes ASCII alone.
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def is_in_address(self, asked: HttpRequest) -> bool:
-        """Returns whether the address has the token, which then becomes a cookie."""
+        """Returns whether the address of the request has the token, which the page then
+        moves into a cookie."""
         return any(map(self.is_same, parse_qs(asked.query).get("token", ())))
 
     def is_shown(self, asked: HttpRequest, port: int) -> bool:
-        """Returns whether the cookie, or the header for programs, has the token."""
+        """Returns whether the request has the token in the cookie, or in the header for
+        programs."""
         scheme, _, secret = asked.authorization.partition(" ")
         if scheme.lower() == "bearer" and self.is_same(secret.strip()):
             return True
@@ -81,8 +85,8 @@ class PageToken:
         return any(name == _name(port) and self.is_same(it) for name, _, it in pairs)
 
     def cookie(self, port: int) -> str:
-        """Returns the value of ``Set-Cookie``. A link in a letter works, so it is
-        Lax."""
+        """Returns the value of ``Set-Cookie`` that stores the token. The cookie is Lax,
+        so that a link in a letter works."""
         return f"{_name(port)}={self.secret}; Path=/; HttpOnly; SameSite=Lax"
 
 
@@ -93,12 +97,13 @@ def _name(port: int) -> str:
 
 
 _SCRIPTS: Final = ("charts.js", "page.js")
-"""In this order; what the first defines the second uses."""
+"""Files of the page's scripts, in this order: the second uses what the first
+defines."""
 
 
 @cache
 def document() -> HttpAnswer:
-    """Returns the answer that has the page."""
+    """Returns the answer with the web page."""
     style = f"\n{_asset('page.css')}"
     # The columns of the page are those of `zstrat top`, from one registry.
     known = {each.name: each for job in ("ps", "worker") for each in task_metrics(job)}
@@ -143,6 +148,6 @@ def _asset(name: str) -> str:
 
 def _digest(text: str) -> str:
     """Returns the name of a script or style in a Content-Security-Policy: the digest of
-    the text in its element."""
+    ``text``, the content of its element."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,17 +1,18 @@
-"""The numbers of the tasks of this process, also as Prometheus reads them.
+"""Registers the owners of statistics in this process, collects their numbers, and
+formats the numbers for Prometheus.
 
 Tasks, sessions and programs that report statistics register here. Each owner runs on
-the loop of its own thread. The HTTP server asks from another thread, which works even
-if that loop is frozen, and so can report it. A loop is asked by a callback; at most one
-per question is scheduled at a time, however many ask. Slow statistics are computed on
-the asking thread if their owner allows that.
+the loop of its own thread. The HTTP server asks for the numbers from another thread, so
+it can report a loop that is frozen. A loop is asked by a callback; at most one callback
+per question is scheduled at a time, however many requests ask. Slow statistics are
+computed on the asking thread if their owner allows that.
 
 `TelemetryNotices` sends a task's statistics to its coordinator without being asked.
 
-Law of the metrics for Prometheus: they are counts and sizes under the name of a task;
-names, addresses and versions are in one metric, ``zstrat_task_info``, and what a
-program calls its numbers in ``zstrat_scalar``; both are left out where other machines
-can ask, and an optimizer is a number there.
+Law of the metrics for Prometheus: they are counts and sizes, labelled with the name of
+a task. Names, addresses and versions are in one metric, ``zstrat_task_info``, and the
+user's names of scalars in ``zstrat_scalar``. Where other machines can ask, both metrics
+are left out, and an optimizer is a number.
 """
 
 from __future__ import annotations
@@ -59,20 +60,21 @@ T = TypeVar("T")
 
 
 class Reporting(Protocol):
-    """An owner of statistics. Called on its own loop, unless it was registered with
-    ``anywhere``."""
+    """An owner of statistics, to be registered. Its methods are called on its own loop,
+    unless it was registered with ``anywhere``."""
 
     def readiness(self) -> str:
-        """Returns why it is not ready; "" if it is ready."""
+        """Returns why the owner is not ready; "" if it is ready."""
         ...
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns what `zstrat status --json` shows of it."""
+        """Returns the statistics that `zstrat status --json` shows of the owner."""
         ...
 
 
 class SharedAnswer(Generic[T]):
-    """The answer of a loop to one question, shared by all who ask at the same time."""
+    """The answer of a loop to one question, shared by all callers that ask at the same
+    time."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, answer: Callable[[], T]
@@ -81,7 +83,8 @@ class SharedAnswer(Generic[T]):
         self._coming: Future[T] | None = None
 
     async def ask(self, timeout: float) -> T:
-        """Returns the answer, from a callback on the loop. Concurrent callers share it.
+        """Runs the question on the loop by a callback, and returns its answer.
+        Concurrent callers share one callback.
 
         Raises:
             TimeoutError: The loop did not run the callback within ``timeout`` seconds.
@@ -108,7 +111,8 @@ class SharedAnswer(Generic[T]):
 
 
 class RegisterEntry:
-    """A registered owner, and how to ask it. Does not keep the owner alive."""
+    """A registered owner of statistics, and how to ask it. Does not keep the owner
+    alive."""
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class RegisterEntry:
         return self._owner() is owner
 
     async def statistics(self, timeout: float) -> dict[str, PlainTree]:
-        """Returns the statistics of the owner, if its loop runs.
+        """Returns the statistics of the owner, whose loop must run.
 
         Raises:
             TimeoutError, RuntimeError: As `SharedAnswer.ask`.
@@ -154,7 +158,7 @@ class RegisterEntry:
 
 
 class Register:
-    """All registered owners of this process. From any thread."""
+    """All registered owners of statistics in this process. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +176,7 @@ class Register:
             self._all = [each for each in self._all if not each.is_of(owner)]
 
     def present(self) -> list[RegisterEntry]:
-        """Returns the entries whose loop is open and whose owner still exists."""
+        """Returns the entries of owners that still exist and whose loop is open."""
         with self._lock:
             self._all = [each for each in self._all if not each.is_over]
             return list(self._all)
@@ -193,18 +197,19 @@ def register(
     *,
     anywhere: bool = False,
 ) -> None:
-    """Registers ``owner``, which runs on ``loop``, under ``name``, such as "ps:0".
+    """Registers an owner of statistics, which runs on ``loop``, under ``name``, such as
+    "ps:0".
 
     Args:
-        anywhere: Call its ``statistics`` on the asking thread, after a callback on its
-            loop has run: for slow statistics that any thread may compute.
+        anywhere: Call the owner's ``statistics`` on the asking thread, after a callback
+            on its loop has run: for slow statistics that any thread may compute.
     """
     REGISTER.add(RegisterEntry(owner, name, loop, anywhere))
 
 
 def unregister(owner: Reporting) -> None:
-    """Removes an ended owner. Owners that are garbage-collected, or whose loop is
-    closed, are removed automatically."""
+    """Unregisters an owner that has ended. Owners that are garbage-collected, or whose
+    loop is closed, are removed automatically."""
     REGISTER.remove(owner)
 
 
@@ -213,15 +218,15 @@ EVERY: Final = 1.0
 
 @final
 class TelemetryNotices:
-    """Sends telemetry of a task to one peer, about once a second while it changes.
-    Belongs to one session, on the loop.
+    """Sends telemetry (current numbers) of a task to one peer, about once a second
+    while the numbers change. Belongs to one session, and runs on its loop.
 
-    Pauses when nothing has happened for a window, all rates are zero, and no step is
-    under way. A peer that does not read misses notices.
+    Pauses when nothing has happened for the seconds that rates are averaged over, so
+    that all rates are zero, and no step runs. A peer that does not read misses notices.
 
     Args:
-        values: Returns the telemetry.
-        notify: Sends a notice, or raises as `Link.notify`.
+        values: Returns the present telemetry.
+        notify: Sends a notice, or raises as `Link.notify` does.
     """
 
     def __init__(
@@ -233,11 +238,11 @@ class TelemetryNotices:
         self._loop: Final = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._left = 0
-        """Notices to send before the pause, if nothing happens."""
+        """Number of notices to send before the pause, if nothing happens."""
         self._is_closed = False
 
     def touch(self) -> None:
-        """Notes that something has happened."""
+        """Notes that something has happened, which ends a pause."""
         # Rates are of the last `RECENT` seconds: after one notice more they are all
         # zero.
         self._left = RECENT + 1
@@ -262,8 +267,8 @@ class TelemetryNotices:
 
 
 def _has_steps(values: Mapping[str, PlainTree]) -> bool:
-    """Returns whether steps run. Bytes do not count, as notices send some
-    themselves."""
+    """Returns whether the telemetry shows that steps run. Rates of bytes do not count,
+    as notices send some bytes themselves."""
     rates = values.get("rates")
     counted = ("steps_per_s", "pulls_per_s", "pushes_per_s")
     has_steps = isinstance(rates, dict) and any(map(rates.get, counted))
@@ -283,7 +288,8 @@ def process_report() -> dict[str, PlainTree]:
 
 
 def process_totals() -> dict[str, float]:
-    """Returns totals of this process whose rates a task reports."""
+    """Returns totals of this process, by the name of the rate that a task reports from
+    each."""
     got, sent = moved_bytes()
     cores = time.process_time()
     return {"bytes_in_per_s": got, "bytes_out_per_s": sent, "cores": cores}
@@ -295,22 +301,23 @@ EXTRA: Final = (
 )
 
 TaskStatistics = tuple[str, "Mapping[str, PlainTree]"]
-"""The name of a task, and its statistics."""
+"""The name of a task, and the task's statistics."""
 
 _LABELS: Final = {"phases": "phase", "staleness": "store"}
-"""The label by which the histograms of a metric differ."""
+"""For each metric that has several histograms, the label by which they differ."""
 _EDGES: Final = {Unit.SECONDS: range(-17, 7), Unit.COUNTS: range(15)}
-"""The ends of their buckets, as powers of two. Ours are four times as fine; each bucket
-is a separate series there, and there is none for what hardly any step takes."""
+"""For each unit, the upper ends of the buckets that Prometheus gets, as powers of two.
+Our own buckets are four times as fine; each bucket is a separate series in Prometheus,
+and there are no buckets for values that hardly any step has."""
 
 
 def exposition(
     tasks: Iterable[TaskStatistics], accept: str, *, names: bool
 ) -> tuple[str, str]:
-    """Returns the text for Prometheus, and its content type.
+    """Returns the metrics of the tasks as text for Prometheus, and its content type.
 
     Args:
-        accept: What the scraper says that it reads.
+        accept: The ``Accept`` header of the scraper.
         names: Whether to include addresses and versions of tasks.
 
     Raises:
@@ -332,8 +339,9 @@ def exposition(
 
 
 class Sample(NamedTuple):
-    """One value of a family: what ``add_metric`` of prometheus_client takes after the
-    labels. ``kind`` None is an info. Its task is one more label, the first."""
+    """One value of a metric family for Prometheus, with what ``add_metric`` of
+    prometheus_client takes after the labels. ``kind`` None is an info metric. The
+    task's name is one more label, the first."""
 
     kind: Kind | None
     name: str
@@ -432,8 +440,8 @@ def _number(
 
 
 def _histograms(metric: Metric, values: Mapping[str, PlainTree]) -> Iterator[Sample]:
-    """Yields for each histogram how many values are not above each edge, and their
-    sum."""
+    """Yields, for each histogram of a metric, the number of values up to each edge, and
+    the sum of all values."""
     ends, whole = EDGES[metric.unit], 0 if metric.unit is Unit.SECONDS else 1
     for name, windowed in _dict(values, metric.name).items():
         try:
@@ -466,7 +474,7 @@ def _transports(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
 
 
 def _scalars(values: Mapping[str, PlainTree]) -> Iterator[Sample]:
-    """Yields the last points of what `log_scalar` was given."""
+    """Yields the last value of each name that `log_scalar` was given."""
     for name, points in _dict(_dict(values, "coordinator"), "scalars").items():
         last = points[-1] if isinstance(points, list) and points else None
         value = last[2] if isinstance(last, list) else None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ._register import RegisterEntry, TaskStatistics
 
 _BINDING: Final = 10.0
-"""Seconds to bind, including the lookup of a name."""
+"""Seconds that binding may take, including the lookup of a name."""
 
 _NO_TOKEN: Final = (
     "other machines need a token for this page: set ZSTRAT_HTTP_TOKEN, use "
@@ -90,7 +90,7 @@ class HealthServer:
             )
             self.port = bound
             self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-            """HOST:PORT, with the actual port if 0 was asked for."""
+            """HOST:PORT of the server, with the actual port if 0 was asked for."""
             if has_page:
                 self.open_page(None)
             log.info("http://%s has /healthz, /readyz and /metrics", self.address)
@@ -105,7 +105,7 @@ class HealthServer:
 
     @property
     def url(self) -> str:
-        """URL of the page, with its token if it has one."""
+        """URL of the page, with the page's token if it has one."""
         host, _, port = self.address.rpartition(":")
         if host in ("*", "0.0.0.0", "[::]"):
             host = socket.gethostname()
@@ -113,8 +113,8 @@ class HealthServer:
         return f"http://{host}:{port}/{query}"
 
     def open_page(self, secret: str | None) -> None:
-        """Starts the page, with the token ``secret``. None: the present token, or a new
-        one if other machines can reach the page.
+        """Starts to serve the web page to readers that have the token ``secret``. None:
+        the present token, or a new one if other machines can reach the page.
 
         Raises:
             ValueError: The token is invalid, or the page has another one.
@@ -137,7 +137,7 @@ class HealthServer:
         self._portal.close()
 
     def forget(self) -> None:
-        """Releases the port in a forked process."""
+        """Gives up the port in a forked process, where it belongs to the parent."""
         self._http.forget()
 
     def __enter__(self) -> HealthServer:
@@ -171,7 +171,8 @@ class HealthServer:
         return HttpStream(self._watch.events(), "text/event-stream")
 
     def _refused(self, asked: HttpRequest) -> HttpAnswer | None:
-        """Returns the refusal of a request for the page; None if it is allowed."""
+        """Returns the answer that refuses a request for the page; None if the request
+        is allowed."""
         if self._token is None:
             return None if self._http.is_local else HttpAnswer(403, _NO_TOKEN)
         if self._token.is_shown(asked, self.port):
@@ -202,7 +203,8 @@ class HealthServer:
         return HttpAnswer(503 if fails else 200, "\n".join(lines))
 
     async def _state(self, registered: RegisterEntry) -> tuple[bool, str]:
-        """Returns whether its loop runs, and why it is not ready."""
+        """Returns whether the loop of a registered owner runs, and why the owner is not
+        ready."""
         try:
             return True, await registered.readiness.ask(self._timeout)
         except TimeoutError:
@@ -212,7 +214,8 @@ class HealthServer:
             return True, "it has ended"
 
     async def _statistics(self, registered: RegisterEntry) -> TaskStatistics | None:
-        """Returns name and statistics; None if it hangs or has ended (see /healthz)."""
+        """Returns name and statistics of a registered owner; None if its loop hangs or
+        has ended (/healthz reports that)."""
         try:
             return registered.name, await registered.statistics(self._timeout)
         except (TimeoutError, RuntimeError):
@@ -231,8 +234,8 @@ class HealthServer:
 
 
 def _worded(error: OSError, text: str) -> OSError:
-    """Converts an error of binding to one with a remedy. A name that cannot be resolved
-    counts as EADDRNOTAVAIL."""
+    """Converts an error of binding to one that names a remedy. A host name that cannot
+    be resolved becomes EADDRNOTAVAIL."""
     number = error.errno or errno.EADDRNOTAVAIL
     if isinstance(error, socket.gaierror):
         number, words = (
@@ -251,7 +254,7 @@ def _worded(error: OSError, text: str) -> OSError:
 
 
 class _Present:
-    """The HTTP server of this process, if there is one."""
+    """Holds the HTTP server of this process, if there is one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -277,22 +280,22 @@ def serve_http(
     """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and the page
     of `dashboard` at ``/``.
 
-    On loopback it shows everything. At another address it shows health and counts to
-    all clients, and the page to those that have the ``token``. A process has one such
-    port.
+    On loopback the server shows everything to every client. At another address it shows
+    health and counts to every client, and the page to clients that have the ``token``.
+    A process serves HTTP at one port.
 
     Args:
         address: ``HOST:PORT``, or a port of loopback, as text or a number; 0 is any
             free port.
         liveness_timeout: Seconds after which an event loop that does not run is
             reported as hanging. None: the default of ``Timeouts.liveness``.
-        token: Needed to see the page, 16 characters or more. None: not needed on
-            loopback; elsewhere the page is not shown.
+        token: The token that a client needs to see the page, 16 characters or more.
+            None: on loopback no token is needed; elsewhere the page is not shown.
 
     Raises:
         ValueError: The address or the token is invalid, or this process serves HTTP at
             another address.
-        OSError: The address cannot be bound; says why.
+        OSError: The address cannot be bound; the error says why.
 
     Cancellation: Ctrl-C leaves no port, or the port that the next call returns.
     """
@@ -304,7 +307,7 @@ def serve_http(
 def _serve(
     address: str | int, liveness_timeout: float, token: str | None, *, has_page: bool
 ) -> HealthServer:
-    """Returns the server of this process, started if there is none.
+    """Returns the HTTP server of this process, and starts one if there is none.
 
     Raises, cancellation: as `serve_http`.
     """
@@ -344,8 +347,8 @@ def dashboard(
     Args:
         address: See `serve_http`. None: the port of this process, or any free port of
             loopback.
-        token: Needed to see the page, 16 characters or more. None:
-            ``ZSTRAT_HTTP_TOKEN``, if set.
+        token: The token that a client needs to see the page, 16 characters or more.
+            None: ``ZSTRAT_HTTP_TOKEN``, if set.
 
     Raises:
         ValueError, OSError: As `serve_http`.

@@ -1,13 +1,13 @@
-"""Watches the newest run of this process, and sends what it sees to open pages.
+"""Watches the newest run of this process, and sends its state to open web pages.
 
-Law of the file: an open page costs the run nothing. The run is asked at
-most once a second, however many pages are open: its loop says that it turns, and its
-numbers are collected, and become JSON, on the thread of the HTTP port, once for all,
-and less often if that takes long. A page that reads slowly leaves frames out; one that
-does not read is dropped.
+Law of the file: an open page costs the run nothing. The run is asked at most once a
+second, however many pages are open. Its loop only answers that it turns; its numbers
+are collected and become JSON on the thread of the HTTP server, once for all pages, and
+less often if that takes long. A page that reads slowly misses frames; one that does not
+read is dropped.
 
-Watching starts with the first page and ends with the port, so that later pages show
-what was before.
+Watching starts with the first page and ends with the HTTP server, so that later pages
+show the history, too.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from ._register import RegisterEntry
 
 HISTORY: Final = 720
-"""Points of the history. When they are as many, each two become one: the whole run is
-seen at all times, first second by second, after a day every few minutes."""
+"""Most rows of the history. When there are so many, each two rows become one, so that
+the history always covers the whole run: first second by second, after a day every few
+minutes."""
 
 Metrics = dict[str, "PlainTree"]
 Rows = list["PlainTree"]
@@ -43,13 +44,14 @@ Rows = list["PlainTree"]
 
 @dataclass(frozen=True, slots=True)
 class RunLook:
-    """The answer of a process that was asked for its run.
+    """What one look at this process found: the state of its newest run.
 
     Args:
-        run: Which run of this process it is; 0: there is none now.
-        name: What it is called, as in "chief:0".
-        metrics: As `ClusterCoordinator.metrics`; None if there was no answer.
-        state: "runs", or else "waits" or "hangs", and why in ``words``.
+        run: Number of the run in this process; 0: there is no run now.
+        name: Name of the task that runs it, such as "chief:0".
+        metrics: Metrics as of `ClusterCoordinator.metrics`; None if the run did not
+            answer.
+        state: "runs", "waits" or "hangs"; ``words`` says why it waits or hangs.
     """
 
     run: int = 0
@@ -66,11 +68,11 @@ class RunHistory:
 
     rows: Rows = field(default_factory=list)
     _each: int = 1
-    """The number of looks that a row is the mean of."""
+    """The number of looks that each row is the mean of."""
     _open: list[list[float]] = field(default_factory=list)
 
     def add(self, row: list[float]) -> bool:
-        """Adds a row. Returns False if earlier rows have changed, too."""
+        """Adds the row of one look. Returns False if earlier rows have changed, too."""
         self._open.append(row)
         if len(self._open) < self._each:
             return True
@@ -86,16 +88,16 @@ class RunHistory:
 
 
 class RunPicture:
-    """What pages show of the newest run; it stays when the run has ended.
+    """The data that pages show of the newest run, kept when the run has ended.
 
     Args:
-        process: A name that no other process has, so that a page that comes back knows
+        process: A name that no other process has, so that a page that reconnects knows
             whether it sees the same run.
     """
 
     def __init__(self, process: str) -> None:
         self.number = 0
-        """Of the last frame; 0: nothing was seen yet."""
+        """Number of the last frame; 0: there was no look yet."""
         self._process = process
         self._run, self._began = 0, 0.0
         self._about: Metrics = {}
@@ -107,7 +109,7 @@ class RunPicture:
         self._only_grew = False
 
     def see(self, look: RunLook, now: float) -> None:
-        """Takes the answer of a process at ``now``, in seconds of any monotonic
+        """Updates the picture with a look at time ``now``, in seconds of any monotonic
         clock."""
         is_another = look.run not in (0, self._run)
         if is_another:
@@ -132,7 +134,9 @@ class RunPicture:
         self._only_grew &= not is_another
 
     def frame(self, after: int) -> str:
-        """Returns the frame after the one with number ``after`` (0: none was seen)."""
+        """Returns, as JSON, the frame for a page whose last frame had the number
+        ``after`` (0: it had none): the changes if it missed no frame, else the whole
+        picture."""
         # A page that left out a frame lacks what that one added, and gets the whole.
         only_new = self._only_grew and after == self.number - 1 and after > 0
         metrics, history = self._metrics, self._history.rows
@@ -147,7 +151,7 @@ class RunPicture:
         return as_json({**about, "metrics": metrics, "history": history})
 
     def _begin(self, look: RunLook, now: float) -> None:
-        """Drops everything of the previous run."""
+        """Drops all data of the previous run, as another run has begun."""
         self._run, self._began, self._metrics, self._held_up = look.run, now, {}, []
         self._history, self._states, self._about = RunHistory(), {}, {}
 
@@ -184,8 +188,9 @@ class RunPicture:
 
 
 def added(before: Rows, now: Rows, columns: int | None = None) -> Rows:
-    """Returns the rows of ``now`` that came after ``before``; the oldest of ``before``
-    may be gone. Rows are the same if their first ``columns`` are, None: if all are."""
+    """Returns the rows of ``now`` that came after the rows ``before``; the oldest of
+    ``before`` may be missing in ``now``. Two rows are the same if their first
+    ``columns`` are equal; None: if all are."""
     old, new = ([_cut(row, columns) for row in rows] for rows in (before, now))
     for common in range(min(len(old), len(new)), 0, -1):
         # The first row decides almost always.
@@ -199,13 +204,13 @@ def _cut(row: PlainTree, columns: int | None) -> PlainTree:
 
 
 _PIECES: Final = 3
-"""Levels of a frame that are encoded key by key. json lets no other thread of this
-process run for as long as one call takes, and that of a thousand tasks takes long."""
+"""Levels of a frame that are encoded key by key. During one call of json no other
+thread of this process runs, and a call for a thousand tasks takes long."""
 
 
 def as_json(value: PlainTree, pieces: int = _PIECES) -> str:
-    """Formats as JSON in ASCII, in one line, and without numbers that JSON does not
-    have."""
+    """Formats a value as JSON in ASCII, in one line, with texts for numbers that JSON
+    does not have."""
     if pieces and isinstance(value, dict):
         members = [
             f"{json.dumps(str(key))}:{as_json(each, pieces - 1)}"
@@ -229,7 +234,8 @@ def _finite(value: PlainTree) -> PlainTree:
 
 
 def _at(metrics: Metrics, otherwise: float) -> float:
-    """Returns seconds since the run began, by its own clock if it reports it."""
+    """Returns seconds since the run began, by the run's own clock if ``metrics`` has
+    its time, else ``otherwise``."""
     return _number(metrics, "seconds") or otherwise
 
 
@@ -264,15 +270,16 @@ def _number(values: Metrics, name: str) -> float:
 
 
 VIEWERS: Final = 16
-"""Pages that are open at a time. Each keeps one of the 64 connections, of which the
-others are for probes."""
+"""Most pages that may be open at a time. Each keeps one of the 64 connections, of which
+the rest are for probes."""
 EVERY: Final = 1.0
-"""Seconds between two looks."""
+"""Seconds between two looks at the run."""
 _SHARE: Final = 50
-"""For each second of a core that looks and pages took, so many pass to the next."""
+"""Seconds that pass until the next look for each second of a core that looks and pages
+took."""
 _SLOWEST: Final = 30.0
 _PARTING: Final = 2.0
-"""Seconds for the pages to take the word that this process ends."""
+"""Seconds that pages have to take the message that this process ends."""
 
 PROGRAMS: Final = ("chief:", "program:", "observer:")
 """Prefixes of the tasks that see a whole run; other tasks see only themselves."""
@@ -281,40 +288,43 @@ log = logging.getLogger("zstrat.transport.health")
 
 
 class RunWatch:
-    """Looks at the newest run of this process, for all open pages. Lives on one loop.
+    """Looks at the newest run of this process, for all open pages. Used on one loop.
 
     Args:
-        timeout: Seconds after which a loop that does not turn hangs.
+        timeout: Seconds after which a loop that does not turn is reported as hanging.
     """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._picture = RunPicture(secrets.token_hex(8))
         self._frames: dict[bool, bytes] = {}
-        """Those of the picture's number: the change to it, and the whole."""
+        """The encoded frames of the picture's present number: True: the changes, False:
+        the whole picture."""
         self._looking: asyncio.Task[None] | None = None
         self._seen: asyncio.Future[None] | None = None
-        """Done with the next look."""
+        """Done with the next look. Pages wait for it."""
         self._shown: RegisterEntry | None = None
         self._run = 0
         self._is_over = False
         self._viewers = 0
         self._deserted: asyncio.Future[None] | None = None
-        """Done when the last page was notified that this process ends."""
+        """Done when the last page was notified that this process ends. `end` waits for
+        it."""
 
     @property
     def is_full(self) -> bool:
         return self._viewers >= VIEWERS
 
     def begin(self) -> None:
-        """Looks from now on. Idempotent; on the loop."""
+        """Looks at the run repeatedly from now on. Idempotent. Call it on the loop."""
         if self._looking is None:
             loop = asyncio.get_running_loop()
             self._seen = loop.create_future()
             self._looking = loop.create_task(self._look_on(), name="look at the run")
 
     async def end(self) -> None:
-        """Notifies all pages that this process ends; waits a moment for them."""
+        """Notifies all open pages that this process ends, and waits a moment until they
+        took the notice."""
         self._is_over = True
         if self._looking is not None:
             self._looking.cancel()
@@ -327,8 +337,9 @@ class RunWatch:
                     await self._deserted
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events: a whole frame, and then what changes, each as soon
-        as the one before was taken; at the end of this process the event "end".
+        """Yields server-sent events for one page: a whole frame, and then frames with
+        the changes, each as soon as the client took the one before; at the end of this
+        process the event "end".
 
         Cancellation, and closing the generator: the page stops being a viewer.
         """
@@ -419,7 +430,7 @@ class RunWatch:
 
 
 def _of_task(name: str, values: Mapping[str, PlainTree]) -> Metrics:
-    """Returns the metrics of a run if this process sees only one task of it."""
+    """Returns the metrics of a run for a process that sees only one task of the run."""
     about = values.get("task")
     known = about if isinstance(about, dict) else {}
     task = TaskReport("open", str(known.get("address", "")), "", values)

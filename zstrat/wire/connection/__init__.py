@@ -1,4 +1,5 @@
-"""One connection between two tasks, without I/O: `Peer` and its parts."""
+"""One connection between two tasks, without I/O: `Peer` decides, and this package has
+its parts."""
 
 from __future__ import annotations
 

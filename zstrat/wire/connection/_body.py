@@ -1,20 +1,21 @@
-"""Bodies larger than one frame: cut into chunks, put together again or worked on.
+"""Bodies larger than one frame: `cut` divides them into chunks, `Assembly` joins the
+chunks, and a `Sink` works on them as they arrive.
 
 The arrays of a message are one after the other in a *body*, each at a multiple of 64
 bytes, so that the memory which receives the body can serve as arrays that XLA takes
-without a copy. `cut` makes the chunks in order, `Assembly` takes them in that order and
-no other: a gap is an error, for a lost chunk must never look like data.
+without a copy. `cut` makes the chunks in order, and `Assembly` takes them in that order
+alone: a gap is an error, for a lost chunk must never look like data.
 
-Long arrays leave as views. Arrays below `SMALL` are gathered into common chunks, for a
-frame of its own costs more than the copy.
+Long arrays are sent as views. Arrays below `SMALL` are gathered into common chunks, for
+a frame of its own costs more than the copy.
 
-A body in chunks is copied into memory, and the message handed on when it is whole. A
-*sink* works on the body while it arrives: it does something else with each chunk, which
-is still in the processor's cache, so what has been worked on by then need not be read
-again. It gets the same memory to work in, and gives the answer when the body is whole;
-if that never happens, the sink is dropped with its memory, without a call. A sink has
-no copy of what it took. If it cannot answer without one, it answers `Again`, and the
-request is sent once more.
+Normally the chunks of a body are copied into memory, and the message is handed on when
+the body is whole. A *sink* instead processes each chunk as it arrives, for example
+applies a push to variables, while the chunk is still in the processor's cache. A sink
+gets memory of the length of the body to work in, and gives the answer to the request
+when the body is whole; if the body never becomes whole, the sink is dropped with its
+memory, without a call. A sink keeps no copy of the chunks that it took. If it cannot
+answer without a copy, it answers `Again`, and the sender sends the request once more.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from zstrat.wire._arrays import ArraySpec, array_from
 from zstrat.wire._messages import Message
 
 ALIGNMENT: Final = 64
-"""What XLA asks of host memory that it is to use in place."""
+"""Alignment in bytes that XLA needs of host memory to use it in place."""
 
 SMALL: Final = 64 * 1024
 
 Frame = bytes | memoryview
 
 Allocate = Callable[[int], memoryview]
-"""Writable memory of that many bytes, at a multiple of `ALIGNMENT`."""
+"""Returns writable memory of that many bytes, at a multiple of `ALIGNMENT`."""
 
 
 def aligned(position: int) -> int:
@@ -45,15 +46,16 @@ def aligned(position: int) -> int:
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Allocates aligned memory; the pool of the transport does better."""
+    """Allocates aligned memory. The pool of the transport, which reuses memory, is
+    faster."""
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes].data
 
 
 def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryview]]:
-    """Yields the offset and bytes of each chunk of the body made of ``raws`` (uint8
-    [nbytes])."""
+    """Yields offset and bytes of each chunk of the body that consists of the arrays
+    ``raws`` (uint8 [nbytes])."""
     gathered, start, position, small = bytearray(), 0, 0, min(SMALL, chunk)
     for raw in raws:
         position, size = aligned(position), raw.nbytes
@@ -76,7 +78,8 @@ def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryvie
 
 
 class Assembly:
-    """The body of one announced message, on its way in, perhaps through a ``sink``."""
+    """The incoming body of one announced message, whose chunks are collected, or given
+    to a ``sink``."""
 
     __slots__ = (
         "_allocate",
@@ -115,10 +118,11 @@ class Assembly:
         return self._position >= self.nbytes
 
     def take(self, offset: int, chunk: Frame) -> None:
-        """Takes the next chunk.
+        """Takes the next chunk of the body.
 
         Raises:
-            ProtocolError: It is not the next one, or longer than what was announced.
+            ProtocolError: The chunk is not the next one, or the body becomes longer
+                than announced.
             MemoryError: There is no memory for the body.
         """
         position = self._position
@@ -143,7 +147,7 @@ class Assembly:
         self._position = end
 
     def adopt(self, memory: memoryview) -> None:
-        """Takes the whole body, in the memory where it is."""
+        """Takes the whole body at once, in memory where it already is."""
         if self._position:
             raise ProtocolError(f"body: {self._position} bytes of it came in chunks")
         self._memory, self._position = memory, self.nbytes
@@ -164,21 +168,23 @@ class Assembly:
 
 
 class Sink(Protocol):
-    """Works on a body while it arrives, and then answers: see the top of this file."""
+    """Processes a body while it arrives, and then answers the request: see the top of
+    this file."""
 
     def take(self, memory: memoryview, offset: int, chunk: Frame) -> None:
-        """Takes the next chunk, of any size, whose place in ``memory`` begins at
-        ``offset``.
+        """Takes the next chunk of the body, of any size, whose position in ``memory``
+        begins at ``offset``.
 
         ``memory`` is as long as the body, the same for all chunks, and undefined where
         the sink has written nothing. Must not raise.
         """
 
     def finish(self) -> Message | Awaitable[Message]:
-        """Returns the outcome of the request, as its handler would: the body is
-        whole."""
+        """Returns the outcome of the request, as its handler would. Called when the
+        body is whole."""
 
 
 Absorb = Callable[[Message, "Sequence[ArraySpec]"], "Sink | None"]
-"""Asked at the header of a request whose body follows in chunks: the message without
-its arrays, and what they will be. None: the body is wanted as it is. Must not raise."""
+"""Called with the header of each request whose body follows in chunks: with the message
+without its arrays, and the specs of the arrays. Returns a sink for the body, or None to
+get the body whole. Must not raise."""

@@ -1,4 +1,5 @@
-"""The interface of a connection to memory that two processes of one host share.
+"""The interface between a connection and memory that two processes of one host share, a
+*channel*.
 
 `zstrat.transport` implements it. A connection without a channel sends bodies in chunks.
 """
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
     from zstrat.wire._link_messages import Hello, Offer
 
 MIN_CHANNEL_BYTES: Final = 64 * 1024
-"""A smaller body costs less to copy twice than to place and release."""
+"""Bytes up to which a body goes through sockets: to copy a smaller body twice costs
+less than to place it in the channel and release it."""
 
 PLACE: Final = 64
-"""A frame as short as this stands for a body above `MIN_CHANNEL_BYTES`, and says where
-that is stored."""
+"""Bytes of a frame below which the frame is not the body of a message above
+`MIN_CHANNEL_BYTES`, but a `Placed` message that says where the body is."""
 
 MAX_CHANNEL_BYTES: Final = 64 * 2**20
-"""A larger body is copied in steps: a single copy would block the loop too long."""
+"""Bytes above which a body is copied to the channel in steps: a single copy would block
+the loop too long."""
 
 
 def is_placeable(specs: Sequence[ArraySpec]) -> bool:
@@ -32,43 +35,51 @@ def is_placeable(specs: Sequence[ArraySpec]) -> bool:
 
 
 class SharedMemoryChannel(Protocol):
-    """The memory of both sides of one connection. Nothing here raises."""
+    """The shared memory of both sides of one connection. No method raises."""
 
     @property
     def unread(self) -> Sized:
-        """Bodies of the peer that are no longer read, not yet reported to it."""
+        """Bodies of the peer's memory that this process no longer reads, and has not
+        yet reported to the peer."""
 
     @property
     def most_unread(self) -> int:
-        """Number of `unread` bodies after which a `Released` message pays."""
+        """Number of `unread` bodies from which it pays to report them by a `Released`
+        message."""
 
     def offer(self, to: Hello) -> Offer | None:
-        """Creates our memory, for the first large body; None: not possible."""
+        """Creates the memory of this side, for its first large body, and returns the
+        offer of it to the peer; None: the two cannot share memory."""
 
     def agreed(self, proof: bytes) -> bool:
-        """Notes that the peer has mapped our memory, or cannot if the proof is empty.
-        Returns False if the proof is wrong."""
+        """Notes the peer's answer to the offer: it has mapped our memory, or cannot if
+        the proof is empty. Returns False if the proof is wrong."""
 
     def accept(self, offer: Offer, of: Hello) -> bytes:
-        """Maps the memory of the peer. Returns the proof; empty: not possible."""
+        """Maps the memory that the peer offers. Returns the proof of that; empty: this
+        side cannot map it."""
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
-        """Copies a body into our memory. Returns its offset; None: no room now."""
+        """Copies a body into the memory of this side. Returns its offset; None: there
+        is no room now."""
 
     def begin(
         self, raws: Sequence[np.ndarray], nbytes: int
     ) -> tuple[int, Iterator[None]] | None:
-        """Starts to copy a body into our memory. Returns its offset, and an iterator
-        whose steps copy the parts; None: no room now."""
+        """Starts to copy a body into the memory of this side. Returns its offset, and
+        an iterator whose steps copy the parts; None: there is no room now."""
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
-        """Returns a read-only view of a body in the peer's memory; None: invalid."""
+        """Returns a read-only view of a body in the peer's memory; None: there is no
+        such body."""
 
     def released(self, offsets: Sequence[int]) -> None:
-        """Frees bodies of ours that the peer no longer reads."""
+        """Frees the bodies at these offsets of this side's memory, which the peer no
+        longer reads."""
 
     def take_unread(self) -> list[int]:
-        """Returns and clears `unread`, to report it to the peer."""
+        """Returns and clears `unread`, for a report to the peer."""
 
     def close(self) -> None:
-        """Releases the memory; arrays in the peer's memory stay readable."""
+        """Releases the memory of this side; arrays in the peer's memory stay
+        readable."""

@@ -1,13 +1,14 @@
-"""What a connection waits for, and how long: signs of life, and outcomes of requests.
+"""Decides how long a connection waits for signs of life of its peer, and for outcomes
+of requests.
 
-A peer that greets has ``handshake`` seconds for it; later it may be silent for
-``liveness``, and away for ``reconnect`` if the network below is broken; after that it
-counts as lost. Requests wait for their outcome, each until its deadline.
+A peer has ``handshake`` seconds to greet. Later it may be silent for ``liveness``
+seconds, and absent for ``reconnect`` seconds if the network connection below is broken;
+after that it counts as lost. Requests wait for their outcome, each until its deadline.
 
 On a machine with too much to do, silence has other causes than death. So a process that
-ran late itself does not blame its peer for that time. And a peer on the same machine,
-of which the system knows that it runs and holds the connection, may be silent for
-`STARVED` times as long: it waits for a processor, or hangs.
+itself ran late does not count that time as silence of its peer. And a peer on the same
+machine, of which the system reports that it runs and has the connection open, may be
+silent for `STARVED` times as long: it waits for a processor, or hangs.
 
 A message that is not whole yet is a sign of life, too: on a slow line a chunk takes
 longer than ``liveness``. So before a silent peer is judged, the system is asked how
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
 
 class Carried(NamedTuple):
-    """Bytes of one connection, as the system counts them, whatever messages they belong
-    to: those that have come from the peer, those that its machine has taken, and those
-    that the system keeps because it has not taken them yet. All 0: not known."""
+    """Counts of bytes of one connection, as the system reports them, across messages:
+    bytes that have come from the peer, bytes that the peer's machine has acknowledged,
+    and bytes that the system keeps because they are not acknowledged yet. All 0: not
+    known."""
 
     received: int = 0
     delivered: int = 0
@@ -36,20 +38,20 @@ class Carried(NamedTuple):
 
 
 class Carrier(Protocol):
-    """What the system knows of a connection."""
+    """What the system reports about a network connection."""
 
     def carried(self) -> Carried:
         """Returns the bytes that the connection has moved so far."""
         ...
 
     def is_held_by(self, pid: int) -> bool:
-        """Returns whether process ``pid`` of this machine has the other end and is not
-        stopped; False if that is not known."""
+        """Returns whether process ``pid`` of this machine has the other end of the
+        connection and is not stopped; False if that is not known."""
         ...
 
 
 class UnknownCarrier:
-    """A connection of which the system says nothing."""
+    """A network connection about which the system reports nothing."""
 
     def carried(self) -> Carried:
         return Carried()
@@ -60,12 +62,12 @@ class UnknownCarrier:
 
 
 STARVED: Final = 6
-"""How many times ``liveness`` a running process of this machine may be silent: 30
-seconds. A running process that hangs is lost after that, too."""
+"""How many times ``liveness`` a running process of this machine may be silent, which
+makes 30 seconds. A process that runs but hangs is lost after that, too."""
 
 
 class Liveness:
-    """Decides whether a peer is alive, by the times of its messages and of ours.
+    """Decides whether a peer is alive, by the times of its messages.
 
     The owner writes ``sent_at`` and ``heard_at`` with each message, and ``neighbour``
     when the peer has greeted. All times are seconds of the clock that the owner reads.
@@ -90,14 +92,16 @@ class Liveness:
         """The process ID of the peer, if it may be on this machine."""
         self._spared_until = now
         self._received: int | None = None
-        """Bytes that had come at the last tick, if the peer was silent then."""
+        """Bytes that had come from the peer at the last tick, if the peer was silent
+        then."""
         self.sent_at = self.heard_at = self._ticked_at = now
         self.broken_at: float | None = None
-        """Since when the network below is gone."""
+        """Time since which the network connection below is broken; None: it is not."""
 
     def tick(self, now: float) -> None:
-        """Checks the time limits. Call it at `due` at the latest, when what has arrived
-        was read."""
+        """Updates the time limits: extends them by the time that this process itself
+        was late. Call it at `due` at the latest, after all arrived messages were
+        read."""
         overslept = now - self.due
         self._ticked_at = now
         if overslept > 0:
@@ -111,8 +115,9 @@ class Liveness:
 
     def look(self, now: float) -> None:
         """Counts bytes that came since the last look as a sign of life, if no whole
-        message has come for a beat. To be called at every tick of a peer that has
-        greeted: one that has not could hold its place with a byte now and then."""
+        message has come for a heartbeat. Call it at every tick, but only after the peer
+        has greeted: a peer that has not greeted could keep its connection with a byte
+        now and then."""
         # A system call per tick is too much for peers that speak anyway.
         if self.broken_at is not None or now - self.heard_at < self._times.beat:
             self._received = None
@@ -127,20 +132,21 @@ class Liveness:
         return self._ticked_at + self._times.beat / 2
 
     def is_quiet(self, now: float) -> bool:
-        """Returns whether it is time for a beat, as nothing else was sent."""
+        """Returns whether it is time to send a heartbeat, because no other message was
+        sent."""
         return now - self.sent_at >= self._times.beat
 
     @property
     def is_heard(self) -> bool:
-        """Whether the peer lives, as far as is known: the network below is whole,
-        and at the last `tick` it had missed no two beats."""
+        """Whether the peer lives, as far as is known: the network connection below is
+        intact, and at the last `tick` fewer than two heartbeats were missing."""
         missed = self._ticked_at - self.heard_at
         return self.broken_at is None and missed < 2 * self._times.beat
 
     def is_lost(self, now: float, *, greeted: bool) -> bool:
-        """Returns whether the peer has been silent, or away, for longer than it may:
-        see the top of this file. Call `tick` before, which forgives what was our own
-        sleep."""
+        """Returns whether the peer has been silent, or absent, for longer than it may:
+        see the top of this file. Call `tick` before, so that time in which this process
+        itself was late does not count."""
         times = self._times
         if self.broken_at is not None:
             # However long the silence: nobody can be heard while the network is broken.
@@ -151,9 +157,9 @@ class Liveness:
         return silence > times.liveness and not self._is_spared(silence, now)
 
     def _is_spared(self, silence: float, now: float) -> bool:
-        """Returns whether the peer is a process of this machine that runs. It takes a
-        look at all connections of the machine, so the answer is good for
-        ``liveness``."""
+        """Returns whether the peer is a running process of this machine, so that it may
+        be silent longer. The answer is reused for ``liveness`` seconds, as it takes a
+        look at all connections of the machine."""
         if not self.neighbour or silence > STARVED * self._times.liveness:
             return False
         if now >= self._spared_until:
@@ -180,10 +186,10 @@ SCAN: Final = 0.01
 
 
 class Waiting(NamedTuple, Generic[Token]):
-    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock,
-    which is put off, if ``idle_timeout`` is above 0, to so many seconds after the last
-    progress; ``last`` is the last request whose progress counts, once that is known, or
-    0. ``message`` is kept only if the other side may ask for it `Again`."""
+    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock.
+    If ``idle_timeout`` is above 0, progress puts the deadline off to so many seconds
+    later; ``last`` is the number of the last request whose progress counts, 0 until it
+    is known. ``message`` is kept only if the other side may ask for it `Again`."""
 
     token: Token
     deadline: float
@@ -194,7 +200,8 @@ class Waiting(NamedTuple, Generic[Token]):
 
 
 class Progress(NamedTuple):
-    """When part of a body moved last, and the number of its request."""
+    """The time when part of a body was last transferred, and the number of the body's
+    request."""
 
     number: int = 0
     at: float = float("-inf")
@@ -204,14 +211,14 @@ class Requests(Generic[Token]):
     """The requests of one connection that have no outcome yet, by their numbers.
 
     ``due`` is a lower bound of all deadlines, which costs each request one comparison.
-    To look at all deadlines costs more, but happens only when the bound has passed.
+    To check all deadlines costs more, but happens only when the bound has passed.
 
-    *Progress.* A large body takes as long as the line needs, so a request may wait for
-    ``idle_timeout`` seconds after something moved for which it has to wait. On the way
-    out that is its own body, and what stands before it. On the way back any answer may
-    stand before its own; but those to requests that were sent after its first deadline
-    do not count, so that no stream of later requests keeps one open that nobody
-    answers.
+    *Progress.* A large body takes as long as the network needs, so a request may wait
+    for ``idle_timeout`` seconds after the last transfer of bytes that must come before
+    its outcome. On the way out these are its own body, and messages sent before it. On
+    the way back any answer may come before its own; but answers to requests that were
+    sent after its first deadline do not count, so that a stream of later requests
+    cannot keep open a request that the peer never answers.
     """
 
     __slots__ = ("_back", "_latest", "_out", "_waiting", "due")
@@ -233,14 +240,15 @@ class Requests(Generic[Token]):
         message: Message | None = None,
         idle_timeout: float = 0.0,
     ) -> None:
-        """Notes a request of the class ``kind`` that was sent under ``number``."""
+        """Adds a request of the class ``kind`` that was sent under ``number``."""
         self._waiting[number] = Waiting(token, deadline, kind, message, idle_timeout)
         self._latest = number
         if deadline < self.due:
             self.due = deadline
 
     def moved_out(self, number: int, now: float) -> None:
-        """Notes that the peer has taken part of the body of this message."""
+        """Notes that the peer has taken part of the body of the message with this
+        number."""
         before, self._out = self._out, Progress(number, now)
         if number <= before.number:
             return
@@ -254,11 +262,12 @@ class Requests(Generic[Token]):
                 self._waiting[each] = waiting._replace(deadline=deadline)
 
     def moved_back(self, number: int, now: float) -> None:
-        """Notes that part of the answer to this request has come."""
+        """Notes that part of the answer to the request with this number has come."""
         self._back = Progress(number, now)
 
     def take(self, number: int) -> Waiting[Token] | None:
-        """Removes and returns the request of that number; None if it does not wait."""
+        """Removes and returns the request with this number; None if no such request
+        waits."""
         return self._waiting.pop(number, None)
 
     def take_late(self, now: float) -> list[Waiting[Token]]:
@@ -291,8 +300,8 @@ class Requests(Generic[Token]):
         return taken
 
     def _put_off(self, number: int, waiting: Waiting[Token]) -> Waiting[Token]:
-        """Returns the request with the deadline that progress has given it, if any
-        has."""
+        """Returns the request with its deadline put off by the progress since, if
+        any."""
         if not waiting.idle_timeout:
             return waiting
         last, moved_at = waiting.last or self._latest, float("-inf")

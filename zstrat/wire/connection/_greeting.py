@@ -1,11 +1,13 @@
-"""Whether the two processes of a connection fit together, by the HELLO of each.
+"""Decides whether the two processes of a connection can work together, by the HELLO of
+each.
 
-A `Peer` calls `mismatch` with the first message of the other side, and refuses it with
-the words of the error. Compared are the protocol, the task, and the minor version of
-Python where step functions travel; `zstrat doctor` compares jax and numpy, too.
+A `Peer` calls `mismatch` with the first message of the other side, and refuses the
+other side with the returned error. Compared are the protocol, the task, and, where one
+side sends code to the other, the minor version of Python; `zstrat doctor` compares jax
+and numpy, too.
 
-Nobody has proved anything when these words are made, so what a stranger calls itself is
-cut to a length that fits into a message and a line of the log.
+When the error is made, the other side has proved nothing, so its names are cut to a
+length that fits into a message and a line of the log.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ _TAKES_CODE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
 _JOBS: Final = frozenset(Job)
 
 _NAME: Final = 255
-"""Characters; no host has a longer name."""
+"""Most characters of a name in a HELLO; no host has a longer name."""
 _VERSIONS: Final = 16
 
 
 def quoted(text: str, most: int) -> str:
-    """Returns a stranger's text on one line, without characters that do anything to a
-    log or a terminal."""
+    """Returns a stranger's text on one line, cut to ``most`` characters, without
+    characters that could control a terminal or break a log."""
     text = text[:most]
     if text.isprintable():
         return text
@@ -35,23 +37,23 @@ def quoted(text: str, most: int) -> str:
 
 
 def task_name(hello: Hello) -> str:
-    """Returns what messages call a task: ``worker:1``."""
+    """Returns the name of a task in messages to persons: ``worker:1``."""
     return f"{quoted(hello.job, 20)}:{hello.index}"
 
 
 def described(hello: Hello) -> str:
-    """Returns the task and where it runs, for messages to persons."""
+    """Returns the name of a task with its host and process, for messages to persons."""
     return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
 
 
 def mismatch(
     me: Hello, other: Hello, expect: tuple[str, int | None] | None = None
 ) -> ZstratError | None:
-    """Returns why ``me`` cannot work with ``other``, or None.
+    """Returns the error that says why ``me`` cannot work with ``other``, or None.
 
     Args:
-        expect: Job and index that must answer, where the caller knows; an index of
-            None is any.
+        expect: Job and index of the task that must answer, if the caller knows; an
+            index of None means any.
     """
     if other.protocol != PROTOCOL:
         return VersionMismatchError(
@@ -89,8 +91,8 @@ def mismatch(
 
 
 def _is_plain(hello: Hello) -> bool:
-    """Returns whether it may be remembered: greetings of strangers are, by the
-    thousand."""
+    """Returns whether the HELLO has only short printable names, so that it may be kept:
+    thousands of strangers may send one."""
     versions = hello.versions
     if len(versions) > _VERSIONS:
         return False
@@ -99,8 +101,8 @@ def _is_plain(hello: Hello) -> bool:
 
 
 def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
-    """Compares the Python versions: shipped functions are byte code, which only the
-    same Python can run."""
+    """Returns an error if one side sends code to the other and their Python versions
+    differ: functions travel as byte code, which only the same Python can run."""
     if not _ships(me, other) and not _ships(other, me):
         return None
     ours, theirs = map(_minor, (me.versions, other.versions))
@@ -123,4 +125,4 @@ def _minor(versions: dict[str, str]) -> str | None:
 
 
 MismatchOf = Callable[[Hello], ZstratError | None]
-"""Says why a HELLO is refused, or None."""
+"""Returns the error with which to refuse a HELLO, or None."""

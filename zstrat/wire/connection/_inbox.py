@@ -1,10 +1,11 @@
-"""The ordered half of what arrives: messages in the order of their numbers, and bodies.
+"""Receives the ordered messages of a connection: checks the order of their numbers, and
+collects their bodies.
 
-A message whose header announces arrays that are not in its frames waits here for them,
-one at a time: they come in chunks, or are in memory that the peer shares. What arrived
-whole leaves as `Arrived`. Heavy messages and parts of bodies are counted in ``taken``,
-for the credits that the peer gets back. What a peer sends that does not read what waits
-for it is kept unread in its `Backlog`.
+A message whose header announces arrays that are not in its frames waits here for its
+body, one message at a time: the arrays come in chunks, or are in memory that the peer
+shares. A whole message is returned as `Arrived`. ``taken`` counts heavy messages (with
+a large body) and chunks, for the credits that the peer gets back. If a peer does not
+read the answers that wait for it, its own messages are kept unread in its `Backlog`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class Arrived(NamedTuple):
-    """A whole message; ``is_heavy`` if it cost its sender a credit. If there is a
-    ``sink``, that has the arrays, and the message none."""
+    """A whole message. ``is_heavy``: it has cost its sender a credit. If there is a
+    ``sink``, the sink has the arrays, and the message has none."""
 
     number: int
     message: Message
@@ -50,9 +51,9 @@ _arrived: Final[Callable[[Any], Arrived]] = partial(tuple.__new__, Arrived)
 
 
 class Inbox:
-    """Takes what arrives in the order of numbers: messages, and bodies that follow
-    them. ``initiator``: this side sends the requests. Then it gets answers, which have
-    the numbers of their requests, and are outside of the order."""
+    """Takes the ordered messages that arrive, and the bodies that follow them.
+    ``initiator``: this side sends the requests, and gets answers, which have the
+    numbers of their requests and are outside of the order."""
 
     def __init__(
         self,
@@ -68,13 +69,15 @@ class Inbox:
         self._incoming: tuple[Announced, Assembly] | None = None
         self._place = 0  # of the last message, in the order
         self.taken = 0
-        """Heavy messages and parts of bodies since the last credit was given."""
+        """Number of heavy messages and chunks taken since the last credit was given."""
 
     def take(self, announced: Announced, frames: Sequence[Frame]) -> Arrived | None:
-        """Takes the next message. Returns it, or None if its body follows.
+        """Takes the next message. Returns it if it is whole, or None if its body
+        follows.
 
         Raises:
-            ProtocolError: It is out of order, or its frames are not what it announces.
+            ProtocolError: The message is out of order, or its frames are not what its
+                header announces.
         """
         number, specs = announced.request, announced.specs
         # One body at a time: the sender sends nothing else of the order before its end.
@@ -93,11 +96,12 @@ class Inbox:
         return self._take_arrays(announced, frames[1:])
 
     def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
-        """Takes the next chunk of a body. Returns the message if it was the last one.
+        """Takes the next chunk of a body. Returns the whole message after the last
+        chunk, else None.
 
         Raises:
-            ProtocolError: It is not the next one, or none was announced.
-            MemoryError: There is no memory for the body; says how much it is.
+            ProtocolError: The chunk is not the next one of an announced body.
+            MemoryError: There is no memory for the body; the error names its size.
         """
         assembly = self._assembly(chunk.stream)
         if len(frames) != 1:
@@ -143,14 +147,15 @@ class Inbox:
         return _arrived((announced.request, message, is_heavy, None))
 
     def _sink(self, announced: Announced) -> Sink | None:
-        """Returns the sink of the body, if it has one. Only requests have: notices,
-        answers and shipped bytes are wanted whole."""
+        """Returns the sink for the body of a request, or None. Other messages have no
+        sink: notices, answers and sent code are needed whole."""
         if self._absorb is None or announced.outside or not announced.request & 1:
             return None
         return self._absorb(announced.build(()), announced.specs)
 
     def _adopt(self, place: Frame) -> None:
-        """Takes over a body in memory that the peer shares with this process."""
+        """Takes over the body that a `Placed` frame names, in memory that the peer
+        shares with this process."""
         placed = decode_header(place, self._limits).build(())
         if not isinstance(placed, Placed):
             raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
@@ -167,7 +172,8 @@ class Inbox:
         self.taken += 1
 
     def _whole(self) -> Arrived | None:
-        """Returns the message, once its body is complete."""
+        """Returns the message whose body was being collected, once the body is
+        complete, else None."""
         if self._incoming is None or not self._incoming[1].is_complete:
             return None
         announced, assembly = self._incoming
@@ -183,27 +189,25 @@ class Inbox:
 
 
 _OBJECTS: Final = 256
-"""About how many bytes of Python objects a message costs beside those of its frames, so
-that a peer cannot fill the memory with empty messages."""
+"""About how many bytes of Python objects a message takes in addition to its frames.
+Counted so that a peer cannot fill the memory with empty messages."""
 
 _LOOKS: Final = 10
-"""Fewest ticks without progress before a peer is given up. One tick after a long sleep
-of this process counts as a tenth of the timeout at most: it was not the peer's fault.
-"""
+"""Fewest ticks without progress until a peer is given up: the time before one tick
+counts as a tenth of the timeout at most, as this process may have been late itself."""
 
 _BEATS: Final = 4096
-"""Bytes on their way above which these are more than our beats, which the machine of a
-peer takes whether the peer reads or not."""
+"""Bytes under way to the peer above which they are more than heartbeats. The peer's
+machine takes heartbeats whether the peer reads or not, so they prove no progress."""
 
 
 class Backlog:
-    """The messages that a peer has sent while it does not read the answers that wait
-    for it.
+    """Keeps the messages of a peer that does not read the answers that wait for it.
 
-    A peer that keeps asking and never reads would fill the memory of the other side.
-    So when more than ``most`` bytes of answers wait, its messages are kept unread, up
-    to ``most`` bytes again, and a peer that reads nothing for ``timeout`` seconds is
-    given up. ``most`` may be infinite: then there is no bound.
+    A peer that keeps asking and never reads would fill the memory of the other side. So
+    when more than ``most`` bytes of answers wait, the peer's messages are kept unread,
+    up to another ``most`` bytes, and a peer that reads nothing for ``timeout`` seconds
+    is given up. An infinite ``most`` means no bound.
     """
 
     __slots__ = (
@@ -226,14 +230,14 @@ class Backlog:
         carrier: Carrier,
     ) -> None:
         self.messages: deque[Sequence[Frame]] = deque()
-        """Those that are kept, in order."""
+        """The kept messages, oldest first."""
         self._carrier, self._delivered = carrier, 0
         self._most, self._nbytes = most, 0
         self._timeout = timeout
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
-        """Keeps a message unread, as the newest one.
+        """Keeps a message of the peer unread, as the newest one.
 
         Raises:
             ProtocolError: More than ``most`` bytes would be kept.
@@ -254,10 +258,10 @@ class Backlog:
 
     def is_deaf(self, outbox: Outbox, now: float) -> bool:
         """Returns whether the peer has read nothing for ``timeout`` seconds although
-        something waits for it. Call it at every tick, as the time is counted tick
-        by tick.
+        messages wait for it. Call it at every tick, as the time is counted tick by
+        tick.
 
-        What a slow line still carries to the peer is not left unread by it.
+        Bytes that a slow network still carries to the peer do not count as unread.
         """
         since, self._looked_at = now - self._looked_at, now
         # Something has left since the last look, or nothing waits.

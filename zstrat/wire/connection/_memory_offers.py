@@ -1,6 +1,7 @@
-"""What two peers say about memory that they share: it is offered, mapped, and released.
+"""Exchanges the messages of two peers about shared memory: offers, answers to offers,
+and releases of bodies.
 
-A side offers its memory when it has the first body for it, and once per connection. A
+A side offers its memory once per connection, when it has the first body for it. A
 connection without a channel answers an offer with an empty proof, which means no.
 """
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class MemoryOffers:
-    """The offers of both sides of one connection.
+    """Offers and releases of shared memory on one connection, in both directions.
 
-    ``unread`` has the bodies in the peer's memory that nothing here reads now. If
+    ``unread`` has the bodies in the peer's memory that this process no longer reads. If
     it is not empty, call `release_many` before each message that is sent.
     """
 
@@ -33,7 +34,8 @@ class MemoryOffers:
         self.unread: Sized = () if channel is None else channel.unread
 
     def offer(self, to: Hello) -> None:
-        """Offers our memory, the first time that there is a use for it."""
+        """Offers the memory of this side to the peer, the first time that it would be
+        used."""
         self._outbox.wants_channel = False
         # Once: the peer takes a second offer for a breach of the protocol.
         if self._channel is not None and not self._is_offered:
@@ -43,13 +45,14 @@ class MemoryOffers:
                 self._outbox.say(offer)
 
     def release_many(self) -> None:
-        """Reports to the peer which of its bodies were read, if worth a message; if
-        they are not, `release` reports them at the next tick."""
+        """Reports to the peer which of its bodies are no longer read, if there are
+        enough for a message; otherwise `release` reports them at the next tick."""
         if self._channel is not None and len(self.unread) >= self._channel.most_unread:
             self.release()
 
     def release(self) -> None:
-        """Reports to the peer which of its bodies were read, if any were."""
+        """Reports to the peer which of its bodies are no longer read, if there are
+        any."""
         if self._channel is not None and self.unread:
             self._outbox.say(Released(self._channel.take_unread()))
 
@@ -57,7 +60,7 @@ class MemoryOffers:
         """Maps the memory that the peer offers, and answers with the proof.
 
         Raises:
-            ProtocolError: It has not greeted yet, or offers memory a second time.
+            ProtocolError: The peer has not greeted yet, or offers memory a second time.
         """
         if of is None:
             raise ProtocolError("expected Hello, got Offer")
@@ -69,11 +72,11 @@ class MemoryOffers:
         self._outbox.say(Mapped(proof))
 
     def on_mapped(self, mapped: Mapped) -> None:
-        """Handles the answer to our offer.
+        """Handles the peer's answer to the offer of this side.
 
         Raises:
-            ProtocolError: We have offered none, or the proof is wrong: then the peer
-                cannot read what we would put there.
+            ProtocolError: This side has offered no memory, or the proof is wrong, so
+                that the peer could not read bodies in the memory.
         """
         if self._channel is None or not self._is_offered:
             raise ProtocolError("it mapped memory that it was not offered")

@@ -1,4 +1,5 @@
-"""Orders of a `Peer` to its shell, which carries them out in turn."""
+"""Orders that a `Peer` returns to its shell (the code that does the I/O), which carries
+them out in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Token = TypeVar("Token")
 
 
 class OrderState(enum.Enum):
-    """The stages of a connection; it only goes forward."""
+    """The stages of a connection, which never goes back to an earlier one."""
 
     GREETING = enum.auto()
     OPEN = enum.auto()
@@ -23,20 +24,20 @@ class OrderState(enum.Enum):
 
 
 class Greeted(NamedTuple):
-    """The other side said HELLO; say `Peer.accept` or `Peer.refuse`."""
+    """The other side has sent its HELLO; call `Peer.accept` or `Peer.refuse`."""
 
     hello: Hello
 
 
 class Opened(NamedTuple):
-    """Our HELLO was answered."""
+    """The other side has answered the HELLO of this side, so the connection is open."""
 
     hello: Hello
 
 
 class Requested(NamedTuple):
-    """A request arrived. Pass it on, or finish the sink that took its arrays, and call
-    `Peer.reply` with its number exactly once."""
+    """A request has arrived. Pass the message on, or finish the sink that took its
+    arrays, and call `Peer.reply` with ``number`` exactly once."""
 
     number: int
     message: Message
@@ -44,20 +45,20 @@ class Requested(NamedTuple):
 
 
 class Noticed(NamedTuple):
-    """Hand the notice on; nothing is answered."""
+    """A notice has arrived. Pass the message on; it gets no answer."""
 
     message: Message
 
 
 class Answered(NamedTuple, Generic[Token]):
-    """The request of this token has succeeded: give its caller the answer."""
+    """The request with this token has succeeded: give its caller the answer."""
 
     token: Token
     message: Message
 
 
 class Failed(NamedTuple, Generic[Token]):
-    """The request of this token has failed: raise the error to its caller."""
+    """The request with this token has failed: raise the error to its caller."""
 
     token: Token
     error: Exception
@@ -65,8 +66,8 @@ class Failed(NamedTuple, Generic[Token]):
 
 class Closed(NamedTuple):
     """The connection is over. ``refusal`` is set if one side refused the other;
-    ``broken`` if only the connection failed, so that the peer may come back; ``left``
-    if the peer said goodbye, ``returns`` as it then said."""
+    ``broken`` if only the network connection failed, so that the peer may reconnect;
+    ``left`` if the peer said goodbye, with ``returns`` as in its `Goodbye`."""
 
     reason: str
     refusal: Exception | None = None

@@ -1,9 +1,10 @@
-"""What one side of a connection still has to send, in its order and within its credit.
+"""Queues the messages that one side of a connection has to send, in order and within
+its credit.
 
-Two queues: *urgent* messages (greetings, beats, credits, goodbyes) leave at once, all
-others one after the other, a body whole before the next message. A message with more
-than `HEAVY` bytes of body costs a credit, as does each chunk of a body; at none, the
-ordered queue waits.
+There are two queues. *Urgent* messages (greetings, heartbeats, credits, goodbyes) leave
+at once. *Ordered* messages, all others, leave one after the other, and the whole body
+of one before the next message. A message with more than `HEAVY` bytes of body costs a
+credit, as does each chunk of a body; while no credit is left, the ordered queue waits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 HEAVY: Final = 64 * 1024
 """Bytes of body above which a message costs a credit. Part of the protocol: both sides
-have to count alike. Lighter ones are bounded by number."""
+have to count alike. Lighter messages are bounded by their number."""
 
 Frames = tuple[Frame, ...]
 
@@ -38,7 +39,7 @@ _NO_CHUNK: Final = 0, memoryview(b"")
 
 
 class _WaitingFrames(NamedTuple):
-    """A message of the ordered queue, with the body that follows it in chunks."""
+    """An ordered message that waits, with the body that follows it in chunks."""
 
     frames: Frames
     is_heavy: bool
@@ -46,7 +47,8 @@ class _WaitingFrames(NamedTuple):
     number: int
     nbytes: int
     copying: Iterator[None] | None
-    """Of a body that is not yet where `Placed` says: nothing leaves before it is."""
+    """Copies the body to the place that the message's `Placed` names; the message may
+    leave when the copy is complete. None: it is."""
 
 
 _waiting: Final[Callable[[Any], _WaitingFrames]] = partial(
@@ -64,21 +66,22 @@ class Outbox:
         self._limits = limits
         self._channel = channel
         self.wants_channel = False
-        """There was a body for a channel, and the channel did not take it."""
+        """Whether a body could have used a channel (shared memory) that did not take
+        it."""
         self._urgent: deque[Frames] = deque()
         self._ordered: deque[_WaitingFrames] = deque()
         self._body: Iterator[tuple[int, memoryview]] | None = None
         self._number, self._chunk = 0, _NO_CHUNK
         self._leaving = 0
-        """Bytes of the message whose body leaves in chunks."""
+        """Bytes of the message whose body is leaving in chunks now."""
         self._under_way: deque[int] = deque()
-        """Numbers of the messages whose parts have left, and have cost a credit that
-        has not come back."""
+        """For each credit that was spent and has not come back, the number of the
+        message that it was spent on."""
         self.nbytes = 0
-        """Of the ordered messages that wait, with those that leave in chunks, and those
-        that were promised."""
+        """Bytes of the ordered messages that wait, of the message whose body is leaving
+        in chunks, and of the promised answers."""
         self.given = 0
-        """Ordered messages and chunks that were given out so far."""
+        """Number of ordered messages and chunks that `take` has returned so far."""
 
     def __len__(self) -> int:
         """Returns the number of ordered messages that wait."""
@@ -86,7 +89,7 @@ class Outbox:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` would return a message."""
+        """Whether `take` would return a message now."""
         # As `take` decides, without taking: asked after each message of a flush.
         if self._urgent:
             return True
@@ -100,7 +103,7 @@ class Outbox:
 
     @property
     def is_copying(self) -> bool:
-        """Whether the next message waits for `copy`."""
+        """Whether the next ordered message waits for `copy` to copy its body."""
         return (
             self._body is None
             and bool(self._ordered)
@@ -108,7 +111,7 @@ class Outbox:
         )
 
     def copy(self) -> None:
-        """Copies some of the body of the next message, if it `is_copying`."""
+        """Copies the next part of the body of the next message, if it `is_copying`."""
         if self.is_copying:
             first = self._ordered[0]
             assert first.copying is not None
@@ -125,10 +128,11 @@ class Outbox:
         self._urgent.append((encode(message)[0],))
 
     def put(self, message: Message, number: int) -> bool:
-        """Queues a message last; returns whether its body goes in chunks.
+        """Queues an ordered message as the last one; returns whether its body leaves in
+        chunks.
 
         Raises:
-            TypeError, ValueError: It cannot be sent; nothing was queued.
+            TypeError, ValueError: The message cannot be sent; it was not queued.
         """
         header, raws = encode(message, number, self._limits.header)
         if not raws:
@@ -168,7 +172,8 @@ class Outbox:
         raws: Sequence[np.ndarray],
         total: int,
     ) -> bool:
-        """Queues a message whose body is in our memory; False if it is full."""
+        """Queues a message whose body is copied to the memory of this side; returns
+        False if the memory has no room."""
         nbytes = sum([aligned(raw.nbytes) for raw in raws])
         offset, copying = None, None
         if total <= MAX_CHANNEL_BYTES:
@@ -197,9 +202,9 @@ class Outbox:
         )
 
     def credited(self, chunks: int) -> int:
-        """Frees ``chunks`` slots of the send window, as the peer has consumed as many
-        heavy messages and chunks. Returns the number of the message that the last of
-        them belongs to; 0 if none was in flight."""
+        """Gets back ``chunks`` credits, as the peer has consumed as many heavy messages
+        and chunks. Returns the number of the message that the last credit was spent on;
+        0 if none was spent."""
         number = 0
         # No more than is under way, whatever it says.
         for _ in range(min(chunks, len(self._under_way))):
@@ -207,7 +212,8 @@ class Outbox:
         return number
 
     def take(self) -> Frames | None:
-        """Returns the next message to send, or None until something changes."""
+        """Returns the frames of the next message to send, or None if no message may
+        leave now."""
         if self._urgent:
             return self._urgent.popleft()
         if self._body is not None:
@@ -230,7 +236,7 @@ class Outbox:
         return waiting.frames
 
     def drop(self) -> None:
-        """Drops all but urgent messages, as the peer will not take the others."""
+        """Drops all but urgent messages, as the peer will not take the ordered ones."""
         self._ordered.clear()
         self.nbytes = 0
         self._body, self._chunk = None, _NO_CHUNK

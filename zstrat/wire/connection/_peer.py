@@ -1,33 +1,36 @@
-"""One connection to one peer, without I/O: frames, commands and time in, orders out.
+"""One connection to one peer, without I/O: takes frames, commands and the time, and
+returns orders.
 
-Theory of operation. A connection is GREETING until both HELLOs are there, then OPEN,
-then CLOSED, finally; the next connection is another `Peer`. The side that connected is
-the initiator: it alone sends requests.
+Theory of operation. A connection is GREETING until both sides have sent HELLO, then
+OPEN, and in the end CLOSED; the next connection is another `Peer`. The side that
+connected is the initiator: it alone sends requests.
 
-*Haste.* What comes before the greeting was meant for an earlier connection: libzmq
-connects again by itself, and sends what it still had, before the peer notices that its
-connection broke. It is dropped, and the peer keeps the time that it has to greet.
+*Early messages.* A message that comes before the greeting was meant for an earlier
+connection: libzmq reconnects by itself, and sends what it still had, before the peer
+notices that its connection broke. Such a message is dropped, and does not shorten the
+time that the peer has to greet.
 
-*Order.* Everything but greetings, beats, credits and goodbyes leaves through one queue,
-so what is sent in order arrives in order: a message waits until the body before it has
-left. Messages carry a number: ``2n + 1`` for the n-th of the initiator if it wants an
-answer (the answer has the same number), ``2n`` if not; 0 stands on what is outside the
-order. A gap means that a message was lost, and ends the connection.
+*Order.* All messages but greetings, heartbeats, credits and goodbyes leave through one
+queue, so they arrive in the order in which they were sent: a message waits until the
+body before it has left. Messages carry a number: ``2n + 1`` for the n-th of the
+initiator if it wants an answer (the answer has the same number), ``2n`` if not; a
+message outside the order has the number 0. A gap means that a message was lost, and
+ends the connection.
 
 *Bodies.* A body above ``limits.chunk`` is announced by its header and follows in chunks
 (`_body`). Each message with more than `HEAVY` bytes of body costs the sender a credit;
-credits return as such messages are taken. So neither side holds more than a window of
-them, and a beat never waits behind more than that.
+credits return as the receiver takes such messages. So neither side holds more than a
+window (the number of credits) of them, and a heartbeat never waits for more than that.
 
-*Unread.* When more than ``limits.unread`` bytes of answers wait for a peer that asks,
-what it sends is held back, as it came, until it has read some of them. A peer that
-sends on all the same, or reads nothing at all, is cut off.
+*Unread.* When more than ``limits.unread`` bytes of answers wait for a peer that sends
+requests, its messages are held back undecoded until it has read some answers. A peer
+that nevertheless sends more and more, or reads nothing at all, is cut off.
 
 *Outcome.* A request ends exactly once: answered, failed by the other side, past its
 deadline, or lost with the connection.
 
-*Blame.* Nothing that arrives raises. What breaks the rules ends the connection with
-`Closed`, which says why.
+*Blame.* No arriving message makes a method raise. A message that breaks the rules ends
+the connection with `Closed`, which says why.
 """
 
 from __future__ import annotations
@@ -90,11 +93,12 @@ if TYPE_CHECKING:
     from ._deadlines import Waiting
 
 LONGEST_RETURN: Final = 86400.0
-"""Seconds to wait for a peer that said goodbye."""
+"""Most seconds that a peer which said goodbye may announce until its return."""
 
 QUEUE: Final = 65536
-"""Messages that wait to be sent: four times what a peer may have open, so only a peer
-that does not read can fill it: with notices, or by asking more than it may."""
+"""Most messages that may wait to be sent: four times as many as a peer may have open
+requests. So only a peer that does not read reaches this, by the notices for it or by
+requesting more than it may."""
 
 _OPEN: Final = OrderState.OPEN  # a look at a member of an enum costs as much as a call
 _CLOSED: Final = OrderState.CLOSED
@@ -106,7 +110,8 @@ _UNKNOWN: Final = UnknownCarrier()
 class Peer(Generic[Token]):
     """The state of one connection. Do not use it after it returned `Closed`.
 
-    ``Token`` is what the caller wants back with the outcome of a request.
+    ``Token`` is the type of the value that the caller gives with a request and gets
+    back with its outcome.
     """
 
     def __init__(
@@ -124,25 +129,25 @@ class Peer(Generic[Token]):
         absorb: Absorb | None = None,
         carrier: Carrier = _UNKNOWN,
     ) -> None:
-        """Starts a connection on a network connection: the initiator says HELLO
-        first."""
+        """Starts the protocol on a new network connection: the initiator queues its
+        HELLO."""
         self.name = name
         self.hello: Hello | None = None
         self.state = OrderState.GREETING
         self.late = 0
-        """Answers that came after the deadline of their request."""
+        """Number of answers that came after the deadline of their request."""
         self.heard = 0
-        """Messages that came, but for those that were `early`."""
+        """Number of messages that came, without those that were `early`."""
         self.early = 0
-        """Messages that came before the greeting, and were dropped."""
+        """Number of messages that came before the greeting, and were dropped."""
         self._me, self._initiator, self._mismatch = me, initiator, mismatch
         self._limits = self.incoming = limits
-        """The second bounds the other side's headers: a peer that is not trusted
-        yet, or has little to say, is given less."""
+        """``incoming`` limits the headers of the other side: a peer that is not trusted
+        yet, or has little to send, may get lower limits."""
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
         self.outbox = Outbox(limits, channel)
-        """The messages to send; only `transmit` takes from it."""
+        """The messages to send; `transmit` alone takes from it."""
         self._inbox = Inbox(
             allocate, channel, limits, initiator=initiator, absorb=absorb
         )
@@ -158,14 +163,15 @@ class Peer(Generic[Token]):
         silence = 2 * timeouts.liveness
         self._backlog = Backlog(self._most_unread, silence, now, carrier)
         self.held = self._backlog.messages
-        """Messages that are held back; call `resume` when it `may_resume`."""
+        """Messages of the peer that are held back; call `resume` when the peer
+        `may_resume`."""
         self._life = Liveness(timeouts, now, carrier)
         if initiator:
             self.outbox.say(me)
 
     def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
-        """Handles one message: its header and its raw frames, which it may keep as
-        arrays."""
+        """Handles one message: its header and its raw frames, which the message may
+        keep as arrays."""
         if self.state is _CLOSED:
             return ()
         try:
@@ -197,8 +203,8 @@ class Peer(Generic[Token]):
         return bool(self.held) and self.outbox.nbytes <= self._most_unread
 
     def resume(self) -> Sequence[Order[Token]]:
-        """Takes the next message that was held back, as `received` would have. Call it
-        only if `may_resume`."""
+        """Handles the oldest message that was held back, as `received` would have. Call
+        it only if `may_resume`."""
         frames = self._backlog.take()
         try:
             announced = decode_header(frames[0], self.incoming)
@@ -211,8 +217,8 @@ class Peer(Generic[Token]):
             return self._blame(error)
 
     def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
-        """Notes that the network connection is gone. An acceptor waits for the peer to
-        come back."""
+        """Notes that the network connection is gone. If the peer is the initiator,
+        waits for it to reconnect."""
         if self._initiator:
             return self._close(reason, broken=True)
         # The first report counts: later ones give the peer no more time.
@@ -221,8 +227,8 @@ class Peer(Generic[Token]):
         return ()
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
-        """Checks whether the peer is lost and which requests are late, and queues what
-        is due. To be called at `due` at the latest."""
+        """Checks whether the peer is lost and which requests are late, and queues
+        messages that are due, such as heartbeats. Call it at `due` at the latest."""
         if self.state is OrderState.CLOSED:
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
@@ -254,30 +260,32 @@ class Peer(Generic[Token]):
 
     @property
     def due(self) -> float:
-        """The time at which `tick` has to be called next."""
+        """Time at which `tick` has to be called next."""
         return min(self._life.due, self._requests.due)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the network below is gone, and may come back."""
+        """Whether the network connection below is gone, and the peer may reconnect."""
         return self._life.broken_at is not None
 
     @property
     def is_heard(self) -> bool:
-        """Whether the connection is open, and the peer has sent something just now."""
+        """Whether the connection is open, and the peer has sent a message within the
+        last two heartbeats."""
         return self.state is _OPEN and self._life.is_heard
 
     def request(
         self, message: Message, token: Token, deadline: float, idle_timeout: float = 0.0
     ) -> None:
-        """Queues a request of the initiator; ``token`` comes back with its outcome.
+        """Queues a request of the initiator. ``token`` comes back with the outcome.
 
         Args:
-            idle_timeout: Seconds that it may wait after the last progress, whatever its
-                deadline (see `Requests`); 0: progress does not put that off.
+            idle_timeout: Seconds that the request may wait after the last progress,
+                even beyond its deadline (see `Requests`); 0: progress does not put the
+                deadline off.
 
         Raises:
-            BusyError: Too many are open.
+            BusyError: Too many requests are open.
             TypeError, ValueError: The message cannot be sent.
         """
         if len(self._requests) >= self._limits.requests:
@@ -288,7 +296,7 @@ class Peer(Generic[Token]):
         self._request(message, token, deadline, idle_timeout)
 
     def notify(self, message: Message) -> None:
-        """Queues a notice.
+        """Queues a notice, a message without an answer.
 
         Raises:
             BusyError: The peer does not read, and `QUEUE` messages wait for it.
@@ -300,15 +308,16 @@ class Peer(Generic[Token]):
         self._sent += 1
 
     def promise(self, number: int, nbytes: int) -> None:
-        """Counts the outcome of a request, which will have so many bytes, as waiting
-        already. So a peer that asks for much with short messages is held back before
-        the answers take memory."""
+        """Counts the outcome of request ``number``, which will have ``nbytes`` bytes,
+        as waiting to be sent from now on. So a peer that requests much with short
+        messages is held back before the answers take memory."""
         if number in self._serving and number not in self._promised:
             self._promised[number] = nbytes
             self.outbox.nbytes += nbytes
 
     def reply(self, number: int, message: Message) -> None:
-        """Queues the outcome of a request; a second one for it is ignored."""
+        """Queues the outcome of request ``number``; ignores a second outcome of the
+        same request."""
         # None: answered before, or the connection has ended meanwhile.
         heavy = self._serving.pop(number, None)
         if heavy is None or self.state is not _OPEN:
@@ -327,13 +336,14 @@ class Peer(Generic[Token]):
             self._return_credit(self._threshold)
 
     def accept(self, hello: Hello, now: float) -> None:
-        """Answers `Greeted` with our HELLO: the connection is open."""
+        """Answers `Greeted` with the HELLO of this side, which opens the connection."""
         self.state, self.hello, self._life.heard_at = OrderState.OPEN, hello, now
         self.name = described(hello)
         self.outbox.say(self._me)
 
     def refuse(self, error: ZstratError) -> Sequence[Order[Token]]:
-        """Answers `Greeted` with the reason; the connection is over."""
+        """Answers `Greeted` with the error that says why the peer is refused; the
+        connection is over."""
         self.outbox.say(failure(error))
         return self._close(str(error), refusal=error)
 
@@ -345,7 +355,8 @@ class Peer(Generic[Token]):
         return self._close(reason)
 
     def transmit(self, now: float) -> Frames | None:
-        """Returns the next message to send, or None until something changes."""
+        """Returns the frames of the next message to send, or None if no message may
+        leave now."""
         outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
             # Offered with the first body that could use it: most connections never have
@@ -557,9 +568,10 @@ def failure(error: BaseException) -> Failure:
 _SPECIAL: Final = frozenset(
     {Hello, Beat, Chunk, Credit, Goodbye, Failure, Offer, Mapped, Released}
 )
-"""What is outside the order, if its number is 0: a `Failure` has both meanings."""
+"""Classes of messages that are outside the order if their number is 0; a `Failure` with
+another number is the outcome of a request."""
 
 _BEFORE_OPEN: Final = frozenset({Hello, Goodbye, Failure})
-"""What may come before both have greeted."""
+"""Classes of messages that may come before both sides have greeted."""
 
 _UNORDERED: Final = (_SPECIAL | {Placed}) - {Failure}
