@@ -103,7 +103,7 @@ def history(scope, *callbacks):
 """
 
 
-def test_a_killed_program_continues_from_its_backup(programs, tmp_path):
+def test_a_killed_program_continues_from_its_backup(keras, programs, tmp_path):
     """Keras' own BackupAndRestore: the third epoch begins again as if it had not."""
     text = (
         SAVING
@@ -126,7 +126,7 @@ with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
     continued = programs.run([path], **given)
     assert continued.returncode == 0, continued.stderr
     found, modules = json.loads(continued.stdout), {}
-    exec(SAVING, modules)
+    exec(SAVING, modules)  # with `keras`, which this process has imported
     for name, values in modules["history"](contextlib.nullcontext).items():
         np.testing.assert_allclose(found[name], values[2:], rtol=1e-5)
 
