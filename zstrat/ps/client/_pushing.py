@@ -311,8 +311,8 @@ class RoundCalls(AskedServers, abc.ABC):
         clocks: Clocks | None = None,
         numbers: dict[int, int],
     ) -> asyncio.Future[list[np.ndarray]]:
-        """Reads as `PsClient.pull`, once all rounds up to those that ``after`` names
-        are closed.
+        """Reads as `PsClient.pull`, once all rounds before those in ``after`` are
+        closed.
 
         Args:
             numbers: Filled, for each optimizer, with the earliest round in which any of
