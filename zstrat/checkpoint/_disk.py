@@ -110,7 +110,7 @@ def make_folder(path: str) -> None:
         NotFoundError: A file has the name of the folder or of a parent, or no folder
             can be made there.
         ResourceExhaustedError: The disk is full.
-        OSError: As the system says.
+        OSError: Any other error of the system.
     """
     with blamed(os.path.join(path, ""), "creating"):
         try:

@@ -1,9 +1,10 @@
 """The folder of a checkpoint while it is written, and the lock that admits one writer.
 
 A writer draws a *mark* and puts it into every name that it makes, so a new checkpoint
-never touches the files of the one that it replaces: until the manifest is committed the
-old one is whole, and from then on the new one is. What no manifest names is garbage,
-left by earlier writers, and is removed by the next writer that holds the lock.
+never touches the files of the checkpoint that it replaces: until the manifest is
+committed the old checkpoint is complete, and from then on the new one is. Files that no
+manifest names are garbage of earlier writers, which the next writer that holds the lock
+removes.
 
 There is one writer at a time, and others can read its name in the file of the lock. The
 kernel keeps the lock (``flock``), so the lock ends with its process however the process
@@ -55,7 +56,7 @@ class FolderLock:
     Raises:
         BusyError: Another writer holds the lock; the error says which.
         NotFoundError: The folder does not exist.
-        OSError: As the system says.
+        OSError: Any other error of the system.
     """
 
     def __init__(self, path: str) -> None:
@@ -190,7 +191,7 @@ class CheckpointFolder:
         BusyError: Another writer is at work in the folder; the error says which.
         AlreadyExistsError: The folder has a manifest of another program.
         NotFoundError: The parent of the folder does not exist.
-        OSError: As the system says.
+        OSError: Any other error of the system.
     """
 
     def __init__(self, path: str) -> None:

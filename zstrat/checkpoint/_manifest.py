@@ -182,8 +182,8 @@ class Manifest:
         replaces the checkpoint that the folder was before.
 
         Args:
-            mark: Distinguishes temporary files of this writer from files of other
-                writers.
+            mark: A text in file names that distinguishes temporary files of this writer
+                from files of other writers.
 
         Raises:
             ResourceExhaustedError: The disk is full; nothing changed.

@@ -132,7 +132,7 @@ class TensorReader:
         self._fill(view, self._header.places[name].offset + offset, name)
 
     def parts(self, name: str) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor, a few MiB at a time; each part is overwritten
+        """Yields the bytes of a tensor, a few MiB at a time. Each part is overwritten
         by the next one.
 
         Raises: As `read`.
@@ -168,7 +168,8 @@ class TensorReader:
             )
 
     def verify(self, name: str, digest: str) -> None:
-        """Compares all bytes of a tensor with the digest of what was written.
+        """Compares all bytes of a tensor with the digest that was computed when it was
+        written.
 
         Raises: As `checked`.
         """

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 
 BLOCK: Final = 4096
-"""The unit of direct transfers: the largest block of disks, and a page."""
+"""The unit of direct transfers, in bytes: the size of a page, and of the largest blocks
+of disks."""
 
 DIRECT_FROM_BYTES: Final = 4 * 2**20
 """Size in bytes from which on a file is written directly. Also the size of the stage:
@@ -60,7 +61,7 @@ class AppendedFile:
     """Creates the file ``path``, which will have ``size`` bytes, and appends to it. For
     any thread, one at a time.
 
-    Raises, all methods: As `zstrat.checkpoint._disk.blamed` says; the file is removed.
+    Raises, all methods: As `zstrat.checkpoint._disk.blamed`; the file is removed.
         AlreadyExistsError: The file exists: only the writer that creates a file writes
             it.
     """
@@ -77,7 +78,7 @@ class AppendedFile:
                 (DIRECT_FROM_BYTES if self._is_direct else 0,), _BYTE, BLOCK
             )
         self._held = 0
-        """Bytes that wait in the stage."""
+        """Bytes that wait in the stage (the buffer of direct transfers)."""
         self._written = self._sent = 0
 
     @property

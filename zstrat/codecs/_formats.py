@@ -1,7 +1,8 @@
 """Encodes and decodes gradients in fewer bytes.
 
-A *block* is `GRADIENT_BLOCK` numbers in C order (of rows: `ROW_BLOCK`), the last one
-maybe fewer, with one scale, float32: the largest magnitude in the block.
+A *block* is `GRADIENT_BLOCK` numbers in C order (in rows of tables `ROW_BLOCK`; the
+last block may have fewer) that share one scale, float32: the largest magnitude in the
+block.
 
 ===========  ==========================================  =============================
 codec        arrays                                      numbers
@@ -13,22 +14,23 @@ E3M0         codes, uint8 ``[(n + 1) // 2]``; scales     a sign and 0 or a power
 TOP_K        places, uint16 ``[m]``; float32 ``[m]``     the rest is 0
 ===========  ==========================================  =============================
 
-Two numbers are in a byte, the first in its lower half. A nibble of E3M0 is a sign (bit
-3) and an exponent e: 0 for e = 0, else scale * 2**(e - 7). TOP_K keeps the same share
-of largest magnitudes of every `CHUNK` numbers in C order, and places count from the
-first number of their chunk. The format E3M0 is that of "Streaming DiLoCo" (Douillard et
-al., 2025), chunks those of SparseLoCo (2508.15706).
+INT4 and E3M0 put two numbers in a byte, the first in its lower half. A nibble of E3M0
+is a sign (bit 3) and an exponent e: 0 for e = 0, else scale * 2**(e - 7). TOP_K keeps
+the same share of numbers, those of largest magnitude, of every chunk: `CHUNK` numbers
+in C order. Places are the indices of kept numbers in their chunk. The format E3M0 is
+from "Streaming DiLoCo" (Douillard et al., 2025), chunks are from SparseLoCo
+(2508.15706).
 
-A number that is not finite makes its whole block NaN; in BFLOAT16 and TOP_K it travels
-as it is.
+A number that is not finite makes its whole block NaN; in BFLOAT16 and TOP_K it is sent
+unchanged.
 
 INT8, INT4 and E3M0 round at random, up or down, so that the mean is the number that was
-rounded; or to the nearest, where the error is sent later (`Residuals`). The random bits
-are a function of a seed and of the number's place, so that the same step sends the same
-bytes again. They are the finalizer of MurmurHash3 (Appleby, 2011), applied twice: good
-enough to round with, and much faster than jax's own.
+rounded; or they round to the nearest, if the error is sent later (`Residuals`). The
+random bits are a function of a seed and of the number's index, so that the same step
+sends the same bytes again. The function is the finalizer of MurmurHash3 (Appleby,
+2011), applied twice: good enough to round with, and much faster than jax's own.
 
-`Wire` is the format that the gradients of an optimizer have.
+`Wire` is the user's choice of a format for the gradients of an optimizer.
 """
 
 from __future__ import annotations
@@ -137,8 +139,8 @@ def decode_gradient(
 
 
 def kept_of(count: int, each: int) -> int:
-    """Returns how many of the ``count`` numbers of a chunk TOP_K keeps, if it keeps
-    ``each`` of a full one: at least one."""
+    """Returns how many of the ``count`` numbers of a chunk TOP_K keeps, at least one.
+    ``each`` is how many it keeps of a full chunk."""
     return -(-count * each // CHUNK)
 
 

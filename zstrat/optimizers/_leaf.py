@@ -96,7 +96,8 @@ class LeafRule:
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
-        """Returns the shapes and dtypes of new slots for a leaf with ``size`` rows."""
+        """Returns the shapes and dtypes of the initial slots for a leaf with ``size``
+        rows."""
         about = self.tree.state(self._sizes(size))
         return [about[slot.state].kind for slot in self.slots]
 
@@ -342,8 +343,8 @@ def leaf_rule(tree: TreeRule, leaf: int) -> LeafRule:
 
 def cut_for_rows(tree: TreeRule) -> TreeRule:
     """Returns a rule for the same tree, traced and cut into updates of leaves. If some
-    leaf can only then be updated row by row, all values that depend on gradients alone
-    are operands.
+    leaf can be updated row by row only with ``early`` operands (scalars that depend on
+    one gradient alone), the rule has these.
 
     The result depends on the tree, not on the gradients of a call, so that all
     processes which apply gradients to the tree decide alike. It is cached, because each
@@ -476,7 +477,7 @@ def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Numbers the names where several are equal."""
+    """Appends numbers to names that occur several times."""
     seen: dict[str, int] = {}
     result = []
     for name in names:

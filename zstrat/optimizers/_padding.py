@@ -160,8 +160,8 @@ _GROWING: Final = frozenset(
 
 
 def _reduced(eqn: Any, about: set[str]) -> str:
-    """Returns the mark of the result of a reduction, which is over the rows or within
-    each row."""
+    """Returns what is known about the padded rows in the result of a reduction, which
+    is over the rows or within each row."""
     name = eqn.primitive.name
     if not name.startswith("reduce_") or name == "reduce_precision":
         return _ANY

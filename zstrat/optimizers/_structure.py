@@ -140,8 +140,8 @@ class Unnamed:
 
 
 def _asks_jax_itself() -> bool:
-    """Returns whether jax itself, not an optimizer through its functions of trees
-    (``keystr``), reads the text of a key."""
+    """Returns whether jax itself reads the text of a key; False if an optimizer does,
+    through jax's functions of trees (``keystr``)."""
     # Frame 0 is this function, 1 is `__str__`.
     frame = sys._getframe(2)
     while frame is not None:

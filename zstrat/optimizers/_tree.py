@@ -142,7 +142,8 @@ class TreeRule(TreeTransformation):
     def steady(self, generation: int) -> tuple[Any, ...] | None:
         """Returns the dtypes of the leaves of the state after ``generation`` updates,
         None for 0: float32 gradients turn the moments of a bfloat16 variable into
-        float32."""
+        float32.
+        float32 gradients turn the moments of a bfloat16 variable into float32."""
         if not generation:
             return None
         # Recursive, but each generation is traced once.

@@ -61,7 +61,7 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 
 
 class _WaitingReport(NamedTuple):
-    """A worker's report that waits, and the timer that ends its wait."""
+    """A waiting report of a worker, and the timer that ends its wait."""
 
     peer: object
     message: ReportWorker
@@ -133,7 +133,7 @@ class WaitingWorkers:
             self._pass_on(number)
 
     def answered(self, message: AnswerReport) -> None:
-        """Passes the decision of the program on to its worker."""
+        """Passes the answer of the program to the worker that it is for."""
         waiting = self._take(message.report)
         if waiting is None or waiting.answer.done():
             return  # its timeout is over, or it is gone
@@ -210,8 +210,8 @@ class _WaitingJoin(NamedTuple):
 
 
 class Joining:
-    """The workers that wait at one parameter server, named ``task`` in errors, for what
-    another program creates."""
+    """Requests of workers to join the session of another program, waiting at the
+    parameter server ``task`` until that program has created what they name."""
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store

@@ -307,8 +307,8 @@ class PsProcess:
             return Done()
 
     def _follow_new_owner(self, owner: Owner) -> None:
-        """Passes the copies that this process hosts to the session of the next
-        program."""
+        """Moves the copies that this process hosts to the session of the program that
+        takes over."""
         for store, copy in self._copies.items():
             # The same copy in another session: its contents and address stay.
             self._copies[store] = replace(copy, session=owner.session)
@@ -365,8 +365,9 @@ class PsProcess:
             )
 
     def _require_role_key(self) -> None:
-        """Refuses to host a copy with a key of this process alone: peers that connect
-        to the copy expect the key of the task whose store it is."""
+        """Refuses to host a copy if no other server shares the key of this process:
+        peers that connect to the copy expect the key of the task that the store belongs
+        to."""
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "

@@ -120,8 +120,8 @@ class ServiceTelemetry:
         return {**recorder.plain(now), **process_report(), "service": service}
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns plain numbers, cheap enough to ask for at any time: bytes, seconds,
-        counts."""
+        """Returns bytes, seconds and counts of the service as plain numbers, cheap
+        enough to read at any time."""
         owner, role = self._ownership.owner, self._role
         return {
             "job": "ps",

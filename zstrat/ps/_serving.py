@@ -220,7 +220,7 @@ class Serving:
         """Set while no request waits or is being computed."""
         self.idle.set()
         self.round_closed: Callable[[], None] = lambda: None
-        """Called when a round was closed."""
+        """Called each time that a round was closed."""
 
     def __len__(self) -> int:
         """Number of requests that wait or are being computed."""

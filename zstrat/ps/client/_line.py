@@ -2,15 +2,15 @@
 
 When a connection breaks, it is unknown which requests under way were carried out. The
 server may reconnect a moment later with all that it held. The senders of those requests
-pass them to this line (`resubmit`), which keeps them until the server is back, and then
-sends them again, in the order of the calls. A request is sent again only if the server
-recognizes it by its step, or if carrying it out twice has the effect of once
+pass them to this queue (`resubmit`), which keeps them until the server is back, and
+then sends them again, in the order of the calls. A request is sent again only if the
+server recognizes it by its step, or if carrying it out twice has the effect of once
 (`_repeated`). Any other request ends with its connection.
 
-The owner of the connection reports its state to this line (`hold`, `resume`,
-`lose`), because only the owner knows whether the server that came back still has the
-state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
-straight to the link and end with its connection.
+The owner of the connection reports its state to this queue (`hold`, `resume`, `lose`),
+because only the owner knows whether the server that came back still has the state of
+before. Until the owner first calls `resume`, `lose` or `move`, requests go straight to
+the link and end with its connection.
 
 A server that has a backup may continue in another process (`move`). Requests under
 way are then sent again to that process, as after a connection that broke. So are
@@ -54,19 +54,19 @@ default."""
 LOSS_ERRORS: Final = (PeerLostError, NotPrimaryError, ClosedError)
 """Errors that leave open whether a request was carried out, or say that it reached the
 wrong process. `ClosedError` is one of them: when the server moves to another process,
-the link below is closed while this line stays open."""
+its link is closed, while the queue of requests to it stays open."""
 
 NOT_PRIMARY_PAUSE: Final = 0.5
 """Seconds until a process that answered `NotPrimaryError` is asked again, unless the
 owner of the connection says before then where the server is."""
 
 MAX_WAITING_REQUESTS: Final = 16384
-"""Requests that may wait at a time: as many as one peer may have open."""
+"""The most requests that may wait at a time: as many as one peer may have under way."""
 
 
 class LineState(enum.Enum):
-    """The state of the connection, which decides what happens to requests, as its owner
-    set it last."""
+    """The state of the connection to the server, set by the owner of the connection,
+    which decides what happens to requests."""
 
     UNMANAGED = "nothing was reported: they go to the link, and end with its connection"
     OPEN = "they go to the link, and are sent again over the next connection"
@@ -76,7 +76,7 @@ class LineState(enum.Enum):
 
 _FLOWING: Final = (LineState.UNMANAGED, LineState.OPEN)
 _KEEPING: Final = (LineState.OPEN, LineState.HELD)
-"""States in which requests wait for the next connection if theirs breaks."""
+"""States in which a request waits for the next connection if its connection breaks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,8 +99,8 @@ class _RequestInLine:
 
 @final
 class ServerLine:
-    """The requests to the parameter server ``task``, over ``link``. Lives on the loop
-    of the link."""
+    """The queue of requests to the parameter server ``task``, over ``link``. Lives on
+    the event loop of the link."""
 
     __slots__ = (
         "_link",
@@ -138,15 +138,17 @@ class ServerLine:
 
     @property
     def is_held(self) -> bool:
-        """Whether requests wait here, or are refused, instead of going to the link."""
+        """Whether requests wait in this queue, or are refused, instead of going to the
+        link."""
         return self._state not in _FLOWING
 
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """Sends a request as `TaskLink.submit`, or later if the server is away. The
-        caller gives an outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to
-        the link at once is not kept here, which spares every request a callback."""
+        """Sends a request as `TaskLink.submit` does, or later if the server is not
+        connected. If the outcome is one of `LOSS_ERRORS`, the caller passes the request
+        to `resubmit`: requests that are sent at once are not kept here, which saves a
+        callback for each."""
         if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
@@ -370,8 +372,8 @@ class ServerLine:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """Returns a fresh error for each request: one raised twice would collect
-    tracebacks."""
+    """Returns a new error like ``error``, one for each request: an error raised twice
+    would collect tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)
 
 

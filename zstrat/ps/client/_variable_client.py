@@ -178,7 +178,7 @@ class VariableCalls(AskedServers, abc.ABC):
         """Deletes variables with their optimizer slots.
 
         Raises:
-            NotFoundError: A variable does not exist; nothing is deleted on its server.
+            NotFoundError: A variable does not exist; its server has deleted nothing.
 
         Cancellation: variables may have been deleted.
         """

@@ -118,7 +118,8 @@ def sizes(rows: int, most: int) -> list[int]:
 
 
 class RowRun(NamedTuple):
-    """Rows ``start`` to ``stop`` of the update number ``update``."""
+    """The rows ``start`` to ``stop`` of one update, whose number in the push is
+    ``update``."""
 
     update: int
     start: int

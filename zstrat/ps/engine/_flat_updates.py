@@ -62,7 +62,7 @@ class SlotLayout:
 
     @property
     def by_rows(self) -> bool:
-        """Whether updates of some rows are possible."""
+        """Whether the optimizer can update some rows of such a variable alone."""
         return not self.rule.row_dependence
 
 

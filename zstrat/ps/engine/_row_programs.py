@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 _BYTE: Final = np.dtype(np.uint8)
 NEW_ROWS: Final = 64
 """The number of rows of the smaller of the two programs that make slots of new rows.
-Both are compiled before rows are added, as compiling would hold up a push.
-both are there before the first, as compiling would hold up a push."""
+Both are compiled before rows are added, as compiling would hold up a push."""
 
 ROUNDS: Final = 3
 """How often the dtypes of slots may change with updates before they have to stay as
@@ -312,8 +311,8 @@ class RowKinds:
 
 
 def _update_of(layout: RowLayout) -> Any:
-    """Returns the function of an update: ``(value, rows, shared, operands, gradient,
-    scratch) -> ([value, *rows], shared)``."""
+    """Returns an update as a function for XLA: ``(value, rows, shared, operands,
+    gradient, scratch) -> ([value, *rows], shared)``."""
 
     def update(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any

@@ -72,7 +72,7 @@ class AttachedBackups:
 
     @property
     def is_any(self) -> bool:
-        """Whether there is a backup, whole or not."""
+        """Whether there is a backup, complete or not."""
         return self._backup is not None
 
     @property

@@ -62,7 +62,8 @@ _LOG: Final = logging.getLogger("zstrat.ps")
 
 
 class BackupState(enum.Enum):
-    """The states of a backup, which decide what it may be used for.
+    """The states of a backup, which decide whether it takes changes, and may be
+    promoted.
 
     FILLING ──`CopyWhole`, or it is given a whole store──▶ WHOLE
     FILLING ──a process before left all of it──▶ INHERITED
@@ -417,7 +418,7 @@ class Backup:
             self.close()
 
     def close(self) -> None:
-        """Drops the copy: makes no further changes."""
+        """Drops the copy: the backup makes no further changes."""
         self._fail(self.failure or "it was dropped")
         self._primary = None
         self._stop()

@@ -155,12 +155,11 @@ def nbytes_of(message: Message) -> int:
 class LogLinkState(enum.Enum):
     """Whether changes reach the backup.
 
-    OPENING ──the backup says what it has──▶ FLOWING
-    FLOWING ──the log is opened again, or a message cannot be sent──▶ OPENING
-    OPENING, FLOWING ──the link is lost, or the backup refuses the log──▶ LOST
-    LOST ──the backup says what it has──▶ FLOWING
-    OPENING, FLOWING, LOST ──the copy differs, or its process has lost it──▶ DIVERGED
-    any ──`close`──▶ CLOSED
+    OPENING ──the backup reports the changes it has──▶ FLOWING FLOWING ──the log is
+    opened again, or a message cannot be sent──▶ OPENING OPENING, FLOWING ──the link is
+    lost, or the backup refuses the log──▶ LOST LOST ──the backup reports the changes it
+    has──▶ FLOWING OPENING, FLOWING, LOST ──the copy differs, or its process has lost
+    it──▶ DIVERGED any ──`close`──▶ CLOSED
     """
 
     OPENING = "opening"
@@ -268,11 +267,11 @@ class LogLink:
         self._send()
 
     def lose(self, why: str) -> None:
-        """Counts the backup as lost until its link opens again."""
+        """Marks the backup as lost until its link opens again."""
         self._fail(LogLinkState.LOST, why)
 
     def mark_diverged(self, why: str) -> None:
-        """Counts the backup as lost for good, because its copy differs from the
+        """Marks the backup as lost for good, because its copy differs from the
         store."""
         self._fail(LogLinkState.DIVERGED, f"it can no longer follow: {why}")
 

@@ -434,8 +434,8 @@ class LogShipping:
             self._wait(future, message)
 
     async def _cut(self) -> StoreCopy:
-        """Copies the store at a moment between two changes. From then on changes are
-        held for the backup."""
+        """Copies the store at a moment between two changes. Changes after that are held
+        for the backup."""
         while True:
             names = self._names()
             async with self._turn(names) as are_free:

@@ -311,7 +311,7 @@ def _loading(store: Store, forgotten: LoadTensors) -> Loading:
 
 
 def _storing(store: Store, message: StoreTensors) -> Loading:
-    """Stores values and slots that the primary has loaded."""
+    """Stores values and slots that the primary has loaded or received."""
     places = zip(message.entries, message.arrays, strict=True)
     return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
 

@@ -52,14 +52,12 @@ ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 class Role(enum.Enum):
     """The role of a process for a store.
 
-    BACKUP ──promoted──▶ PRIMARY
-    PRIMARY ──it swaps with its backup──▶ HANDING_OVER
-    HANDING_OVER ──the backup has everything──▶ DROPPED
-    HANDING_OVER ──that fails──▶ PRIMARY
-    PRIMARY, HANDING_OVER ──a newer view has another primary──▶ REPLACED
-    REPLACED ──a coordinator has it serve after all──▶ PRIMARY
-    any but BACKUP ──a coordinator drops what is here──▶ DROPPED
-    any but BACKUP ──the session ends──▶ PRIMARY
+    BACKUP ──promoted──▶ PRIMARY PRIMARY ──it swaps with its backup──▶ HANDING_OVER
+    HANDING_OVER ──the backup has everything──▶ DROPPED HANDING_OVER ──the handover
+    fails──▶ PRIMARY PRIMARY, HANDING_OVER ──a newer view has another primary──▶
+    REPLACED REPLACED ──a coordinator has it serve after all──▶ PRIMARY any but BACKUP
+    ──a coordinator drops the store here──▶ DROPPED any but BACKUP ──the session ends──▶
+    PRIMARY
     """
 
     PRIMARY = "primary"
@@ -95,7 +93,7 @@ _REPLACED: Final = (Role.HANDING_OVER, Role.REPLACED, Role.DROPPED)
 
 @final
 class ReplicaRole:
-    """The role of one process for the store ``task``. Lives on the loop.
+    """The role of one process for the store ``task``. Lives on the event loop.
 
     Args:
         ownership: The session that the process serves, and its owner.

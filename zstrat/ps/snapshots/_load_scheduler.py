@@ -70,7 +70,8 @@ class Loads:
     async def load(self, message: LoadTensors) -> Done:
         """Loads values and slots from files that this server can read.
 
-        Cancellation: is raised when the disk thread has finished what it has begun.
+        Cancellation: is raised when the disk thread has finished the read that it has
+        begun.
         """
         forgotten = [e for e in message.entries if e.optimizer and not e.path]
         files = [e for e in message.entries if not (e.optimizer and not e.path)]

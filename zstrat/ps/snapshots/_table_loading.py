@@ -160,7 +160,7 @@ class TableLoading:
             target.table.changed.settle()
 
     def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
-        """Writes a slot that has no rows."""
+        """Writes a leaf that has no rows: one value for the whole table."""
         cell = self._cell(leaf)
         if leaf == _CLOCK:  # parts of a table may have had other pushes
             value = np.maximum(cell.look(), value)

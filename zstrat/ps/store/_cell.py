@@ -15,7 +15,7 @@ A cell is in one of two states:
     buffer. XLA donates (writes in place) a buffer only while nothing else refers to it
     and otherwise computes into fresh memory: its own accounting keeps the law, and the
     tests of this file hold it to that. Or the value is a part of a `Flat`, the
-        concatenated values of several cells, which XLA reads.
+    concatenated values of several cells, which XLA reads.
 
 A lease of a host buffer is a view of a *window*, an array over a read-only memoryview
 of the buffer. numpy makes a view of a view point at the array that owns the memory,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """A host buffer and the lease on it, if one is alive."""
+    """A host buffer, and the lease on it, if any reader holds one."""
 
     __slots__ = ("_bytes", "_rows", "_window", "array")
 
@@ -385,7 +385,8 @@ class Cell:
         return self._writing.array
 
     def settle(self) -> None:
-        """Makes the array that `begin` handed out the value."""
+        """Ends an update: the array that `begin` returned for writing becomes the
+        value."""
         assert self._writing is not None, "settle() without begin()"
         # Before it becomes the spare: pins take a lease on it, so that it is not
         # written.
@@ -417,8 +418,8 @@ class Cell:
         self._buffer, self.device = Buffer(array), None
 
     def give(self) -> object:
-        """Returns the value for XLA: an array that it may donate, or memory that it
-        reads.
+        """Returns the value for an update by XLA: an array that XLA may donate, or
+        memory that it only reads.
 
         Raises:
             UnavailableError: The value was lost (`lose`).

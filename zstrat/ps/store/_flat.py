@@ -88,7 +88,8 @@ class Flat:
     __slots__ = ("_parts", "array", "value")
 
     def __init__(self, value: Any, cells: Sequence[PartHolder]) -> None:
-        """Makes ``value`` the values of the cells, in order."""
+        """Makes ``value``, the concatenated values of ``cells`` in order, the value of
+        all of them."""
         self.become(value)
         self._parts: list[weakref.ref[Part]] = []
         stop = 0

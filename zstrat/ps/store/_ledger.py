@@ -68,14 +68,14 @@ class Ledger:
         self._applied: dict[int, set[int]] = {}
         self.low_water = 0
         self._over: list[tuple[int, int]] = []
-        """Ranges ``[first, end)`` of steps above the mark that are over, disjoint and
-        in order."""
+        """Ranges ``[first, end)`` of steps above the low-water mark that are over,
+        disjoint and in order."""
 
     def __len__(self) -> int:
         return len(self._applied)
 
     def is_duplicate(self, step: int, part: int) -> bool:
-        """Returns True if the push was applied, or if its step is over."""
+        """Returns whether the push was applied, or its step is over."""
         if step == UNNAMED:
             return False
         # Cheapest first: nearly all pushes are new, and above the mark.
@@ -84,7 +84,7 @@ class Ledger:
         return bool(self._over) and self._is_over(step)
 
     def has_applied(self, step: int) -> bool:
-        """Returns whether any push of a step above the mark was applied."""
+        """Returns whether any push of a step above the low-water mark was applied."""
         return step in self._applied
 
     def close_steps(self, over: Iterable[StepRun]) -> None:
@@ -124,7 +124,7 @@ class Ledger:
 
     @property
     def over(self) -> Sequence[tuple[int, int]]:
-        """Ranges ``[first, end)`` of steps above the mark that are over."""
+        """Ranges ``[first, end)`` of steps above the low-water mark that are over."""
         return self._over
 
     def _is_over(self, step: int) -> bool:
@@ -132,8 +132,8 @@ class Ledger:
         return place > 0 and step < self._over[place - 1][1]
 
     def raise_to(self, low_water: int) -> None:
-        """Raises the mark: all steps below it are over, and are forgotten. A mark that
-        is lower than the present one came late, and is ignored."""
+        """Raises the low-water mark: all steps below it are over, and are forgotten. A
+        mark that is lower than the present one came late, and is ignored."""
         old, new = self.low_water, low_water
         if new <= old:
             return
@@ -149,8 +149,9 @@ class Ledger:
 
 
 WRITERS: Final = 4096
-"""Number of processes whose own updates are remembered, those that pushed latest: a
-session has one program, or one per worker, and processes that were restarted."""
+"""Number of processes whose updates outside of closures are remembered, those that
+pushed latest: a session has one program, or one per worker, and processes that were
+restarted."""
 
 
 @final
@@ -163,12 +164,12 @@ class Writers:
         self._ledgers: OrderedDict[int, Ledger] = OrderedDict()
 
     def __len__(self) -> int:
-        """Returns the number of updates of all writers that are remembered."""
+        """Returns the number of remembered updates of all writers."""
         return sum(map(len, self._ledgers.values()))
 
     def ledger_of(self, push: Push) -> Ledger:
-        """Returns the ledger of the writer of an own update; raises its mark as the
-        push says.
+        """Returns the ledger of the process that has sent an update outside of closures
+        (its writer); raises the writer's low-water mark as the push says.
 
         Raises:
             InvalidArgumentError: The push says that it is itself below the mark of its

@@ -5,10 +5,10 @@ A pin costs nothing when it is made. It refers to the memory of its cell, and th
 calls the pin before it changes that memory:
 
 *rows are written in place*: the old rows are first copied to an undo log (`Pin.save`),
-those
-    that are not there already and are still wanted;
-*the cell moves on to other memory*, because a dense update of a pinned cell goes beside
-    it: the old memory is the pin's from then on, and *frozen* (`Pin.freeze`).
+    unless they are in the log already, or are not needed any longer;
+*the cell moves on to other memory*, because a dense update of a pinned cell writes to
+    other memory: the old memory belongs to the pin from then on, and is *frozen*
+    (`Pin.freeze`).
 
 Law: **memory of the pin, patched with its log, is the pinned value, at any time that
 the cell is not being written.** So a reader copies a piece between two updates of the

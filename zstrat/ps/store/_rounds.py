@@ -359,7 +359,8 @@ class OpenRounds:
                 yield Contribute(0, [given], *updates_of(optimizer, gradients))
 
     def copy(self, message: HeldRounds) -> None:
-        """Sets the round that was closed last, in a backup."""
+        """Sets the state of the last closed round in a backup, as the primary has
+        it."""
         self._closed[message.closed.optimizer] = message
 
     def held(self, after: int) -> HeldRounds:
@@ -393,7 +394,7 @@ def updates_of(
 
 
 def merged_push(message: CloseRound, merging: Merging) -> Push:
-    """Returns the update of a round as a push."""
+    """Returns the merged update of a round as a push, which a store applies."""
     optimizer = message.order.optimizer
     updates, arrays = updates_of(optimizer, merging.merged)
     if message.arrays and updates:
