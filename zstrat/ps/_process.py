@@ -365,7 +365,7 @@ class PsProcess:
             )
 
     def _require_role_key(self) -> None:
-        """Refuses to host a copy if no other server shares the key of this process:
+        """Refuses to host a copy if the key of this process is for its own task alone:
         peers that connect to the copy expect the key of the task that the store belongs
         to."""
         if self._security is not None and self._security.index is not None:
@@ -411,15 +411,16 @@ class PsProcess:
     async def _swap(
         self, store: int, source: PsService, before: _HostedCopy | None
     ) -> None:
-        """Makes the newest hosted copy serve the store that ``source`` serves, and
-        moves its content there.
+        """Swaps the roles of ``source``, which serves a store, and its backup in
+        another process: the backup becomes the primary, and the content of ``source``
+        moves to the newest hosted copy, which becomes the backup.
 
         Args:
             before: The copy that is replaced, if ``source`` is the service of a hosted
                 copy.
 
         Raises:
-            UnavailableError: The move failed; ``source`` serves as before.
+            UnavailableError: The swap failed; ``source`` serves as before.
 
         Cancellation: ``source`` serves as before.
         """

@@ -115,8 +115,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
 
         Args:
             deadline: In loop time; None: the default of the link.
-            clocks: Filled with the clock of each server (`Clocks`), before the future
-                is done.
+            clocks: Filled with the number of pushes that each server has applied
+                (`Clocks`), before the future is done.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
@@ -149,8 +149,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
                 server applies ``(step, part)`` at most once in a session.
             low_water: All steps below this number are over. Servers use it only from
                 updates outside of closures (`update`).
-            clocks: Filled with the clock of each server that applies updates
-                (`Clocks`).
+            clocks: Filled with the number of pushes that each server of an update has
+                applied (`Clocks`).
             leases: Ranges of leased datasets that the step has used, see `Push`.
 
         Returns:
@@ -237,8 +237,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
 
         Args:
             names: For each update, where in the step it is made, and what it does.
-            clocks: Filled with the clock of each server that applies updates
-                (`Clocks`).
+            clocks: Filled with the number of pushes that each server of an update has
+                applied (`Clocks`).
 
         Raises (in the future), besides what `push` does:
             RetryDiffersError: An earlier run of the step has pushed something else as

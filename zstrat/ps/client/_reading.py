@@ -78,8 +78,8 @@ class Known:
 
 
 Clocks = dict[int, int]
-"""By server, `Pulled.clock`: the server's time at its answer; in the order of the
-answers."""
+"""By server, `Pulled.clock`: the number of pushes that it had applied at its answer; in
+the order of the answers."""
 
 SMALL: Final = 64 * 1024
 """Bytes below which an array is copied out of the message in which it came, if the

@@ -141,7 +141,7 @@ class AttachedBackups:
         return self._wait_filled(backup)
 
     def attach_whole(self, message: AttachBackup) -> None:
-        """Attaches a backup that has everything already, after a handover or a swap."""
+        """Attaches a backup that has everything already, after a swap of roles."""
         self._backup = self._ship_to(message, is_whole=True)
         deadline = asyncio.get_running_loop().time() + self._silence
         self._backup.work_on(self._backup.follow(deadline), f"backup of {self._task}")

@@ -321,7 +321,8 @@ class OpenRounds:
         return Merging(rule, total, dict(found))
 
     def keys(self, order: RoundOrder) -> list[Hashable]:
-        """Returns the names of all variables that the members of a round update."""
+        """Returns the names that closing a round uses: its optimizer, and the variables
+        that its members update."""
         waiting = self._waiting[order.optimizer]
         found = dict.fromkeys(
             key
