@@ -178,7 +178,7 @@ class _WaitingRequest:
     message: Request | RoundStored | None
     answer: asyncio.Future[Message]
     began: float = 0.0
-    """When its turn came, in seconds of the clock."""
+    """When the turn of the request came, in seconds of the clock."""
 
 
 @final

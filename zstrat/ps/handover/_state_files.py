@@ -39,7 +39,8 @@ _WRITABLE: Final = 0o022
 
 @final
 class StateReader:
-    """A state that exists: its facts, and its arrays, read by number as bytes."""
+    """A state that exists: its facts (data of JSON), and its arrays, which are read by
+    number as bytes."""
 
     def __init__(
         self, facts: Any, reader: TensorReader, digests: Sequence[str]

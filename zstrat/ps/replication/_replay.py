@@ -90,8 +90,8 @@ a header."""
 
 @final
 class StoreCopy:
-    """The content of a store at this moment. The caller holds all names of the store
-    while it makes the copy, and calls `release` in the end.
+    """The content of a store at this moment. The caller has exclusive use of the whole
+    store while it makes the copy, and calls `release` in the end.
 
     Raises:
         Exception: Any error of pinning; nothing stays pinned.
@@ -427,13 +427,15 @@ class Indexing:
 
 
 def index_tables(store: Store) -> Indexing:
-    """Returns the computation that is left to do when a store was copied."""
+    """Returns the computation that completes a copied store: the indices of its
+    tables."""
     variables = store.variables.values()
     return Indexing([held.table for held in variables if held.table is not None])
 
 
 def _copied(store: Store, whole: CopyWhole) -> Running[None]:
-    """Computes what is left to do, as the copy is complete."""
+    """Completes a copied store, because the last message of the copy has arrived: makes
+    the indices of its tables."""
     del whole
     # Now, on the thread: a promoted copy must not begin with that in its first request.
     indexing = index_tables(store)

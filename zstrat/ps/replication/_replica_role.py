@@ -487,8 +487,8 @@ class ReplicaRole:
         )
 
     def state_for_successor(self, number: int) -> HandedOverStore:
-        """Returns the state of the store ``number`` that a silent process leaves to the
-        next one."""
+        """Returns the state of the store ``number`` that this process, which has
+        stopped answering, leaves to the next one."""
         backup, role = self.backup, StoreRole.NOTHING
         if backup is not None and backup.is_whole and not backup.is_beside:
             role = StoreRole.BACKUP

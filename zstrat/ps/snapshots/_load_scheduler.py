@@ -132,7 +132,7 @@ class Loads:
         leaves: Mapping[TableLeaf, Kind],
         read: Callable[[TableLoading], None],
     ) -> None:
-        """Loads rows into a table, while holding the names of the table and of all
+        """Loads rows into a table, with exclusive use of the table and of all
         optimizers that the request names."""
         names: set[Hashable] = {message.key}
         names |= {("optimizer", e.optimizer) for e in leaves if e.optimizer}
@@ -183,7 +183,7 @@ class Loads:
         forgotten: Sequence[LoadEntry] = (),
     ) -> None:
         """Loads rows from the sources to the values and slots that the entries name,
-        while holding the names of all their variables and optimizers.
+        with exclusive use of all their variables and optimizers.
 
         Args:
             forgotten: Slots to drop; the next gradient initializes them.

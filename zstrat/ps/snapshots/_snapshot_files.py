@@ -52,7 +52,7 @@ class DiskThread:
         self._thread, self._task = thread, task
 
     def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
-        """Queues a job; jobs run in order."""
+        """Queues a job for the thread; jobs run in order."""
         return self._thread.submit(job)
 
     async def run(self, job: Callable[[], T]) -> T:

@@ -2,9 +2,9 @@
 load values.
 
 Other requests are served between two pieces of a tensor, so requests here are
-coroutines that hold the names of variables again and again, for one piece each;
-requests in `zstrat.ps._serving` hold them once. One thread does all file I/O, and
-nothing else.
+coroutines that take exclusive use of variables again and again, for one piece each;
+requests in `zstrat.ps._serving` do so once. One thread does all file I/O, and nothing
+else.
 """
 
 from __future__ import annotations

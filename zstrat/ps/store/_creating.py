@@ -86,8 +86,8 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
 
 
 def _is_ours(value: np.ndarray) -> bool:
-    """Returns whether an array owns its memory, which nobody else can refer to, in the
-    layout that a cell needs."""
+    """Returns whether an array owns its memory, and is writable, in C order and in
+    native byte order, as the array of a cell has to be."""
     flags = value.flags
     return (
         type(value) is np.ndarray

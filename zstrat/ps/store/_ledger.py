@@ -327,7 +327,8 @@ class Parts:
         )
 
     def _forget(self, low_water: int) -> None:
-        """Forgets steps below the mark, because they are over and do not run again."""
+        """Forgets steps below the low-water mark, because they are over and do not run
+        again."""
         if low_water <= self._low_water:
             return
         self._low_water = low_water

@@ -142,7 +142,7 @@ class TableItems:
 
     @property
     def work(self) -> int:
-        """Estimates the bytes that are moved."""
+        """Estimates the bytes that reading the rows moves in memory."""
         table = require_table(self.held)
         if self.wanted is None:
             rows = table.index.most(self.first, self.last)

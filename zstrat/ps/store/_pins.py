@@ -12,7 +12,7 @@ calls the pin before it changes that memory:
 
 Law: **memory of the pin, patched with its log, is the pinned value, at any time that
 the cell is not being written.** So a reader copies a piece between two updates of the
-cell (it holds the name of the variable for that), or at any time once the pin is
+cell (for which it gets exclusive use of the variable), or at any time once the pin is
 frozen.
 
 No threads and no I/O. The code that updates the cell calls `save` and `freeze`; the

@@ -137,8 +137,8 @@ class _IdChange(NamedTuple):
 
 @final
 class RowChanges:
-    """The changes of the rows of the table ``held`` by one push, which holds the names
-    of the table and of the optimizers that it uses."""
+    """The changes of the rows of the table ``held`` by one push, whose request has
+    exclusive use of the table and of the optimizers that its updates name."""
 
     def __init__(self, held: HeldVariable, table: IdTable) -> None:
         self._held, self._table = held, table

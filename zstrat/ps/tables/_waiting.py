@@ -139,8 +139,8 @@ class Counted(NamedTuple):
 
 @final
 class WaitingIds(IdNumbers):
-    """The ids of one table that wait for their push number ``count``; the number of
-    each id is how many pushes have named it so far."""
+    """The waiting ids of one table. Each gets a row with the push number ``count`` that
+    names it; its number is how many pushes have named it so far."""
 
     def __init__(self, count: int, who: str) -> None:
         super().__init__(np.int32, f"{who}, {WAITING}")
