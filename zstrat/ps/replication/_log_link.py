@@ -155,11 +155,12 @@ def nbytes_of(message: Message) -> int:
 class LogLinkState(enum.Enum):
     """Whether changes reach the backup.
 
-    OPENING ──the backup reports the changes it has──▶ FLOWING FLOWING ──the log is
-    opened again, or a message cannot be sent──▶ OPENING OPENING, FLOWING ──the link is
-    lost, or the backup refuses the log──▶ LOST LOST ──the backup reports the changes it
-    has──▶ FLOWING OPENING, FLOWING, LOST ──the copy differs, or its process has lost
-    it──▶ DIVERGED any ──`close`──▶ CLOSED
+    OPENING ──the backup reports the changes it has──▶ FLOWING
+    FLOWING ──the log is opened again, or a message cannot be sent──▶ OPENING
+    OPENING, FLOWING ──the link is lost, or the backup refuses the log──▶ LOST
+    LOST ──the backup reports the changes it has──▶ FLOWING
+    OPENING, FLOWING, LOST ──the copy differs, or its process has lost it──▶ DIVERGED
+    any ──`close`──▶ CLOSED
     """
 
     OPENING = "opening"

@@ -52,12 +52,14 @@ ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 class Role(enum.Enum):
     """The role of a process for a store.
 
-    BACKUP ──promoted──▶ PRIMARY PRIMARY ──it swaps with its backup──▶ HANDING_OVER
-    HANDING_OVER ──the backup has everything──▶ DROPPED HANDING_OVER ──the handover
-    fails──▶ PRIMARY PRIMARY, HANDING_OVER ──a newer view has another primary──▶
-    REPLACED REPLACED ──a coordinator has it serve after all──▶ PRIMARY any but BACKUP
-    ──a coordinator drops the store here──▶ DROPPED any but BACKUP ──the session ends──▶
-    PRIMARY
+    BACKUP ──promoted──▶ PRIMARY
+    PRIMARY ──it swaps with its backup──▶ HANDING_OVER
+    HANDING_OVER ──the backup has everything──▶ DROPPED
+    HANDING_OVER ──the handover fails──▶ PRIMARY
+    PRIMARY, HANDING_OVER ──a newer view has another primary──▶ REPLACED
+    REPLACED ──a coordinator has it serve after all──▶ PRIMARY
+    any but BACKUP ──a coordinator drops the store here──▶ DROPPED
+    any but BACKUP ──the session ends──▶ PRIMARY
     """
 
     PRIMARY = "primary"
