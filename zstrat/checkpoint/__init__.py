@@ -1,6 +1,6 @@
 """Checkpoints as files: tensors in safetensors files, and the manifest of them all.
 
-Files only: no jax, no sockets, no variables.
+This package handles files alone; it knows nothing of jax, sockets and variables.
 """
 
 from ._disk import absolute as absolute

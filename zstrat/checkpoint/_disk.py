@@ -1,12 +1,12 @@
-"""Files that are whole or missing, with digests of the bytes that were written. Errors
-name the file, and what to do.
+"""Writes files that are complete or absent after a crash, and digests of their bytes.
+Errors name the file, and what to do.
 
 Law of the package: a file gets its final name only when its bytes are on the disk, or
-it is named by nobody (a part file, until a manifest is committed).
+nothing refers to it yet (a part file, until a manifest is committed).
 
-Digests are xxh3 of 128 bits, in hex: against damage, not against an attacker: one who
-can write a checkpoint can write its manifest. At memory speed, so that nobody has a
-reason to leave them out.
+Digests are xxh3 of 128 bits, in hex. They protect against damage, not against an
+attacker, who could write the manifest, too. They are computed at the speed of memory,
+so that nobody has a reason to leave them out.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ADDRESS: Final = re.compile(
     "[A-Za-z][A-Za-z0-9+.-]*://|(abfss?|az|file|gs|hdfs|https?|s3):/"
 )
-"""Of something else than a file; with one slash as `pathlib.Path` leaves it."""
+"""Matches an address that is not a path of this machine, as ``gs://bucket``; also with
+one slash, which `pathlib.Path` leaves of two."""
 _NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def blamed(path: str, what: str) -> Iterator[None]:
-    """Raises errors of the system about ``path`` as errors that say what to do.
+    """Converts errors of the system that the body raises about ``path`` to errors that
+    say what to do; ``what`` is what the body does: "writing".
 
     Raises:
         ResourceExhaustedError: The disk or a quota is full.
-        AlreadyExistsError, NotFoundError: As the names say; the second one also where
-            a file is in the place of a folder.
-        OSError: Anything else, as it is.
+        AlreadyExistsError: The path exists.
+        NotFoundError: The path does not exist, or a part of it is a file instead of a
+            folder.
+        OSError: Any other error, unchanged.
     """
     try:
         yield
@@ -74,7 +77,8 @@ def local_path(path: str | bytes | os.PathLike[str]) -> str:
     """Returns the path of a file or a folder of this machine, as text.
 
     Raises:
-        ValueError: It is an address of something else, or has a null in it.
+        ValueError: ``path`` is an address of other storage, or contains a null
+            character.
     """
     text = os.fsdecode(path)
     if _ADDRESS.match(text):
@@ -91,7 +95,8 @@ def local_path(path: str | bytes | os.PathLike[str]) -> str:
 
 
 def absolute(path: str | bytes | os.PathLike[str]) -> str:
-    """Returns the path as another process, on another machine perhaps, finds it.
+    """Returns a path that other processes can use, perhaps on other machines: absolute,
+    and without a dependence on the working directory.
 
     Raises: As `local_path`.
     """
@@ -99,13 +104,13 @@ def absolute(path: str | bytes | os.PathLike[str]) -> str:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder, and those above it, where they are not there.
+    """Makes a folder and its missing parents.
 
     Raises:
-        NotFoundError: A file has that name, or that of a folder above; or nobody can
-            make one there.
+        NotFoundError: A file has the name of the folder or of a parent, or no folder
+            can be made there.
         ResourceExhaustedError: The disk is full.
-        OSError: As the system says.
+        OSError: Any other error of the system.
     """
     with blamed(os.path.join(path, ""), "creating"):
         try:
@@ -115,33 +120,37 @@ def make_folder(path: str) -> None:
 
 
 def create(path: str) -> int:
-    """Creates a file and returns its descriptor; refuses a file that exists."""
+    """Creates a file and returns its descriptor. Raises FileExistsError if the file
+    exists."""
     return os.open(path, _NEW, 0o666)
 
 
 def write_all(descriptor: int, data: Buffer) -> None:
-    """Writes all bytes of a contiguous buffer; the system may take less at a time."""
+    """Writes all bytes of a contiguous buffer to a file. One write of the system may
+    take only a part of them."""
     view = bytes_of(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def send_off(descriptor: int, start: int, stop: int) -> None:
-    """Has the system begin to bring these bytes to the disk, without waiting for it."""
+    """Makes the system begin to write bytes ``[start, stop)`` of a file to the disk,
+    without waiting until they are there."""
     # DONTNEED starts the write of dirty pages, and frees those that are written.
     with contextlib.suppress(OSError):  # a hint, and some file systems take none
         os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_of(data: Buffer) -> memoryview:
-    """Returns a view of contiguous data, byte by byte."""
+    """Returns contiguous data as a memoryview of bytes."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     # A view of no bytes cannot be cast: its shape has a zero.
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def sync_folder(path: str) -> None:
-    """Makes the names in a folder last."""
+    """Flushes a folder to the disk, so that names of files made in it survive a
+    crash."""
     descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -150,7 +159,8 @@ def sync_folder(path: str) -> None:
 
 
 def replace_file(path: str, data: bytes, *, mark: str) -> None:
-    """Gives ``path`` this content, whole or not at all, also over a crash.
+    """Replaces the content of ``path`` by ``data``, whole or not at all even if the
+    system crashes.
 
     Args:
         mark: Distinguishes the temporary file from other writers' files.
@@ -176,7 +186,7 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
 
 
 def digest_of(parts: Iterable[Buffer]) -> str:
-    """Returns the digest of the parts, one after the other."""
+    """Returns the digest of the concatenated parts."""
     digest = Digest()
     for part in parts:
         digest.update(part)
@@ -184,7 +194,7 @@ def digest_of(parts: Iterable[Buffer]) -> str:
 
 
 class Digest:
-    """The digest of bytes that come in parts."""
+    """Computes the digest of bytes that come in parts."""
 
     __slots__ = ("_state",)
 

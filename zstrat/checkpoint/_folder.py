@@ -1,17 +1,19 @@
-"""The files of a checkpoint while it is written, and the one writer that has the lock.
+"""The folder of a checkpoint while it is written, and the lock that admits one writer.
 
 A writer draws a *mark* and puts it into every name that it makes, so a new checkpoint
-never touches the files of the one that it replaces: until the manifest is committed the
-old one is whole, and from then on the new one is. What no manifest names is garbage,
-left by earlier writers, and is removed by the next writer that holds the lock.
+never touches the files of the checkpoint that it replaces: until the manifest is
+committed the old checkpoint is complete, and from then on the new one is. Files that no
+manifest names are garbage of earlier writers, which the next writer that holds the lock
+removes.
 
-There is one writer at a time, and its name is there for the others. The lock is the
-kernel's (``flock``), so it ends with its process however that ends: after kill -9
-nothing is left to clear away. The text in the file is for people: it says who holds the
-lock, and means nothing when nobody does.
+There is one writer at a time, and others can read its name in the file of the lock. The
+kernel keeps the lock (``flock``), so the lock ends with its process however the process
+ends: after kill -9 nothing is left to clean up. The text in the file is for people: it
+says which process holds the lock, and means nothing when no process does.
 
-File systems without locks (some network mounts) are written to all the same, with a
-warning: every name there is new, so two writers waste space but damage nothing.
+File systems without locks (some network mounts) are written to without a lock, and a
+warning is given: every writer uses new names, so two writers waste space but damage
+nothing.
 """
 
 from __future__ import annotations
@@ -39,20 +41,22 @@ log = logging.getLogger("zstrat.checkpoint")
 
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _TRIES: Final = 100
-"""Each lost race means that another writer came and went; so many are a fault."""
+"""Attempts to take a lock. Each attempt that loses a race means that another writer
+came and went; so many lost races mean a fault."""
 
 
 class FolderLock:
-    """The right to write to what ``path`` guards, until `release`; a context manager.
+    """A lock, held from construction until `release`, on what the file ``path`` guards;
+    a context manager.
 
     Args:
-        path: A file beside or in what is guarded. It is removed in the end, and may be
-            left by a process that was killed.
+        path: The file of the lock, in the guarded folder or next to it. `release`
+            removes the file; a process that is killed leaves it.
 
     Raises:
-        BusyError: Another writer holds it; says which.
+        BusyError: Another writer holds the lock; the error says which.
         NotFoundError: The folder does not exist.
-        OSError: As the system says.
+        OSError: Any other error of the system.
     """
 
     def __init__(self, path: str) -> None:
@@ -68,12 +72,13 @@ class FolderLock:
             write_all(descriptor, json.dumps(_myself()).encode())
 
     def release(self) -> None:
-        """Releases the lock. May be called again; deleting the `FolderLock` releases
-        it, too."""
+        """Releases the lock. May be called again; garbage collection of the
+        `FolderLock` releases the lock, too."""
         self._end()
 
     def forget(self) -> None:
-        """Closes the descriptor in a forked process, which does not have the lock."""
+        """Closes the descriptor of the lock in a forked process, without releasing the
+        lock of its parent."""
         # Closed, not unlocked: the lock is of the open file, which the parent shares.
         if self._end.detach() is not None:
             os.close(self._descriptor)
@@ -89,8 +94,8 @@ _held: Final[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Closes all locks in the child of a fork: the parent holds them as long as it
-    lives, and the child would hold them for longer."""
+    """Closes the descriptors of all locks in the child of a fork: the parent holds the
+    locks, and the child would keep them locked after the parent has ended."""
     for lock in list(_held):
         lock.forget()
     _held.clear()
@@ -173,18 +178,20 @@ LOCK: Final = ".writing.lock"
 _OURS: Final = re.compile(
     r"part-[\w-]+\.safetensors|seen-\w+|manifest\.json(\.\w+\.tmp)?|\.writing\.lock"
 )
-"""Names that a writer makes. Nothing else is ever removed."""
+"""Matches file names that a writer of checkpoints makes. No other file is ever
+removed."""
 
 
 class CheckpointFolder:
-    """A folder that becomes a checkpoint, or stays the one that it was; a context
-    manager that removes what was not committed.
+    """Writes a checkpoint to a folder: when the context ends, the folder is the
+    checkpoint that was committed, or else the one that it was before. A context manager
+    that removes files of no committed checkpoint.
 
     Raises:
-        BusyError: Another writer is at work in it; says which.
-        AlreadyExistsError: It has a manifest of another program.
-        NotFoundError: The folder above it does not exist.
-        OSError: As the system says.
+        BusyError: Another writer is at work in the folder; the error says which.
+        AlreadyExistsError: The folder has a manifest of another program.
+        NotFoundError: The parent of the folder does not exist.
+        OSError: Any other error of the system.
     """
 
     def __init__(self, path: str) -> None:
@@ -203,23 +210,24 @@ class CheckpointFolder:
         self._sweep()
 
     def part(self, name: str) -> str:
-        """Returns the file name of a part that no other writer uses or will use."""
+        """Returns the file name for the part ``name``: no other writer uses or will use
+        it."""
         return f"part-{name}-{self.mark}.safetensors"
 
     def path_of(self, file: str) -> str:
         return os.path.join(self.path, file)
 
     def show(self) -> str:
-        """Returns the path of a new empty file, which only users of this folder can
-        see."""
+        """Creates an empty file in the folder and returns its path. A process that sees
+        the file shares this folder."""
         path = self.path_of(f"seen-{self.mark}")
         with blamed(path, "writing"):
             os.close(create(path))
         return path
 
     def commit(self, manifest: Manifest) -> None:
-        """Commits the manifest: once this returns, the folder is this checkpoint, even
-        after a crash.
+        """Commits the manifest: once this returns, the folder holds this checkpoint,
+        even after a crash.
 
         Raises: As `Manifest.commit`.
         """
@@ -233,7 +241,8 @@ class CheckpointFolder:
         manifest.commit(self.path, self.mark)
 
     def close(self) -> None:
-        """Removes what no manifest names, and lets the next writer in."""
+        """Removes files that no manifest names, and releases the lock for the next
+        writer."""
         # After a commit this removes the files of the checkpoint before; after an error
         # those of this one.
         with contextlib.suppress(OSError):
@@ -259,18 +268,17 @@ class CheckpointFolder:
 
 
 def sweep(path: str) -> bool:
-    """Removes a folder that is not a checkpoint, unless it is being written; files
-    that no writer made stay, and so does their folder. Returns whether it is gone: what
-    the system does not let us remove stays, too.
-    """
+    """Removes a folder that is not a checkpoint, unless a writer is at work in it.
+    Files that no writer made stay, and so does their folder. Returns whether the folder
+    is gone; False also if the system refuses to remove a file."""
     if os.path.exists(os.path.join(path, MANIFEST)):
         return False
     return remove(path)
 
 
 def remove(path: str) -> bool:
-    """Removes a checkpoint, its manifest first: it is never half of one. As `sweep`;
-    what another program has made stays."""
+    """Removes a checkpoint: its manifest first, so that no partial checkpoint can be
+    seen, then as `sweep` does. A checkpoint of another program stays."""
     if is_foreign(path):
         return False
     try:

@@ -1,12 +1,13 @@
-"""The header of a safetensors file, to bytes and back, without I/O.
+"""Encodes and decodes the header of a safetensors file, without I/O.
 
 A file is eight bytes with the length of the header (little endian), the header in JSON,
 and the elements of all tensors, one after the other without holes. The format has no
-name for a few dtypes that travel here: those are stored as what has the same bytes
-(complex128 as pairs of float64, the rest as uint8), and ``__metadata__`` says so.
+name for a few dtypes of zstrat: such a tensor is stored as another dtype with the same
+bytes (complex128 as pairs of float64, all others as uint8), and ``__metadata__`` names
+its real dtype.
 
-Nothing that a header says is believed: whatever does not add up exactly to the size of
-the file is refused, so that a reader never allocates more than the file has.
+A header is not trusted: if its tensors do not add up exactly to the size of the file,
+it is refused, so that a reader never allocates more than the file has.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PREFIX: Final = struct.Struct("<Q")
 MAX_HEADER: Final = 100_000_000
 """The longest header that the safetensors library reads; a million tensors fit."""
 ALIGNMENT: Final = 4096
-"""The first tensor begins at a multiple: a program that maps the file likes 64, and the
-disk takes elements from where they are if they go to a whole block."""
+"""The first tensor begins at a multiple of so many bytes: programs that map the file
+prefer 64, and direct writes to the disk need whole blocks."""
 
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -54,13 +55,14 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "float8_e8m0fnu": "F8_E8M0",
     }
 )
-"""dtype -> what the format calls it."""
+"""The name that the format has for each dtype."""
 _KNOWN: Final = MappingProxyType({theirs: ours for ours, theirs in _NAMES.items()})
 _MARK: Final = "zstrat.dtype."
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a file: dtypes by numpy's names ("float32", "bfloat16", ...)."""
+    """The name, dtype and shape of one tensor in a file. Dtypes have numpy's names
+    ("float32", "bfloat16", ...)."""
 
     name: str
     dtype: str
@@ -76,7 +78,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one step along the first axis; of a scalar: of all of it."""
+        """Bytes of one step along the first axis; of a scalar, all its bytes."""
         return self.numpy_dtype.itemsize * math.prod(self.shape[1:])
 
     def __str__(self) -> str:
@@ -84,7 +86,7 @@ class TensorInfo(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """A tensor and where it begins in its file."""
+    """A tensor and the offset in its file at which it begins."""
 
     info: TensorInfo
     offset: int
@@ -92,8 +94,8 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a file: its tensors and their places. ``size``: of the whole
-    file."""
+    """A decoded header: the tensors of a file and their offsets. ``size`` is that of
+    the whole file in bytes."""
 
     places: Mapping[str, TensorPlace]
     metadata: Mapping[str, str]
@@ -103,11 +105,12 @@ class Header:
 def encode_header(
     tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
 ) -> tuple[bytes, int]:
-    """Returns the bytes before the first element, and the size that the file will have.
+    """Returns the bytes of a file before its first element (length and header), and the
+    size that the whole file will have.
 
     Raises:
-        ValueError: A name is there twice or empty, a dtype is unknown, or all of it is
-            too long.
+        ValueError: A name is empty or occurs twice, a dtype is unknown, or the header
+            is too long.
     """
     entries: dict[str, Any] = {}
     notes = dict(metadata)
@@ -144,7 +147,8 @@ def encode_header(
 
 
 def header_length(prefix: bytes, size: int, file: str) -> int:
-    """Reads the length of the header from the first bytes of a file of ``size`` bytes.
+    """Returns the length of the header, read from the first bytes of a file of ``size``
+    bytes.
 
     Raises:
         DataLossError: The file cannot have such a header.
@@ -167,12 +171,11 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
 
 
 def decode_header(text: bytes, size: int, file: str) -> Header:
-    """Decodes the result of `encode_header`, for a file of ``size`` bytes with that
-    header.
+    """Decodes a header that `encode_header` wrote, of a file of ``size`` bytes.
 
     Raises:
-        DataLossError: The header is damaged, or the file is shorter or longer than it
-            says; names the file, and the tensor where it is known.
+        DataLossError: The header is damaged, or does not match the size of the file;
+            the error names the file, and the tensor where it is known.
     """
     entries = _json(text, file)
     metadata = entries.pop("__metadata__", {})
@@ -193,7 +196,8 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
 
 
 def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape that stand in the file for those of a tensor."""
+    """Returns the dtype, in the format's name, and the shape under which a tensor is
+    stored."""
     name = _NAMES.get(info.dtype)
     if name is not None:
         return name, info.shape
@@ -221,7 +225,8 @@ def _json(text: bytes, file: str) -> dict[str, Any]:
 def _entry(
     name: str, entry: Any, metadata: Mapping[str, str], file: str
 ) -> tuple[TensorInfo, int]:
-    """Returns a tensor and its offset after the header."""
+    """Returns the tensor that an entry of the header describes, and its offset after
+    the header. Raises DataLossError if the entry is damaged."""
     match entry:
         case {"dtype": str(stored), "shape": [*dims], "data_offsets": [start, end]} if (
             # By exact type: True is an int to `isinstance`.
@@ -248,7 +253,8 @@ def _entry(
 
 
 def _tiled(found: list[tuple[TensorInfo, int]], file: str) -> int:
-    """Returns the end of the last tensor; refuses overlaps and holes."""
+    """Returns the end of the last tensor. Raises DataLossError if tensors overlap, or
+    leave holes between them."""
     at = 0
     # Empty tensors share their offset with the one that follows.
     for info, offset in sorted(found, key=lambda each: (each[1], each[0].nbytes)):
@@ -261,7 +267,7 @@ def _tiled(found: list[tuple[TensorInfo, int]], file: str) -> int:
 
 
 def _at(found: list[tuple[TensorInfo, int]], size: int) -> str:
-    """Returns the name of the first tensor that has no room in ``size`` bytes, "" for
-    none."""
+    """Returns the name of the first tensor that does not fit into ``size`` bytes; "" if
+    all do."""
     cut = [(at, info.name) for info, at in found if at + info.nbytes > size]
     return min(cut)[1] if cut else ""

@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: a logical tensor a variable, and its pieces' files.
+"""The manifest of a checkpoint: one logical tensor for each variable, and the files
+that hold its pieces.
 
 A checkpoint is a folder with part files and `manifest.json`. The manifest is written
-last, and by rename: a folder without one is not a checkpoint, whatever is in it, and
-files that it does not name are nobody's. It carries a digest of itself, so that a
-manifest which was damaged is not taken for another one.
+last, and by rename: a folder without a manifest is not a checkpoint, whatever else it
+holds, and files that the manifest does not name are garbage. The manifest carries a
+digest of itself, so that damage to it is detected.
 
-Law of the file: what `Manifest.decode` returns adds up. Every piece is in a file that
-it names, files are names in its own folder, and the pieces of a tensor are rows of it,
-each once.
+Law of the file: what `Manifest.decode` returns is consistent. Every piece is in a file
+that the manifest names, files are names in its own folder, and no row of a tensor is in
+two of its pieces.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _TAIL: Final = b"}\n"
 
 
 class StoredPiece(NamedTuple):
-    """Rows ``[start, stop)`` of a tensor are the tensor ``name`` in ``file``."""
+    """One piece of a logical tensor: its rows ``[start, stop)``, stored as the tensor
+    ``name`` in ``file``."""
 
     file: str
     name: str
@@ -49,12 +51,12 @@ class StoredPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One logical tensor.
+    """The tensor of one variable or optimizer slot, and its pieces.
 
-    ``by_rows``: its pieces are its rows, one after the other. Else each piece is a
-    whole tensor of this shape, which stands for these rows of a variable (a count that
-    an optimizer keeps beside each component). Rows of slots that no gradient has
-    reached may be in no piece.
+    ``by_rows``: the pieces are consecutive rows of the tensor. Otherwise each piece is
+    a whole tensor of this shape, which belongs to rows ``[start, stop)`` of a variable
+    (a count that an optimizer keeps for each part of a variable). Rows of slots that no
+    gradient has reached may be in no piece.
     """
 
     dtype: str
@@ -64,21 +66,23 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all rows are there."""
+        """Whether the pieces cover all rows of the tensor."""
         starts = [0, *(piece.stop for piece in self.pieces)]
         joined = all(p.start == s for p, s in zip(self.pieces, starts, strict=False))
         return joined and (not self.shape or starts[-1] == self.shape[0])
 
     def info(self, piece: StoredPiece) -> TensorInfo:
-        """Describes what the file of the piece holds."""
+        """Returns the name, dtype and shape under which a piece is stored in its
+        file."""
         shape = self.shape
         if self.by_rows and shape:
             shape = (piece.stop - piece.start, *shape[1:])
         return TensorInfo(piece.name, self.dtype, shape)
 
     def within(self, start: int, stop: int) -> list[tuple[StoredPiece, int, int]]:
-        """Returns the pieces that have any of rows ``[start, stop)``: which of their
-        own rows ``[first, last)``. Where there are no rows to cut: the piece whole."""
+        """Returns the pieces that have any of rows ``[start, stop)``, each with the
+        range ``[first, last)`` of its own rows. A piece that has no rows to select is
+        returned with the range (0, 0)."""
         if not self.by_rows:
             # A row that no gradient had reached is in no piece: it takes what the first
             # one has.
@@ -99,10 +103,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of a checkpoint but the elements.
+    """The content of a checkpoint without the elements of its tensors.
 
-    ``files``: name to size in bytes. ``objects``: whatever the writer of the checkpoint
-    wants to find again, as plain JSON; ``metadata`` likewise, for people.
+    ``files``: sizes in bytes by name. ``objects``: data that the writer of the
+    checkpoint reads again when it restores, as plain JSON; ``metadata``: plain JSON for
+    people.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -130,7 +135,8 @@ class Manifest:
         """Decodes the bytes of `encode`.
 
         Raises:
-            DataLossError: Names ``file`` and what is wrong with it.
+            DataLossError: The manifest is damaged; the error names ``file`` and the
+                fault.
         """
         head = len(_HEAD % (b"0" * 32))
         body = data[head : -len(_TAIL)]
@@ -172,26 +178,29 @@ class Manifest:
         return Manifest(found, files, objects, metadata)
 
     def commit(self, folder: str, mark: str) -> None:
-        """Makes the folder a checkpoint; replaces the one that it was.
+        """Writes the manifest to a folder, which makes the folder a checkpoint;
+        replaces the checkpoint that the folder was before.
 
         Args:
-            mark: Distinguishes temporary files of this writer from those of others.
+            mark: A text in file names that distinguishes temporary files of this writer
+                from files of other writers.
 
         Raises:
             ResourceExhaustedError: The disk is full; nothing changed.
-            NotFoundError: The folder is gone.
-            OSError: As the system says; nothing changed.
+            NotFoundError: The folder does not exist.
+            OSError: Any other error of the system; nothing changed.
         """
         replace_file(os.path.join(folder, MANIFEST), self.encode(), mark=mark)
 
     @staticmethod
     def of(folder: str) -> Manifest:
-        """Returns the manifest of the checkpoint in ``folder``, whose files all have
-        their sizes.
+        """Reads the manifest of the checkpoint in ``folder``, and checks that its files
+        exist with their sizes.
 
         Raises:
             NotFoundError: The folder is not a checkpoint.
-            DataLossError: The manifest is damaged, or a file is gone or cut short.
+            DataLossError: The manifest is damaged, or a file is missing or has another
+                size.
         """
         path = os.path.join(folder, MANIFEST)
         try:
@@ -223,8 +232,8 @@ class Manifest:
 
 
 def is_foreign(folder: str) -> bool:
-    """Returns whether the manifest in a folder is another program's; a damaged one is
-    ours, as far as its beginning says."""
+    """Returns whether the manifest in a folder is that of another program. A damaged
+    manifest counts as ours if its beginning looks like ours."""
     path = os.path.join(folder, MANIFEST)
     with blamed(path, "reading"), contextlib.suppress(FileNotFoundError):
         with open(path, "rb") as file:
@@ -277,8 +286,8 @@ def _piece(name: str, plain: Any, files: Mapping[str, int], file: str) -> Stored
 
 
 def _is_plain_name(name: str) -> bool:
-    """Returns whether the name is that of a file in the folder, and no way out of
-    it."""
+    """Returns whether the name is that of a file in the folder itself, not a path to
+    somewhere else."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

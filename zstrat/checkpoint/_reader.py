@@ -1,9 +1,9 @@
-"""Reads what a checkpoint's files have, and checks that it is what was written.
+"""Reads tensors from a checkpoint's files, and verifies them against their digests.
 
-Rows of the tensors of one safetensors file are read by themselves. What the header says
-is compared with the size of the file when it is opened, so a file that was cut short is
-known before anything of it is used. Whether the elements are those that were written is
-known from `TensorReader.verify` alone; a whole checkpoint is checked every byte of it.
+A reader of a safetensors file can read some rows of a tensor alone. It compares the
+header with the size of the file when it opens the file, so a truncated file is detected
+before any element is used. Only `TensorReader.verify` tells whether the elements are
+those that were written; `verify` checks every byte of a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from ._manifest import Manifest, StoredPiece, StoredTensor
 
 PIECE: Final = 4 * 2**20
-"""Bytes read at a time to check them: stays in the cache between reading and hashing,
-and is large beside the cost of a call."""
+"""Bytes read at a time when they are verified: few enough to stay in the processor's
+cache between reading and hashing, and enough that the cost of a call does not
+matter."""
 
 
 class TensorReader:
-    """A file, open for reading; a context manager. For any thread, and for several:
-    reading has no position.
+    """Reads tensors of one open file; a context manager. Several threads may use it at
+    once, because reading has no position.
 
     Raises:
         NotFoundError: The file does not exist.
-        DataLossError: It was cut short, or is not a safetensors file.
-        OSError: Anything else that the system says.
+        DataLossError: The file was truncated, or is not a safetensors file.
+        OSError: Any other error of the system.
     """
 
     def __init__(self, path: str) -> None:
@@ -84,12 +85,13 @@ class TensorReader:
     def read(
         self, name: str, start: int | None = None, stop: int | None = None
     ) -> np.ndarray:
-        """Returns rows ``[start, stop)`` of a tensor, all of it if they are left out.
+        """Returns rows ``[start, stop)`` of a tensor; without ``start`` and ``stop``,
+        all rows.
 
         Raises:
             NotFoundError: The file has no such tensor.
-            ValueError: It does not have these rows.
-            DataLossError: The file became shorter meanwhile.
+            ValueError: The tensor does not have these rows.
+            DataLossError: The file became shorter after it was opened.
         """
         info = self.info(name)
         if start is None and stop is None:
@@ -107,8 +109,8 @@ class TensorReader:
         return array
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
-        """Fills ``out``, C-contiguous and of the tensor's dtype, with the rows from
-        ``start`` on; of a scalar with its only element.
+        """Fills ``out``, which is C-contiguous and of the tensor's dtype, with rows of
+        the tensor from ``start`` on; for a scalar, with its only element.
 
         Raises: As `read`.
         """
@@ -130,7 +132,7 @@ class TensorReader:
         self._fill(view, self._header.places[name].offset + offset, name)
 
     def parts(self, name: str) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor, a few MiB at a time; each part is overwritten
+        """Yields the bytes of a tensor, a few MiB at a time. Each part is overwritten
         by the next one.
 
         Raises: As `read`.
@@ -146,11 +148,12 @@ class TensorReader:
             at, left = at + len(part), left - len(part)
 
     def checked(self, name: str, digest: str) -> Iterator[memoryview]:
-        """Yields what `parts` does, and compares all of it with a digest at the end.
+        """Yields the same parts as `parts`, and after the last one compares them with a
+        digest.
 
         Raises:
             NotFoundError: The file has no such tensor.
-            DataLossError: They differ from the digest of what was written.
+            DataLossError: The bytes do not match the digest.
         """
         found = Digest()
         for part in self.parts(name):
@@ -165,7 +168,8 @@ class TensorReader:
             )
 
     def verify(self, name: str, digest: str) -> None:
-        """Compares all bytes of a tensor with the digest of what was written.
+        """Compares all bytes of a tensor with the digest that was computed when it was
+        written.
 
         Raises: As `checked`.
         """
@@ -205,28 +209,30 @@ class TensorReader:
 
 
 class CheckpointFiles:
-    """The files of a checkpoint, each opened when it is first needed; a context manager
-    that closes them. For one thread at a time."""
+    """The files of a checkpoint. Opens each file when it is first needed; a context
+    manager that closes all of them. For one thread at a time."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._open: dict[str, TensorReader] = {}
 
     def __getitem__(self, file: str) -> TensorReader:
-        """Returns the reader of a file. Raises: As `TensorReader`."""
+        """Returns the reader of a file, opened on first use. Raises: As
+        `TensorReader`."""
         if file not in self._open:
             self._open[file] = TensorReader(os.path.join(self._folder, file))
         return self._open[file]
 
     def read(self, tensor: StoredTensor) -> np.ndarray:
-        """Reads a tensor that is whole into memory. Raises: As `TensorReader`."""
+        """Reads a whole tensor (see `StoredTensor.is_whole`) into memory. Raises: As
+        `TensorReader`."""
         out = np.empty(tensor.shape, DTYPES[tensor.dtype])
         self.fill(out, tensor, 0)
         return out
 
     def fill(self, out: np.ndarray, tensor: StoredTensor, start: int) -> None:
-        """Writes the rows from ``start`` on of a tensor, as many as ``out`` has; rows
-        that no file has stay as they are. Raises: As `TensorReader`."""
+        """Fills ``out`` with rows of a tensor from ``start`` on. Rows that are in no
+        file stay as they are in ``out``. Raises: As `TensorReader`."""
         # A count or a scalar is not cut: the piece for the first row has it.
         if not (tensor.by_rows and tensor.shape):
             piece, _, _ = tensor.within(start, start)[0]
@@ -258,11 +264,12 @@ def verify(
     """Reads all files of a checkpoint and compares them with its manifest.
 
     Args:
-        on_bytes: Told how many bytes were checked, tensor by tensor.
+        on_bytes: Called with the number of bytes that were checked, once for each
+            tensor.
 
     Raises:
-        DataLossError: Names the file and the tensor that differ.
-        OSError: As the system says.
+        DataLossError: A file is damaged; the error names the file and the tensor.
+        OSError: Any other error of the system.
     """
     # File by file, so that each is opened once.
     by_file: dict[str, list[tuple[StoredTensor, StoredPiece]]] = defaultdict(list)

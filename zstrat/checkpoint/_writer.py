@@ -1,21 +1,22 @@
-"""Writes one safetensors file as its bytes become available, past the cache of the
-system where that goes.
+"""Writes a safetensors file as the bytes of its tensors become available; large files
+are written past the page cache.
 
-The header is known before the first element is there, so nothing is ever held in
-memory: a table of 100 GB goes through a buffer of the caller's. Not for several
-threads at once, but for any thread.
+The header is known before the first element, so no whole tensor is ever held in memory:
+a table of 100 GB goes through a buffer of the caller. Any thread may use a writer, one
+thread at a time.
 
-Nobody reads a checkpoint soon after it was written, and the cache has a price that
-others pay: a core copies every byte once more, into pages that have to be found first,
-in stretches of tens of milliseconds during which some kernels let no other thread run.
-A transfer from our memory (``O_DIRECT``) takes a tenth of the processor time, and the
-disk decides how fast it is.
+Nobody reads a checkpoint soon after it was written, and the page cache costs other
+threads time: a core copies every byte once more, into pages that have to be found
+first, in stretches of tens of milliseconds during which some kernels let no other
+thread run. A transfer from our memory (``O_DIRECT``) takes a tenth of the processor
+time, and the disk decides how fast it is.
 
-Such transfers take whole blocks, from memory and to places that are multiples of one.
-Law of `AppendedFile`: as long as it is direct, it has a whole number of blocks, and
-what comes after them waits in the *stage*. Aligned data goes to the disk from
-where it is; all other data through the stage. What cannot be direct is not: a small
-file, the end of one, a file system that refuses.
+Direct transfers take whole blocks, from addresses in memory and to offsets in the file
+that are multiples of a block. Law of `AppendedFile`: as long as the file is written
+directly, it has a whole number of blocks, and bytes after them wait in a buffer, the
+*stage*. Aligned data goes to the disk from where it is; all other data through the
+stage. The page cache takes the rest: small files, the end of a file, and files on a
+file system that refuses direct transfers.
 """
 
 from __future__ import annotations
@@ -42,23 +43,27 @@ if TYPE_CHECKING:
 
 
 BLOCK: Final = 4096
-"""The unit of direct transfers: the largest block of disks, and a page."""
+"""The unit of direct transfers, in bytes: the size of a page, and of the largest blocks
+of disks."""
 
 DIRECT_FROM_BYTES: Final = 4 * 2**20
-"""Bytes of a file from which on it is direct. Also the stage: a transfer of so many
-takes so long that the time between two of them does not show."""
+"""Size in bytes from which on a file is written directly. Also the size of the stage:
+one transfer of so many bytes takes so long that the time between two transfers does not
+matter."""
 
 AHEAD: Final = 32 * 2**20
-"""Bytes that went through the cache after which the disk begins to work, while the next
-ones are written: left to itself the system gathers gigabytes, and then makes the writer
-wait for them."""
+"""Bytes written through the page cache after which the system is asked to begin writing
+them to the disk, while the next bytes are written. Otherwise the system gathers
+gigabytes, and then makes the writer wait for them."""
 
 
 class AppendedFile:
-    """Creates ``path``, which will have ``size`` bytes. For any thread, one at a time.
+    """Creates the file ``path``, which will have ``size`` bytes, and appends to it. For
+    any thread, one at a time.
 
-    Raises, all methods: As `zstrat.checkpoint._disk.blamed` says; the file is removed.
-        AlreadyExistsError: It exists: only the writer that creates a file writes it.
+    Raises, all methods: As `zstrat.checkpoint._disk.blamed`; the file is removed.
+        AlreadyExistsError: The file exists: only the writer that creates a file writes
+            it.
     """
 
     def __init__(self, path: str, size: int) -> None:
@@ -73,7 +78,7 @@ class AppendedFile:
                 (DIRECT_FROM_BYTES if self._is_direct else 0,), _BYTE, BLOCK
             )
         self._held = 0
-        """Bytes that wait in the stage."""
+        """Bytes that wait in the stage (the buffer of direct transfers)."""
         self._written = self._sent = 0
 
     @property
@@ -81,7 +86,7 @@ class AppendedFile:
         return self._file >= 0
 
     def append(self, data: Buffer) -> None:
-        """Writes contiguous bytes, or copies them: their memory may be reused after."""
+        """Appends contiguous bytes. Their memory may be reused when this returns."""
         view = bytes_of(data)
         with self._removed_if_it_fails():
             while view and self._is_direct:
@@ -97,7 +102,7 @@ class AppendedFile:
             self._write(view)
 
     def finish(self) -> None:
-        """Brings all bytes to the disk, and closes the file."""
+        """Flushes all bytes to the disk, and closes the file."""
         with self._removed_if_it_fails():
             # The end of the file rarely fills a block, so it goes through the cache.
             if self._is_direct:
@@ -108,7 +113,7 @@ class AppendedFile:
             os.close(descriptor)
 
     def abort(self) -> None:
-        """Removes the file, unless it was finished; may be called again."""
+        """Closes and removes the file, unless it was finished; may be called again."""
         if self._file < 0:
             return
         # Forgotten before it is closed: another file may get the number at once.
@@ -128,7 +133,8 @@ class AppendedFile:
                 raise
 
     def _put_on_stage(self, view: memoryview) -> int:
-        """Copies the first bytes; returns how many."""
+        """Copies as many bytes as fit from the beginning of ``view`` to the stage;
+        returns how many."""
         part = np.frombuffer(view[: DIRECT_FROM_BYTES - self._held], _BYTE)
         self._stage[self._held : self._held + len(part)] = part
         self._held += len(part)
@@ -153,8 +159,9 @@ class AppendedFile:
             self._sent = self._written
 
     def _transfer(self, view: memoryview) -> memoryview:
-        """Writes whole blocks past the cache; what the system refuses to take so, which
-        it may do at any byte where a disk or a quota ends, is returned."""
+        """Writes whole blocks past the page cache. Returns the bytes that the system
+        refuses to take directly, which may begin anywhere where a disk or a quota
+        ends."""
         while view:
             try:
                 view = view[os.write(self._file, view) :]
@@ -174,15 +181,17 @@ _BYTE: Final = np.dtype(np.uint8)
 
 
 def _whole_blocks(view: memoryview) -> int:
-    """Returns how many bytes can be written without a copy."""
+    """Returns how many bytes from the beginning of ``view`` can be written directly,
+    without a copy."""
     if np.frombuffer(view, _BYTE).ctypes.data % BLOCK:
         return 0
     return view.nbytes // BLOCK * BLOCK
 
 
 def _set_direct(descriptor: int, on: bool) -> bool:
-    """Returns whether the system agrees: a file system may refuse, and a flag that is
-    given when a file is created leaves it there all the same."""
+    """Switches direct transfers of an open file on or off; returns False if the file
+    system refuses. Not done when the file is created: an open that is refused because
+    of the flag leaves the new file behind."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
@@ -194,21 +203,23 @@ def _set_direct(descriptor: int, on: bool) -> bool:
 
 
 class TensorWriter:
-    """A new file with these tensors, whose elements follow in this order.
+    """Creates a safetensors file with the given tensors; `write` appends their elements
+    in the order of the tensors.
 
-    Used as a context manager it aborts what was not finished.
+    Leaving its context removes the file, unless it was finished.
 
     Args:
-        path: Must not exist: only the writer that creates the file writes it.
+        path: The file to create; it must not exist, because only its creator writes a
+            file.
         metadata: Texts for ``__metadata__``.
 
     Raises:
-        ValueError: Names are double or dtypes unknown; no file is created.
+        ValueError: A name occurs twice, or a dtype is unknown; no file is created.
         AlreadyExistsError: The file exists.
         NotFoundError: The folder does not exist.
         ResourceExhaustedError: The disk is full; also in `write` and `finish`, and the
             file is removed.
-        OSError: Anything else that the system says; the file is removed.
+        OSError: Any other error of the system; the file is removed.
     """
 
     def __init__(
@@ -224,7 +235,7 @@ class TensorWriter:
         self._digests: list[str] = []
         self._digest = Digest()
         self._left = 0
-        """Bytes that the tensor in work lacks."""
+        """Bytes that the tensor being written still lacks."""
         self._file = AppendedFile(path, self.size)
         self._begin()
         # The header is a multiple of a block, so the tensors begin at one.
@@ -232,11 +243,11 @@ class TensorWriter:
 
     def write(self, data: Buffer) -> None:
         """Writes the next elements, in C order and little endian: bytes, or a
-        contiguous array or memoryview of bytes. They may end one tensor and begin the
-        next.
+        contiguous array or memoryview of bytes. The data may end one tensor and begin
+        the next.
 
         Raises:
-            ValueError: More bytes than the tensors have.
+            ValueError: The data has more bytes than the tensors still lack.
         """
         view = bytes_of(data)
         if view.nbytes > self._missing:
@@ -256,10 +267,11 @@ class TensorWriter:
                 self._end()
 
     def finish(self) -> list[str]:
-        """Brings all to the disk; returns the digest of each tensor, in order.
+        """Flushes the file to the disk and closes it; returns the digest of each
+        tensor, in order.
 
         Raises:
-            ValueError: Elements are missing.
+            ValueError: Elements of a tensor were not written yet.
         """
         if self._missing or not self._file.is_open:
             raise ValueError(f"{self.path}: {self._missing} bytes are missing")
@@ -284,7 +296,8 @@ class TensorWriter:
         self._file.append(data)
 
     def _begin(self) -> None:
-        """Begins the next tensor that has elements; tensors without are complete."""
+        """Begins the next tensor that has elements; records the digests of empty
+        tensors before it."""
         for size in self._sizes[len(self._digests) :]:
             self._left = size
             if size:

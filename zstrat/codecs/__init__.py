@@ -1,6 +1,7 @@
-"""Gradients in fewer bytes, for slow links.
+"""Codecs that send gradients in fewer bytes, for slow links.
 
-`Wire` is what a user asks for; `encode_gradient` and `decode_gradient` are the formats.
+A user chooses the format with a `Wire`; `encode_gradient` and `decode_gradient`
+implement all formats.
 """
 
 from ._formats import BFLOAT16 as BFLOAT16

@@ -1,7 +1,8 @@
 """Encodes and decodes gradients in fewer bytes.
 
-A *block* is `GRADIENT_BLOCK` numbers in C order (of rows: `ROW_BLOCK`), the last one
-maybe fewer, with one scale, float32: the largest magnitude in the block.
+A *block* is `GRADIENT_BLOCK` numbers in C order (in rows of tables `ROW_BLOCK`; the
+last block may have fewer) that share one scale, float32: the largest magnitude in the
+block.
 
 ===========  ==========================================  =============================
 codec        arrays                                      numbers
@@ -13,22 +14,23 @@ E3M0         codes, uint8 ``[(n + 1) // 2]``; scales     a sign and 0 or a power
 TOP_K        places, uint16 ``[m]``; float32 ``[m]``     the rest is 0
 ===========  ==========================================  =============================
 
-Two numbers are in a byte, the first in its lower half. A nibble of E3M0 is a sign (bit
-3) and an exponent e: 0 for e = 0, else scale * 2**(e - 7). TOP_K keeps the same share
-of largest magnitudes of every `CHUNK` numbers in C order, and places count from the
-first number of their chunk. The format E3M0 is that of "Streaming DiLoCo" (Douillard et
-al., 2025), chunks those of SparseLoCo (2508.15706).
+INT4 and E3M0 put two numbers in a byte, the first in its lower half. A nibble of E3M0
+is a sign (bit 3) and an exponent e: 0 for e = 0, else scale * 2**(e - 7). TOP_K keeps
+the same share of numbers, those of largest magnitude, of every chunk: `CHUNK` numbers
+in C order. Places are the indices of kept numbers in their chunk. The format E3M0 is
+from "Streaming DiLoCo" (Douillard et al., 2025), chunks are from SparseLoCo
+(2508.15706).
 
-A number that is not finite makes its whole block NaN; in BFLOAT16 and TOP_K it travels
-as it is.
+A number that is not finite makes its whole block NaN; in BFLOAT16 and TOP_K it is sent
+unchanged.
 
 INT8, INT4 and E3M0 round at random, up or down, so that the mean is the number that was
-rounded; or to the nearest, where the error is sent later (`Residuals`). The random bits
-are a function of a seed and of the number's place, so that the same step sends the same
-bytes again. They are the finalizer of MurmurHash3 (Appleby, 2011), applied twice: good
-enough to round with, and much faster than jax's own.
+rounded; or they round to the nearest, if the error is sent later (`Residuals`). The
+random bits are a function of a seed and of the number's index, so that the same step
+sends the same bytes again. The function is the finalizer of MurmurHash3 (Appleby,
+2011), applied twice: good enough to round with, and much faster than jax's own.
 
-`Wire` is the format that the gradients of an optimizer have.
+`Wire` is the user's choice of a format for the gradients of an optimizer.
 """
 
 from __future__ import annotations
@@ -49,18 +51,21 @@ if TYPE_CHECKING:
 
 
 GRADIENT_BLOCK: Final = 256
-"""Numbers with one scale: it costs an eighth of a bit for each of them."""
+"""Numbers of a gradient that share one scale, which costs an eighth of a bit for each
+number."""
 
 ROW_BLOCK: Final = 128
-"""Numbers of rows with one scale: rows are of very different size."""
+"""Numbers that share one scale in gradients of table rows; fewer than `GRADIENT_BLOCK`,
+as rows differ much in magnitude."""
 
 CHUNK: Final = 4096
-"""Numbers of which the same count of largest ones is kept."""
+"""Numbers per chunk of TOP_K, which keeps the same count of largest numbers in each
+chunk."""
 
 BFLOAT16: Final = dtype_named("bfloat16")
 
 _LEVELS: Final = np.array([0.0, *(2.0**e for e in range(-6, 1))], np.float32)
-"""Magnitudes of E3M0, of the scale."""
+"""The eight magnitudes that E3M0 can encode, relative to the scale of their block."""
 
 _NIBBLES: Final = {
     Codec.INT4: (np.arange(16, dtype=np.float32) - 8) / np.float32(7),
@@ -70,7 +75,8 @@ _BYTES: Final = {
     codec: np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=1)
     for codec, values in _NIBBLES.items()
 }
-"""The two numbers of each byte."""
+"""By codec, the two numbers that each of the 256 values of a byte encodes, as float32
+``[256, 2]``."""
 
 _DATA: Final = {
     Codec.BFLOAT16: (BFLOAT16,),
@@ -82,7 +88,7 @@ _DATA: Final = {
 
 
 def arrays_of(codec: Codec) -> int:
-    """Returns the number of arrays that stand for one."""
+    """Returns the number of arrays into which a codec encodes one array."""
     return len(_DATA[codec])
 
 
@@ -92,7 +98,7 @@ def decode_gradient(
     """Decodes the arrays of `encode_gradient` to float32 of ``shape``.
 
     Args:
-        block: Numbers with one scale.
+        block: Count of numbers that share one scale.
 
     Raises:
         InvalidArgumentError: The arrays are not what the codec makes of an array of
@@ -133,16 +139,18 @@ def decode_gradient(
 
 
 def kept_of(count: int, each: int) -> int:
-    """Returns how many of the ``count`` numbers of a chunk TOP_K keeps, if it keeps
-    ``each`` of a full one: at least one."""
+    """Returns how many of the ``count`` numbers of a chunk TOP_K keeps, at least one.
+    ``each`` is how many it keeps of a full chunk."""
     return -(-count * each // CHUNK)
 
 
 def _spread(size: int, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Decodes TOP_K: the numbers at their places, zeros elsewhere.
+    """Decodes TOP_K: returns ``size`` numbers, with ``numbers`` at ``places``, and
+    zeros elsewhere.
 
     Raises:
-        InvalidArgumentError: The lengths or places are not those of ``size`` numbers.
+        InvalidArgumentError: The arrays have the wrong length, or places are out of
+            range, for ``size`` numbers.
     """
     values = np.zeros(size, np.float32)
     if not size and not len(places):
@@ -182,11 +190,12 @@ def encode_gradient(
     seed: int | None,
     density: float = 1.0,
 ) -> tuple[np.ndarray, ...]:
-    """Encodes a floating-point array as a few others, for `decode_gradient`.
+    """Encodes a floating-point array as one or two arrays, which `decode_gradient`
+    decodes.
 
     Args:
-        block: Numbers with one scale.
-        seed: Of the rounding; None: to the nearest.
+        block: Count of numbers that share one scale.
+        seed: Seed of random rounding; None rounds to the nearest.
         density: The share of numbers that TOP_K keeps, more than 0.
     """
     if codec is Codec.BFLOAT16:
@@ -209,8 +218,8 @@ def encode_gradient(
 
 
 def _rounded(blocks: int) -> int:
-    """Rounds up to five significant bits: each size is compiled, and the number of rows
-    differs from step to step."""
+    """Rounds a number of blocks up to five significant bits. The encoder is compiled
+    for each size, and the number of rows differs from step to step."""
     low = max(0, blocks.bit_length() - 5)
     return -(-blocks >> low) << low
 
@@ -259,7 +268,7 @@ def _program(codec: Codec, block: int, is_nearest: bool) -> Callable[..., Any]:
     import jax.numpy as jnp
 
     def random(count: int, seed: Any) -> Any:
-        """Numbers of 16 bits, at least 0 and less than 1."""
+        """Returns random numbers of 16 bits, at least 0 and less than 1."""
         bits = jnp.arange(count, dtype=jnp.uint32) + seed
         for _ in range(2):
             bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -268,14 +277,15 @@ def _program(codec: Codec, block: int, is_nearest: bool) -> Callable[..., Any]:
         return (bits >> 16).astype(jnp.float32) * np.float32(2**-16)
 
     def whole(x: Any, most: int, chance: Any) -> Any:
-        """Integers for numbers of at most 1."""
+        """Rounds numbers of magnitude at most 1 to integer codes between ``-most`` and
+        ``most``."""
         scaled = x * most
         # floor(x + u) with u uniform in [0, 1) is x in the mean.
         rounded = jnp.round(scaled) if is_nearest else jnp.floor(scaled + chance)
         return jnp.clip(rounded, -most, most)
 
     def exponent(x: Any, chance: Any) -> Any:
-        """Nibbles of E3M0 for numbers of at most 1."""
+        """Rounds numbers of magnitude at most 1 to nibbles of E3M0."""
         size = jnp.abs(x)
         # The exponent of a float32 is in its bits, and exact: log2 may be one off.
         bits = jax.lax.bitcast_convert_type(size, jnp.int32) >> 23
@@ -323,27 +333,28 @@ _PUSH: Final = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The format in which the gradients of an optimizer travel to parameter servers,
-    and the values that it trains come back.
+    """The format in which the gradients of an optimizer are sent to parameter servers,
+    and the values of its variables are sent back.
 
-    A server decodes them to float32 before it adds or applies anything. They travel
-    whole to a server in this host's shared memory, in arrays of fewer than 256 numbers,
-    if they are integers or complex, and if their dtype is as small as the format.
+    A server decodes gradients to float32 before it adds or applies them. Gradients are
+    sent unencoded to a server that shares this host's memory, in arrays of fewer than
+    256 numbers, if they are integers or complex, and if their dtype is as small as the
+    format.
 
     Args:
-        push: Of gradients. "bfloat16": half the bytes of float32. "int8", "int4", and
-            "e3m0" (4 bits: a sign and a power of two): one float32 scale for each 256
-            numbers, of rows for each 128; 0.25 and 0.13 of the bytes. "topk": the
-            largest numbers only.
-        error_feedback: What rounding leaves out of a gradient is added to that of the
-            worker's next step. True needs memory of the worker, one float32 for each
-            number of the variables. False: numbers are rounded up or down at random, so
-            that they are right in the mean. Default: only for "topk", which needs it.
-            Rows of tables are rounded at random in any case.
+        push: The format of gradients. "bfloat16": half the bytes of float32. "int8",
+            "int4", and "e3m0" (4 bits: a sign and a power of two): one float32 scale
+            for each 256 numbers, or for each 128 in rows of tables; 0.25 and 0.13 of
+            the bytes. "topk": the largest numbers only.
+        error_feedback: What rounding leaves out of a gradient is added to the gradient
+            of the worker's next step. True takes memory on the worker, one float32 for
+            each number of the variables. False: numbers are rounded up or down at
+            random, so that their mean is exact. Default: only for "topk", which needs
+            it. Rows of tables are rounded at random in any case.
         density: The share of the numbers that "topk" sends.
-        pull: Of values, in steps that apply the optimizer. "bfloat16": such a step
-            reads a float32 variable that it trains rounded to the nearest bfloat16.
-            Rows of tables travel whole. Servers keep float32.
+        pull: The format of values that a step reads, if the step applies the optimizer.
+            "bfloat16": float32 variables that the step trains are rounded to the
+            nearest bfloat16. Rows of tables are sent in float32. Servers keep float32.
 
     Raises:
         ValueError: An argument is not valid.
@@ -388,24 +399,24 @@ class Wire:
 
     @property
     def codec(self) -> Codec:
-        """The format of gradients."""
+        """The codec of gradients, which ``push`` names."""
         return Codec.NONE if self.push is None else _PUSH[self.push]
 
     @property
     def has_feedback(self) -> bool:
-        """Whether what rounding leaves out is sent later."""
+        """Whether what rounding leaves out of a gradient is added to the next one."""
         if self.error_feedback is None:
             return self.codec is Codec.TOP_K
         return self.error_feedback
 
 
 def wire_format(wire: Any) -> Wire | None:
-    """Returns the format that a user asks for: a `Wire`, the name of a push format, or
-    None.
+    """Returns the format that a user asks for with a `Wire`, the name of a push format,
+    or None.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: There is no such format.
+        TypeError: ``wire`` is something else.
+        ValueError: No push format has that name.
     """
     if isinstance(wire, str):
         return Wire(push=wire, density=0.01 if wire == "topk" else None)

@@ -1,6 +1,7 @@
-"""The effect of an optax transformation on each leaf of a tree, read from its program.
+"""Divides the program of an optax transformation into an update for each leaf of a
+tree.
 
-Imported late, where gradients are applied: it imports jax and optax.
+Import this package late, where gradients are applied, because it imports jax and optax.
 """
 
 from ._binding import Binding as Binding

@@ -1,8 +1,9 @@
-"""The description of the tree of an optimizer for a parameter server, as data.
+"""Describes the tree of an optimizer to a parameter server, as data.
 
-A coordinator has sent the transformation itself. The program that applies gradients,
-which may be a worker, sends the variables that are its leaves and the structure of the
-tree; the server traces the same program, and refuses it if it is cut otherwise there.
+A coordinator has sent the transformation itself. The process that applies gradients,
+which may be a worker, sends the variables that are the leaves of the tree, and its
+structure. The server traces the transformation on the same tree, and refuses the
+description if its trace divides into other updates of leaves than the sender's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from ._transformation import Shape
 
 MAX_DESCRIPTION_BYTES: Final = 1 << 24
-"""Bytes of one description: a tree of a hundred thousand leaves."""
+"""Largest size in bytes of one description: enough for a tree of a hundred thousand
+leaves."""
 
 _MALFORMED: Final = (
     ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
@@ -38,8 +40,8 @@ _MALFORMED: Final = (
 
 @dataclass(frozen=True)
 class Binding:
-    """An optimizer and the variables that it moves: ``keys`` are those of the
-    components of each leaf of the tree, in order."""
+    """An optimizer and the variables that it updates. ``keys`` has, for each leaf of
+    the tree in order, the keys of the components of its variable."""
 
     rule: TreeRule
     keys: tuple[tuple[int, ...], ...]
@@ -49,8 +51,8 @@ class Binding:
 
         Raises:
             ValueError: The tree has containers of classes that a server does not know,
-                and the optimizer does something else without them; or its update takes
-                arguments that are not arrays.
+                and the optimizer does something else with containers of other classes;
+                or ``update`` takes arguments that are not arrays.
         """
         rule = self.rule
         # An object, such as a function, has a meaning only in the process that made it.
@@ -86,12 +88,12 @@ class Binding:
 
     @staticmethod
     def decoded(name: str, transformation: Any, data: bytes) -> Binding:
-        """Decodes the result of `encoded`, with the transformation of this process.
-        Traces it.
+        """Decodes the result of `encoded`, with the transformation that this process
+        has. Traces the transformation.
 
         Raises:
-            InvalidArgumentError: It is malformed, or the optimizer is cut otherwise
-                here.
+            InvalidArgumentError: The data is malformed, or the trace of the optimizer
+                divides into other updates of leaves here than at the sender.
         """
         # Before it is parsed: it came from another task.
         if len(data) > MAX_DESCRIPTION_BYTES:
@@ -128,17 +130,18 @@ class Binding:
         return Binding(rule, keys)
 
     def rules(self) -> list[LeafRule]:
-        """Returns the rule of each leaf."""
+        """Returns the update rule of each leaf."""
         return [leaf_rule(self.rule, leaf) for leaf in range(len(self.keys))]
 
     def operands(
         self, gradients: Mapping[int, Sequence[np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes what an update needs of several gradients, by a compiled program.
+        """Computes the operands of an update, which may depend on the gradients of
+        several leaves (a global norm), by a compiled program.
 
         Args:
             gradients: By key of the component: an array, or distinct indices ``[n]``
-                and rows ``[n, ...]``. One that is not there counts as zeros.
+                and rows ``[n, ...]``. A missing gradient counts as zeros.
         """
         whole: list[np.ndarray] = []
         sizes: list[int | None] = []
@@ -190,7 +193,8 @@ def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
 
 
 def _cut_of(rule: TreeRule) -> Any:
-    """Describes how the tree is cut, for both sides to compare."""
+    """Describes the slots and operands of each leaf, as plain data that the server
+    compares with its own trace."""
     # A callback would run in a process that does not have the user's function.
     if acts := rule.update().acts or rule.init().acts:
         raise ValueError(
@@ -211,10 +215,11 @@ def _cut_of(rule: TreeRule) -> Any:
 
 
 def _require_mirrored(rule: TreeRule) -> None:
-    """Refuses a tree whose classes matter.
+    """Refuses a tree if the optimizer depends on the classes of its containers.
 
     Raises:
-        ValueError: The optimizer does something else on a tree of the same keys.
+        ValueError: The optimizer does something else on a tree of other containers with
+            the same keys.
     """
     structure = TreeStructure.from_plain(rule.structure.plain())
     # Without the programs that the original has traced.

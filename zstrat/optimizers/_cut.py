@@ -1,24 +1,24 @@
-"""Finds the part of an optimizer that updates a leaf, from the dataflow of its program.
+"""Divides the program of an optimizer into an update for each leaf, by its dataflow.
 
 Theory of operation. The program of a tree takes gradients, values, leaves of the state
-and further arguments, and gives new values and a new state. A leaf of the state belongs
-to the leaf of the tree whose place it has in a copy of the tree's structure
-(``.mu['dense']['w']``), or that it alone depends on; a leaf of the state without an
-owner (a count, a learning rate, a flag) is *shared*. The program is *by leaf* if each
-leaf of the tree can be updated with
+and further arguments, and returns new values and a new state. A leaf of the state
+belongs to the leaf of the tree whose path it has in a copy of the tree's structure
+(``.mu['dense']['w']``), or to the only leaf that it depends on; a leaf of the state
+without an owner (a count, a learning rate, a flag) is *shared*. The program is *by
+leaf* if each leaf of the tree can be updated with
 
 - its own gradient, value and state,
-- the shared state, of which each leaf has a copy that it advances by itself, and
+- the shared state, of which each leaf has a copy that its update advances, and
 - *operands*: values that depend on gradients and further arguments alone, as a global
-  norm does. They are computed once, where the gradients are.
+  norm does. Operands are computed once, where the gradients are.
 
 Where an operand is inside of a branch, all branches are computed and one is selected,
-so that it can be computed outside. A value that depends on values or on the state of
-several leaves (clipping after Adam, accumulation around clipping) couples them: only a
-process with the whole tree can compute it.
+so that the operand can be computed outside of the branch. A value that depends on
+values or on the state of several leaves (clipping after Adam, accumulation around
+clipping) couples them: only a process with the whole tree can compute it.
 
-Law of the file: nothing is guessed from numbers, and two traces of one program are cut
-alike.
+Law of the file: nothing is guessed from numbers, and two traces of one program are
+divided in the same way.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from ._transformation import TreeTransformation
 
 _SMALL: Final = 64
-"""Elements of an operand, or of shared state: counts, scales, flags, a key. More than
-that for every leaf would be a copy of the tree for each leaf of it."""
+"""The most elements of an operand or of an array of shared state (counts, scales,
+flags, a key). Larger ones, copied to every leaf, would be a copy of the tree for each
+of its leaves."""
 
 
 @dataclass(frozen=True)
@@ -55,36 +56,40 @@ class Coupling:
     leaf: int
     other: int | None
     state: str = ""
-    """The path of the state that is in between, if that is what couples."""
+    """The path of the leaf of the state through which the leaves are coupled; "" if
+    none."""
     transformation: str = ""
-    """The function of optax that couples them, if it can be found."""
+    """The name of the optax function that couples the leaves; "" if it cannot be
+    found."""
 
 
 @dataclass(frozen=True)
 class LeafSlots:
-    """The numbers of the state leaves that are stored with a leaf: its own slots, and
-    its copies of shared state."""
+    """The numbers of the state leaves that are stored with one leaf of the tree: its
+    own slots, and its copies of shared state."""
 
     own: tuple[int, ...]
     shared: tuple[int, ...]
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All slots of the leaf, in the order of the state."""
+        """The numbers of all slots of the leaf, in the order of the state."""
         return tuple(sorted((*self.own, *self.shared)))
 
 
 class TreeCut:
-    """The cut of the program of a tree. ``coupling`` is the reason why it is not by
-    leaf; then ``slots`` still says where each leaf of the state is kept: what is
-    shared, beside the first leaf alone.
+    """The program of a tree, divided (*cut*) into an update for each leaf. If that
+    cannot be done, ``coupling`` is the reason; then ``slots`` still says with which
+    leaf of the tree each leaf of the state is stored: shared state with the first leaf
+    alone.
 
     Args:
         state: The leaves of a state of the tree.
-        owners: Whose each of them is, see `owners_in`.
-        update: Gives the program; with ``selects=True`` the one that computes all
-            branches and selects from them.
-        brought_together: Says which function of optax couples leaves, or "".
+        owners: The leaf of the tree that each of these belongs to, see `owners_in`.
+        update: Returns the program; with ``selects=True`` a program that computes all
+            branches and selects one of the results.
+        brought_together: Returns the name of the optax function that couples leaves, or
+            "".
     """
 
     def __init__(
@@ -113,12 +118,12 @@ class TreeCut:
         self.program = program
         self.slots, self._frontiers = found
         self.operands = _ordered(program, self._frontiers)
-        """The variables of the program that are operands, in its order."""
+        """The variables of the program that are operands, in program order."""
         self.uses = [
             tuple([n for n, var in enumerate(self.operands) if var in frontier])
             for frontier in self._frontiers
         ]
-        """For each leaf the numbers of the operands that it takes."""
+        """For each leaf, the numbers of the operands that its update takes."""
 
     @property
     def operand_kinds(self) -> list[Any]:
@@ -126,7 +131,8 @@ class TreeCut:
         return [var.aval for var in self.operands]
 
     def gradients_for(self, moved: Iterable[int]) -> set[int]:
-        """Returns the leaves whose gradients the operands of these leaves depend on."""
+        """Returns the leaves whose gradients are needed to compute the operands of the
+        leaves ``moved``."""
         used = {number for leaf in moved for number in self.uses[leaf]}
         operands = [self.operands[number] for number in used]
         union = mask_of_all(self.program.mask, operands)
@@ -142,7 +148,7 @@ class TreeCut:
         return ProgramPart(program.closed, self.operands, available, program.makers)
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        """Computes the values of the operands."""
+        """Computes the values of all operands."""
         if not self.operands:
             return []
         g, _, _, x = self.program.inputs
@@ -151,7 +157,8 @@ class TreeCut:
 
 
 _Found = tuple[list[LeafSlots], list[frozenset[Any]]]
-"""For each leaf what is kept beside it, and its operands."""
+"""For each leaf, the numbers of the state leaves that are stored with it, and its
+operands."""
 
 
 def _by_leaf(
@@ -196,8 +203,9 @@ def _adopted(
     frontiers: list[frozenset[Any]],
     common: dict[int, tuple[set[Any], set[int]]],
 ) -> _Found:
-    """Assigns shared state that no leaf uses: all leaves advance it, as it may be read;
-    the first one alone if it is large."""
+    """Assigns leaves to shared state that the update of no leaf uses, because the user
+    may read that state: a copy to all leaves, which all of them advance; if it is
+    large, only to the first one."""
     used = {n for each in slots for n in each.shared}
     for number in [n for n in shared if n not in used]:
         frontier, needs = common[number]
@@ -218,7 +226,8 @@ def _together(own: Sequence[tuple[int, ...]], shared: Sequence[int]) -> _Found:
 
 
 class _Search:
-    """Looks for what separates the leaves of one program."""
+    """Finds for each leaf of one program the operands and the shared state that its
+    update needs, or else the coupling of leaves."""
 
     def __init__(
         self,
@@ -243,8 +252,8 @@ class _Search:
         self._operands: dict[Any, list[Any]] = {}
 
     def shared_state(self) -> dict[int, tuple[set[Any], set[int]]] | Coupling:
-        """Returns for each shared leaf of the state the operands that advance it, and
-        the shared leaves that it depends on in the end."""
+        """Returns, for each shared leaf of the state, the operands needed to advance
+        it, and the shared leaves that it depends on, directly or through others."""
         result: dict[int, tuple[set[Any], set[int]]] = {}
         direct: dict[int, set[int]] = {}
         for number in self._shared:
@@ -265,14 +274,15 @@ class _Search:
         return result
 
     def closure(self, used: Iterable[int]) -> set[int]:
-        """Returns the leaves of the shared state that are used, and all that advance
-        them."""
+        """Returns the leaves of the shared state in ``used``, and all shared leaves
+        that they depend on."""
         return set[int]().union(*[self._reach[n] for n in used])
 
     def leaf(
         self, leaf: int, own: Sequence[int]
     ) -> tuple[set[Any], set[int]] | Coupling:
-        """Returns the operands of a leaf, and the shared state that it reads."""
+        """Returns the operands that the update of a leaf takes, and the shared state
+        that it reads."""
         program, leaves = self._program, self._leaves
         wanted = [program.outputs[leaf], *[program.outputs[leaves + n] for n in own]]
         allowed = 1 << leaf | 1 << (leaves + leaf) | self._shared_mask
@@ -291,8 +301,9 @@ class _Search:
         state: int | None,
         leaf: int = -1,
     ) -> tuple[set[Any], set[int]] | Coupling:
-        """Returns operands and shared leaves that suffice for ``wanted``; else the
-        coupling of leaves.
+        """Returns operands and shared leaves of the state from which ``wanted`` can be
+        computed with the inputs in ``allowed``; if there are none, the coupling of
+        leaves.
 
         ``size``: the most elements of an operand that is not a scalar.
         """
@@ -322,8 +333,9 @@ class _Search:
         return frontier, self._shared_in(used)
 
     def _ways(self, wanted: Sequence[Any], allowed: int, size: int) -> dict[Any, Any]:
-        """Decides for each variable that ``wanted`` depend on: computed here, an
-        operand, made from others, or not available."""
+        """Decides, for each variable that ``wanted`` depend on, how an update gets it:
+        computed from allowed inputs, as an operand, computed from other variables, or
+        not at all."""
         ways: dict[Any, Any] = {}
         stack = [var for var in wanted if not isinstance(var, Literal)]
         while stack:
@@ -345,7 +357,8 @@ class _Search:
         return ways
 
     def _at_once(self, var: Any, allowed: int) -> Any:
-        """Decides for a variable, if that needs no variable before it."""
+        """Decides how an update gets a variable, if the decision depends on no earlier
+        variable; otherwise returns None."""
         bits = mask_of(self._program.mask, var)
         # Scalars that depend on gradients are computed where the gradients are; arrays
         # are made here, of these.
@@ -361,13 +374,15 @@ class _Search:
         return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
 
     def _has_a_gradient(self, bits: int) -> bool:
-        """Returns whether a value depends on a gradient that is not a scalar."""
+        """Returns whether the inputs in ``bits`` include a gradient that is not a
+        scalar."""
         gradients = bits & ((1 << self._leaves) - 1)
         reached = leaves_in(gradients, self._leaves)
         return any(self._tree.kinds[leaf].shape for leaf in reached)
 
     def _way(self, var: Any, size: int) -> Any:
-        """Decides for a variable that cannot be computed here."""
+        """Decides how an update gets a variable that it cannot compute: as an operand,
+        or not at all."""
         bits = mask_of(self._program.mask, var)
         fits = not bits & ~self._known_mask and math.prod(var.aval.shape) <= size
         return _OPERAND if fits else _FAILS
@@ -386,8 +401,8 @@ class _Search:
     def _coupling(
         self, var: Any, allowed: int, state: int | None, leaf: int
     ) -> Coupling:
-        """Describes what couples two leaves, naming both: the one in question, and
-        another one."""
+        """Describes what couples two leaves, naming both: the leaf whose update was
+        sought, and another one that it depends on."""
         foreign = mask_of(self._program.mask, var) & ~allowed
         others = sorted(leaves_in(foreign, self._leaves))
         owned = [
@@ -420,7 +435,8 @@ def _closed(first: set[int], direct: dict[int, set[int]]) -> set[int]:
 
 
 def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[Any]:
-    """Returns all operands, in the order of the program, on which two traces agree."""
+    """Returns the operands of all leaves in the order of the program, which is the same
+    for two traces."""
     wanted = frozenset[Any]().union(*frontiers)
     if not wanted:
         return []

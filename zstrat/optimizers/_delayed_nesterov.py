@@ -1,9 +1,10 @@
-"""Delayed Nesterov momentum, for updates that come one by one from several workers.
+"""Delayed Nesterov momentum, for updates that arrive one by one from several workers.
 
 After Liu et al., "Asynchronous Local-SGD Training for Language Modeling" (2024),
-algorithm 3. Nesterov momentum at each arrival multiplies the momentum by as many as
-there are workers, and diverges. Here each of ``period`` updates makes its share of the
-step of gradient descent at once, and the last one the step of the momentum.
+algorithm 3. Nesterov momentum applied at each arrival multiplies the momentum by the
+number of workers, and diverges. Here each of ``period`` updates applies its share of
+the step of gradient descent at once, and the last one also applies the step of the
+momentum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import optax
 
 class DelayedNesterovState(NamedTuple):
     """The number of updates since the last step of the momentum (``counted``), the
-    ``momentum``, and the sum of these updates."""
+    ``momentum``, and the sum of the updates counted."""
 
     counted: jax.Array
     momentum: Any
@@ -27,13 +28,14 @@ class DelayedNesterovState(NamedTuple):
 def delayed_nesterov(
     learning_rate: float, momentum: float, period: int
 ) -> optax.GradientTransformation:
-    """Makes a transformation for ``period`` updates that together are one step.
+    """Makes a transformation in which ``period`` updates together are one step of
+    Nesterov momentum.
 
-    ``period`` equal updates move as one step of
-    ``optax.sgd(learning_rate, momentum, nesterov=True)`` does, and so does each update
-    with ``period=1``. It is plain optax, and runs on parameter servers unchanged: as
-    the outer optimizer of a `zs.LocalOptimizer` whose rounds are of one window each,
-    ``zs.Rounds(workers=1, late="next")``, say.
+    ``period`` equal updates change a value as one step of ``optax.sgd(learning_rate,
+    momentum, nesterov=True)`` does; with ``period=1`` each update does. The
+    transformation is plain optax, and runs on parameter servers unchanged. Use it as
+    the outer optimizer of a `zs.LocalOptimizer` whose rounds each take the local steps
+    of one worker, for example ``zs.Rounds(workers=1, late="next")``.
 
     Args:
         period: The number of workers, or more.

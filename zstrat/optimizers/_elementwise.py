@@ -1,14 +1,15 @@
-"""Updates that do the same to each element, whatever the shape of the variable.
+"""Finds updates that do the same to each element, whatever the shape of the variable.
 
 Such an update, as Adam's or SGD's, may be applied to the elements of several variables
-laid side by side, which is one program in place of one for each of them. A program is
-elementwise if each of its equations is
+concatenated in one array, which takes one program instead of one for each variable. A
+program is elementwise if each of its equations is
 
 - between arrays of the variable's shape, and known to act element by element;
 - between scalars, whatever it computes;
-- or makes an array of the variable's shape of one scalar.
+- or broadcasts one scalar to the variable's shape.
 
-Law of the file: what is not known to be elementwise is not.
+Law of the file: an equation that is not known to be elementwise counts as not
+elementwise.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 class ElementwiseUpdate:
     """An update that does the same to each element of a variable.
 
-    ``form`` is equal for rules that do the same to an element. ``by_element``: for each
-    slot, whether it has the shape of the variable; others are scalars.
+    ``form`` is equal for two updates that do the same to an element. ``by_element``:
+    for each slot, whether it has the shape of the variable; the other slots are
+    scalars.
     """
 
     form: Any
@@ -45,10 +47,11 @@ class ElementwiseUpdate:
     def run(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        """Returns the new value and new slots.
+        """Returns the new value and new slots of several variables, whose elements are
+        concatenated.
 
         Args:
-            value: ``[n]``, as the gradient and the slots that go by element.
+            value: ``[n]``, as are the gradient and the slots of ``by_element``.
         """
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
         given = [value, *slots, gradient, *operands]
@@ -74,11 +77,12 @@ class ElementwiseUpdate:
 def elementwise(
     rule: LeafRule, shape: tuple[int, ...], dtypes: tuple[Any, ...]
 ) -> ElementwiseUpdate | None:
-    """Returns the update of one element by a rule; None if there is none.
+    """Returns the update that a rule does to each element; None if the rule is not
+    elementwise.
 
     Args:
-        shape: Of the variable.
-        dtypes: Of its slots.
+        shape: The shape of the variable.
+        dtypes: The dtypes of its slots.
     """
     if not shape:
         return None  # it has the shape of a scalar beside it
@@ -129,7 +133,7 @@ def _kind(var: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _spreads(eqn: Any) -> bool:
-    """Returns whether it makes an array of one scalar."""
+    """Returns whether an equation broadcasts one scalar to an array."""
     is_scalar = not getattr(eqn.invars[0].aval, "shape", None) if eqn.invars else False
     return eqn.primitive.name == "broadcast_in_dim" and is_scalar
 

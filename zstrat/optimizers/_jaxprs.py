@@ -1,12 +1,13 @@
-"""Traced programs: the inputs that each value depends on, and the part for some values.
+"""Analyses traced programs: finds the inputs that each value depends on, and the part
+of a program that computes some values.
 
-A program is jax's jaxpr: equations in order, each with the variables that it reads and
-makes. Here it is *flat*: calls of inner functions (``jax.jit``, custom derivatives,
-``jax.checkpoint``) are inlined, because an optimizer is not differentiated. Branches
-and loops stay, and are looked into output by output: what one leaf's update depends on
-through a ``cond`` is not what the other leaves' updates depend on.
+A program is a jaxpr of jax: equations in order, each with the variables that it reads
+and computes. Programs here are *flat*: calls of inner functions (``jax.jit``, custom
+derivatives, ``jax.checkpoint``) are inlined, because an optimizer is not
+differentiated. Branches and loops stay, and are analysed output by output, because
+through one ``cond`` the updates of different leaves depend on different inputs.
 
-Law of the file: a set of inputs is the bits of one integer.
+Law of the file: a set of inputs is represented by the bits of one integer.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ _CALLS: Final = frozenset(
         "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2",
     }
 )  # fmt: skip
-"""Equations that run the jaxpr inside of them once, on what they are given."""
+"""Primitives whose equations run their inner jaxpr once, on the operands of the
+equation."""
 
 
 _MACHINERY: Final = (
     os.path.dirname(jax.__file__),
     os.path.dirname(os.path.dirname(__file__)),
 )
-"""Packages without transformations: jax, and this project."""
+"""Folders of packages that contain no transformations: jax, and this project."""
 _INSIDE: Final = frozenset({"cond", "scan", "while"})
-"""Equations of which an output may not need all operands."""
+"""Primitives of equations whose outputs may each depend on some of the operands
+only."""
 
 
 def flat(
@@ -51,8 +54,8 @@ def flat(
 
     Args:
         arguments: Arrays, or their shapes and dtypes.
-        selects: Branches are computed all and one of them is selected, so that what
-            is computed inside of a branch can be computed somewhere else.
+        selects: All branches are computed and one result is selected, so that values
+            inside of a branch can be computed somewhere else.
     """
     closed = jax.make_jaxpr(function)(*arguments)
 
@@ -68,11 +71,12 @@ def who_wrote(
     arguments: Sequence[Any],
     brings: Callable[[Any, Mapping[Any, int]], bool],
 ) -> str:
-    """Names the function of a library (``clip_by_global_norm``) that made the first
-    equation for which ``brings`` is true; "" if it cannot be found.
+    """Returns the name of the library function (``clip_by_global_norm``) that made the
+    first equation for which ``brings`` is true; "" if it cannot be found.
 
     Args:
-        brings: Asked of each equation, with the inputs that each variable depends on.
+        brings: Called with each equation, and with the inputs that each variable
+            depends on.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     inputs = [1 << n for n in range(len(closed.jaxpr.invars))]
@@ -94,8 +98,8 @@ def _written_in(eqn: Any) -> str:
 
 
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
-    """Returns for each variable the inputs that it depends on; ``given`` are those of
-    the inputs of the program."""
+    """Returns, for each variable of a program, the set of inputs that it depends on, as
+    bits; ``given`` has the sets of the program's own inputs."""
     result: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
         through = _through(eqn, [mask_of(result, var) for var in eqn.invars])
@@ -104,22 +108,24 @@ def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
 
 
 def mask_of(found: Mapping[Any, int], var: Any) -> int:
-    """Returns the inputs that a variable depends on; a literal depends on none."""
+    """Returns the set of inputs, as bits, that a variable depends on; a literal depends
+    on none."""
     return 0 if isinstance(var, Literal) else found.get(var, 0)
 
 
 def mask_of_all(found: Mapping[Any, int], variables: Iterable[Any]) -> int:
-    """Returns the inputs that any of the variables depends on."""
+    """Returns the set of inputs, as bits, that any of the variables depends on."""
     return union_of(mask_of(found, var) for var in variables)
 
 
 def union_of(sets: Iterable[int]) -> int:
-    """Returns the union of the sets of inputs."""
+    """Returns the union of several sets of inputs, as bits."""
     return functools.reduce(operator.or_, sets, 0)
 
 
 def bits_of(inputs: int) -> Iterator[int]:
-    """Yields the inputs in a set: few of the thousands that a large tree has."""
+    """Yields the numbers of the inputs in a set, in time proportional to how many they
+    are: a large tree has thousands of inputs, and most sets have few."""
     while inputs:
         lowest = inputs & -inputs
         yield lowest.bit_length() - 1
@@ -127,14 +133,15 @@ def bits_of(inputs: int) -> Iterator[int]:
 
 
 def operands_of(eqn: Any, output: int) -> list[Any]:
-    """Returns the operands of an equation that one of its outputs depends on."""
+    """Returns the operands of an equation on which its output number ``output``
+    depends."""
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
     used = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
     return [var for var in used if not isinstance(var, Literal)]
 
 
 Makers = dict[Any, tuple[int, Any]]
-"""For each variable the equation that makes it, and its place in the program."""
+"""For each variable, the number and the equation of the program that computes it."""
 
 
 def _makers_in(jaxpr: Any) -> Makers:
@@ -144,10 +151,11 @@ def _makers_in(jaxpr: Any) -> Makers:
 
 @dataclass(frozen=True)
 class TreeProgram:
-    """A flat program, with what each of its variables depends on.
+    """A flat program, and the inputs that each of its variables depends on.
 
-    Its inputs are, one after the other, as ``counts`` says: gradients, values,
-    leaves of the state, further arguments. ``mask`` is by variable.
+    The inputs of the program are, in this order: gradients, values, leaves of the
+    state, further arguments; ``counts`` has the number of each kind. ``mask`` has the
+    set of inputs, as bits, that each variable depends on.
     """
 
     closed: Any
@@ -156,7 +164,7 @@ class TreeProgram:
 
     @staticmethod
     def of(closed: Any, counts: tuple[int, int, int, int]) -> TreeProgram:
-        """Analyses a program."""
+        """Analyses a program, whose inputs of each kind are ``counts`` many."""
         inputs = len(closed.jaxpr.invars)
         by_input = masks(closed.jaxpr, [1 << n for n in range(inputs)])
         return TreeProgram(closed, counts, by_input)
@@ -170,18 +178,19 @@ class TreeProgram:
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
-        """The results of the program: of ``update`` the new values, then the new
+        """The outputs of the program: for ``update``, the new values and then the new
         state."""
         return list(self.closed.jaxpr.outvars)
 
     @functools.cached_property
     def makers(self) -> Makers:
-        """The equation that makes each variable."""
+        """The equation that computes each variable, and its number."""
         return _makers_in(self.closed.jaxpr)
 
     @property
     def acts(self) -> str:
-        """The primitive by which it does more than compute, or nothing."""
+        """The primitive by which the program has a side effect (a callback); "" if it
+        has none."""
         callbacks = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
         return (
             callbacks[0] if callbacks else ("an effect" if self.closed.effects else "")
@@ -189,11 +198,14 @@ class TreeProgram:
 
 
 class ProgramPart:
-    """The part of a flat program that computes some of its variables from others.
+    """The equations of a flat program that are needed to compute some variables from
+    others.
 
     Args:
-        available: Variables that it is given; it looks at nothing before them.
-        makers: Those of the program, if they are known.
+        available: Variables whose values are given; the equations that compute these
+            are left out.
+        makers: The equation of each variable of the program (`TreeProgram.makers`), if
+            already known.
     """
 
     def __init__(
@@ -231,11 +243,11 @@ class ProgramPart:
         self._eqns.reverse()
         computed = {var for eqn, _ in self._eqns for var in eqn.outvars}
         self.missing = needed - computed
-        """Variables that nothing here gives: inputs that are not available."""
+        """Inputs of the program that the part needs and that are not available."""
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
-        """Returns the part as a program of these variables, without tracing it; None if
-        it has only some outputs of a branch."""
+        """Returns the part as a program that takes the variables ``inputs``, without
+        tracing it; None if it needs some outputs of a branch or loop, but not all."""
         for eqn, needs in self._eqns:
             if eqn.primitive.name in _INSIDE and not all(needs):
                 return None
@@ -254,7 +266,8 @@ class ProgramPart:
         return ClosedJaxpr(pruned, [self._consts[var] for var in constvars])
 
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
-        """Computes the wanted values from the available ones."""
+        """Computes the values of the wanted variables; ``known`` has the values of the
+        available ones."""
         env = {**self._consts, **known}
         for eqn, needs in self._eqns:
             outputs = _run_part(self._jaxpr, eqn, needs, env)
@@ -263,9 +276,9 @@ class ProgramPart:
 
 
 def form_of(closed: ClosedJaxpr) -> tuple[Any, ...]:
-    """Returns something hashable that is equal for two programs if they are the same
-    but for the names of their variables. What cannot be compared is equal to nothing.
-    """
+    """Returns a hashable value that is equal for two programs if they differ only in
+    the names of their variables. Programs with parameters that cannot be compared are
+    never equal."""
     jaxpr: Any = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     numbers = {var: number for number, var in enumerate(inputs)}
@@ -300,7 +313,8 @@ def comparable(value: Any) -> Any:
 
 
 def constant(value: Any) -> np.ndarray:
-    """Returns a constant of a program as an array of numpy; of a key its integers."""
+    """Returns a constant of a program as a numpy array; for a key of ``jax.random``,
+    its integers."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -308,7 +322,7 @@ def constant(value: Any) -> np.ndarray:
 
 
 def primitives(jaxpr: Any) -> Iterable[str]:
-    """Names all primitives, including those of inner programs."""
+    """Yields the names of all primitives of a program and of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         for parameter in jax.tree.leaves(list(eqn.params.values())):
@@ -318,8 +332,8 @@ def primitives(jaxpr: Any) -> Iterable[str]:
 
 
 def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Returns the jaxpr and constants of a call that runs once, if the equation is such
-    a call."""
+    """Returns the inner jaxpr and its constants, if the equation is a call that runs it
+    once; otherwise None."""
     if eqn.primitive.name not in _CALLS:
         return None
     # Both names occur, by the kind of the call.
@@ -427,12 +441,13 @@ def _branch(
 
 
 def _zeros(var: Any) -> Any:
-    """Zeros in place of what no output that is wanted depends on."""
+    """Returns zeros for a variable that no wanted output depends on."""
     return jnp.zeros(var.aval.shape, var.aval.dtype)
 
 
 def _through(eqn: Any, given: Sequence[int]) -> list[int]:
-    """Returns for each output of an equation the inputs that it depends on."""
+    """Returns, for each output of an equation, the set of inputs it depends on, as
+    bits; ``given`` has the sets of its operands."""
     call = inner_call(eqn)
     if call is not None:
         return _outputs(call[0], given)
@@ -478,8 +493,8 @@ def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
 
 
 def _is_scanned(outside: Any, inside: Any) -> bool:
-    """Returns whether the body of a scan gets slices of it: outside it has one more
-    axis."""
+    """Returns whether a scan passes slices of a variable to its body: then the variable
+    has one more axis outside than inside."""
     return bool(outside.aval.ndim > inside.aval.ndim)
 
 

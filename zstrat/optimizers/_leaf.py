@@ -1,8 +1,9 @@
-"""The update of one leaf of the tree of an optimizer, wherever that leaf is stored.
+"""The update of one leaf of the tree of an optimizer, in any number of rows.
 
-The leaf may be there in any number of rows: a part of a partitioned variable, or the
-rows that a step has gradients of. Then the whole tree is traced again in that size, and
-the leaf is cut out of that; `_rows` checks whether the result is the same.
+A process may hold any number of rows of a leaf: a part of a partitioned variable, or
+the rows for which a step has gradients. Then the whole tree is traced again with so
+many rows, and the update of the leaf is taken from that trace; `_rows` checks whether
+the result is the same.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ _OF_SEVERAL_UPDATES: Final = {
     "AccumulateAvgUpdatesState": "average_incrementally_updates",
     "PerElementMeanAndSumSqDiffGradsState": "an average of several gradients",
 }
-"""The states of optax that make one move of several updates, by the names of their
-classes, for those that are experimental are not in every version; and what has them."""
+"""The states of optax transformations that combine several updates into one change of
+the variables: class name to the function of optax. By name, because not every version
+of optax has the experimental ones."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One array that is kept beside a leaf. ``name`` is its path in the state, without
-    the path of the leaf: ``[0].mu``. ``rows``: its first axis is the leaf's own.
-    ``state`` is its number in the state of the tree."""
+    """One array of the state that is stored with a leaf. ``name`` is its path in the
+    state, without the path of the leaf: ``[0].mu``. ``rows``: whether its first axis is
+    that of the leaf. ``state`` is its number in the state of the tree."""
 
     name: str
     rows: bool
@@ -59,8 +61,8 @@ class LeafRule:
     """The update of one leaf of a tree: its slots, and its program for any number of
     rows.
 
-    ``leaf`` is its number. All but ``slots`` and ``init`` need a tree that is updated
-    leaf by leaf (`TreeRule.cut`).
+    ``leaf`` is the number of the leaf. All attributes but ``slots`` and ``init`` need a
+    tree that can be updated leaf by leaf (`TreeRule.cut`).
     """
 
     def __init__(self, tree: TreeRule, leaf: int) -> None:
@@ -72,7 +74,8 @@ class LeafRule:
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The arrays beside the leaf, in the order of `init` and `step`."""
+        """The arrays of the state that are stored with the leaf, in the order of `init`
+        and `step`."""
         numbers = self.tree.cut().slots[self.leaf].all
         about = self.tree.state()
         names = _distinct([self._name(n) for n in numbers])
@@ -89,17 +92,18 @@ class LeafRule:
 
     @functools.cached_property
     def has_rows(self) -> tuple[bool, ...]:
-        """Whether the first axis of each slot is the leaf's own."""
+        """For each slot, whether its first axis is that of the leaf."""
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
-        """Returns the shapes and dtypes of new slots for a leaf with ``size`` rows."""
+        """Returns the shapes and dtypes of the initial slots for a leaf with ``size``
+        rows."""
         about = self.tree.state(self._sizes(size))
         return [about[slot.state].kind for slot in self.slots]
 
     def steady_kinds(self, size: int | None = None) -> list[Shape]:
-        """Returns shapes and dtypes of slots that keep their dtypes from the first
-        update on."""
+        """Returns the shapes and dtypes of slots for a leaf with ``size`` rows, in the
+        dtypes that updates do not change."""
         kinds = self.kinds(size)
         known = self.tree.settled()
         if known is None:
@@ -109,13 +113,13 @@ class LeafRule:
 
     @functools.cached_property
     def begins_together(self) -> bool:
-        """Whether new slots are made of the values of other leaves, too."""
+        """Whether the initial slots depend on the values of other leaves, too."""
         return bool(self._together)
 
     @functools.cached_property
     def coupled_start(self) -> str:
-        """The slot that begins with something made of several leaves, and that an
-        update looks at; "" if there is none."""
+        """The name of the slot whose initial value depends on several leaves, and that
+        an update reads; "" if there is none."""
         # A measurement may begin with anything: no update looks at it.
         read = self.tree.read_state()
         return next((s.name for s in self._together if s.state in read), "")
@@ -130,8 +134,8 @@ class LeafRule:
         )
 
     def init(self, value: Any) -> list[Any]:
-        """Makes new slots beside a value. A slot that starts with a value of several
-        leaves and is used by no update (a measurement) is zero.
+        """Makes the initial slots for a value. A slot whose initial value depends on
+        several leaves, and that no update reads (a measurement), is zero.
 
         Raises:
             ValueError: There is a `coupled_start`.
@@ -152,8 +156,8 @@ class LeafRule:
         ]
 
     def _begun(self, size: int | None) -> tuple[Any, ProgramPart]:
-        """Returns the part of the program of new slots that makes those of this leaf
-        alone, and its input."""
+        """Returns the variable that is the value of this leaf, and the part of the
+        program that computes the slots that depend on this leaf alone."""
         program = self.tree.init(self._sizes(size))
         source = program.inputs[1][self.leaf]
         alone = [slot for slot in self.slots if slot not in self._together]
@@ -163,18 +167,20 @@ class LeafRule:
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        """Returns the new value and new slots.
+        """Returns the new value and new slots after one update.
 
         Args:
-            gradient: Of the value's shape.
-            operands: Those of the whole tree that this leaf takes, see `TreeCut.uses`.
+            gradient: Has the value's shape.
+            operands: The operands of the tree that the update of this leaf takes, see
+                `TreeCut.uses`.
         """
         size = value.shape[0] if value.shape else None
         leaf_step = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
         return leaf_step.run(value, slots, gradient, operands)
 
     def program(self, size: int | None, dtypes: tuple[Any, ...] | None = None) -> Any:
-        """Returns `step` as a program of jax: value, slots, gradient, operands."""
+        """Returns `step` as a jaxpr, which takes value, slots, gradient and
+        operands."""
         kinds = self.kinds(size)
         dtypes = tuple([np.dtype(x.dtype) for x in kinds]) if dtypes is None else dtypes
         if (size, dtypes) not in self._closed:
@@ -183,18 +189,21 @@ class LeafRule:
 
     @functools.cached_property
     def uses(self) -> tuple[int, ...]:
-        """The numbers of the operands of the tree that it takes."""
+        """The numbers of the operands of the tree that the update of this leaf
+        takes."""
         return self.tree.cut().uses[self.leaf]
 
     @functools.cached_property
     def row_dependence(self) -> str:
-        """Why its rows cannot be moved one by one; "" if they can be."""
+        """Why the rows of the leaf cannot be updated one by one; "" if they can be."""
         return self._of_all_alike("rows", lambda: _dependence_on_rows(self))
 
     @functools.cached_property
     def several_updates(self) -> str:
-        """The transformation that makes one move of several updates: a row that one of
-        them does not name would be moved by a part of that. "" if there is none."""
+        """The transformation that combines several updates into one change; "" if the
+        optimizer has no such transformation. It excludes updates of single rows: a
+        row that occurs in only some of these updates would get only a part of the
+        change."""
         state = self.tree.state_of()
         numbered = state.treedef.unflatten(range(len(state.leaves)))
         numbers = {slot.state for slot in self.slots if slot.rows}
@@ -208,8 +217,8 @@ class LeafRule:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """A digest that is equal for leaves with one update rule, of any number of rows
-        if they are updated row by row. For this process alone."""
+        """A digest that is equal for leaves with the same update rule: of any number of
+        rows if they are updated row by row. Valid in this process only."""
         return self._of_all_alike("digest", self._digest)
 
     def _digest(self) -> bytes:
@@ -226,14 +235,14 @@ class LeafRule:
         return digest.digest()
 
     def _of_all_alike(self, what: str, find: Callable[[], T]) -> T:
-        """Finds something out once for all leaves that are moved alike: a tree has
-        hundreds of them, and a trace of each is what takes long."""
+        """Caches ``find()`` under ``what`` for all leaves that are updated alike
+        (`_likeness`): a tree has hundreds of them, and tracing each would take long."""
         return self.tree.remembered((what, self._likeness), find)
 
     @functools.cached_property
     def _likeness(self) -> Any:
-        """Equal for leaves of one tree whose updates, and whose new slots, are made by
-        equal programs, in their own size and in another one."""
+        """A key that is equal for leaves of one tree if equal programs make their
+        updates and their initial slots, in their own size and in another one."""
         read, together = self.tree.read_state(), self._together
         slots = [(s.name, s.rows, s.state in read, s in together) for s in self.slots]
         form: list[Any] = [self.kind, self.gradient, self.uses, tuple(slots)]
@@ -253,7 +262,7 @@ class LeafRule:
         return tuple(form)
 
     def initial(self, size: int | None) -> Any:
-        """Returns `init` as a program of jax."""
+        """Returns `init` as a jaxpr, for ``size`` rows."""
         kind = self.tree.values_at(self._sizes(size))[self.leaf]
         with self.tree.precision():
             return jax.make_jaxpr(self.init)(kind)
@@ -273,8 +282,8 @@ class LeafRule:
         return self._steps[key]
 
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Returns the dtypes of the whole state in which the slots of this leaf have
-        these."""
+        """Returns dtypes for the whole state of the tree, in which the slots of this
+        leaf have ``dtypes``."""
         # A state may change its dtypes with the first updates: this tries each of them.
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
@@ -292,7 +301,7 @@ class LeafRule:
         return tuple(of_state)
 
     def _name(self, state: int) -> str:
-        """Returns the path of a leaf of the state, without that of the leaf of the
+        """Returns the path of a leaf of the state, without the path of the leaf of the
         tree."""
         leaf, name = self.tree.place(state)
         about = self.tree.state()[state]
@@ -300,7 +309,8 @@ class LeafRule:
         return name if leaf in (None, self.leaf) else keystr(about.path)
 
     def _grown(self) -> Sequence[StateLeaf] | None:
-        """Returns the state of a tree whose leaves have one more row."""
+        """Returns the state of a tree whose leaves have one row more; None if the leaf
+        is a scalar, or the optimizer fails on that tree."""
         if not self.kind.shape:
             return None
         try:
@@ -327,16 +337,18 @@ def _maker_of(node: Any) -> str:
 
 
 def leaf_rule(tree: TreeRule, leaf: int) -> LeafRule:
-    """Returns the rule of one leaf of a tree; makes it once."""
+    """Returns the update rule of one leaf of a tree; cached."""
     return tree.remembered(("leaf", leaf), lambda: LeafRule(tree, leaf))
 
 
 def cut_for_rows(tree: TreeRule) -> TreeRule:
-    """Does the same, traced and cut. If that is the only way to update rows of some
-    leaf one by one, everything that depends on gradients alone is computed before.
+    """Returns a rule for the same tree, traced and cut into updates of leaves. If some
+    leaf can be updated row by row only with ``early`` operands (scalars that depend on
+    one gradient alone), the rule has these.
 
-    It is decided by the tree, not by what a call brings, so that all that apply
-    gradients to it decide alike; once, as each call outside of steps asks for it.
+    The result depends on the tree, not on the gradients of a call, so that all
+    processes which apply gradients to the tree decide alike. It is cached, because each
+    call outside of steps needs it.
     """
     return tree.remembered(("for rows",), lambda: _cut_for_rows(tree))
 
@@ -363,7 +375,7 @@ def _operands(tree: TreeRule, leaf: int) -> set[Any]:
 
 
 class _Step:
-    """The part of one program that moves one leaf."""
+    """The part of one program that updates one leaf."""
 
     def __init__(self, rule: LeafRule, cut: TreeCut) -> None:
         leaf, program = rule.leaf, cut.program
@@ -465,7 +477,7 @@ def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Numbers the names where several are equal."""
+    """Appends numbers to names that occur several times."""
     seen: dict[str, int] = {}
     result = []
     for name in names:

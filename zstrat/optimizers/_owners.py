@@ -1,7 +1,7 @@
-"""To which leaf of the tree each array of the state belongs.
+"""Finds the leaf of the tree to which each array of the state belongs.
 
 An array of the state belongs to one leaf of the tree, or has no owner. Law of owners:
-the place of the array in the state, and its use in the program, decide about the owner;
+the path of the array in the state, and its use in the program, decide about the owner;
 never its shape.
 """
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateOwner:
-    """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
-    path of that leaf begins in its own path; None if it is not in there."""
+    """The leaf of the tree that a leaf of the state belongs to. ``start`` is the index
+    at which the path of that leaf begins in the path of the leaf of the state; None if
+    that path does not contain it."""
 
     leaf: int
     start: int | None
@@ -38,11 +39,12 @@ def owners_in(
     """Returns the owner of each leaf of the state; ``update`` returns the program of
     the tree.
 
-    Where the state has a subtree of the tree's structure (moments do), its leaves
-    belong to those of the tree; any other belongs to the one leaf that it has to do
-    with, at least but for gradients: those of others may come as an operand. A count
-    that is where a leaf of such a subtree would is assigned by what looks at it: it is
-    made of no gradient, and several leaves are moved with it.
+    Where the state has a subtree of the tree's structure (moments do), each leaf of the
+    subtree belongs to the leaf of the tree with its path. Any other leaf of the state
+    belongs to the one leaf of the tree that it depends on or that is updated from it;
+    gradients of other leaves do not count, as they may come as an operand. A count that
+    has the path of a leaf, but depends on no gradient and is used to update several
+    leaves, has no owner.
     """
     leaves, count = len(structure), len(state.leaves)
     places = places_in(structure, state)
@@ -70,8 +72,8 @@ def owners_in(
 def _inherit(
     program: TreeProgram, owners: list[StateOwner | None], idle: list[int]
 ) -> None:
-    """Gives owners to what is advanced by the state of one leaf alone, as the updates
-    that an accumulator counts are by its count of gradients."""
+    """Gives owners to leaves of the state that are advanced from the state of one leaf
+    alone: an accumulator's count of updates is advanced from its count of gradients."""
     leaves, _, states, _ = program.counts
     for _, number in itertools.product(idle, idle):  # one may be advanced by another
         advances = mask_of(program.mask, program.outputs[leaves + number])
@@ -82,7 +84,8 @@ def _inherit(
 
 
 def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
-    """Finds the leaves of the state that are in copies of the structure of the tree."""
+    """Finds the leaves of the state that are in copies of the structure of the tree,
+    and the leaf of the tree that each belongs to."""
     numbered = state.treedef.unflatten(list(range(len(state.leaves))))
     result: dict[int, StateOwner] = {}
     _match(structure.treedef, numbered, 0, result)
@@ -90,7 +93,8 @@ def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOw
 
 
 def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:
-    """Finds the innermost subtrees of a structure among numbered leaves."""
+    """Finds the innermost subtrees with a given structure in a tree of numbered leaves,
+    and adds their leaves to ``found``. Returns whether there are any."""
     if isinstance(node, int):
         return False
     children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
@@ -110,8 +114,9 @@ def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) ->
 
 
 def _touched(program: TreeProgram) -> list[tuple[set[int], set[int], set[int]]]:
-    """Returns for each leaf of the state the leaves of the tree whose gradient or value
-    it depends on, those whose value, and those whose new value depends on it."""
+    """Returns, for each leaf of the state, three sets of leaves of the tree: those
+    whose gradient or value it depends on, those whose value it depends on, and those
+    whose new value depends on it."""
     leaves, _, states, _ = program.counts
     made: list[set[int]] = [set() for _ in range(states)]
     valued: list[set[int]] = [set() for _ in range(states)]
@@ -130,5 +135,6 @@ def _touched(program: TreeProgram) -> list[tuple[set[int], set[int], set[int]]]:
 
 
 def leaves_in(mask: int, leaves: int) -> set[int]:
-    """Returns the leaves of the tree whose gradient or value is in a set of inputs."""
+    """Returns the leaves of the tree whose gradient or value is in the set of inputs
+    ``mask``."""
     return set(bits_of((mask | mask >> leaves) & ((1 << leaves) - 1)))

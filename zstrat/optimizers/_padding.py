@@ -1,10 +1,10 @@
 """Checks whether rows of zeros change what an optimizer computes from several
 gradients.
 
-A step has gradients of some rows of a table. Those of one row are summed first, so
-there are fewer rows than were looked up; but shapes are fixed in a step, so that the
-rest is filled with zeros. They do not change a sum of squares, but they would change a
-mean of rows.
+A step has gradients of some rows of a table. Gradients of the same row are summed
+first, so there are fewer rows than were looked up; but shapes are fixed in a step, so
+the remaining rows are filled with zeros. Rows of zeros do not change a sum of squares,
+but they would change a mean of rows.
 
 Law of the file: an equation without a rule is refused.
 """
@@ -34,11 +34,11 @@ _KEEP: Final = frozenset(
         "expand_dims", "transpose", "rev", "slice", "reduce_precision",
     }
 )  # fmt: skip
-"""Primitives that map zeros to zeros."""
+"""Primitives that return zeros where their operand is zero."""
 _BOTH: Final = frozenset({"add", "sub", "max", "min", "and", "or", "xor", "add_any"})
-"""Primitives that map zeros and zeros to zeros."""
+"""Primitives that return zeros where both operands are zero."""
 _EITHER: Final = frozenset({"mul", "and"})
-"""Primitives that map zeros and anything to zeros."""
+"""Primitives that return zeros where either operand is zero."""
 _SUMS: Final = frozenset({"reduce_sum", "reduce_or", "reduce_xor"})
 
 _FREE: Final = "no rows"
@@ -46,13 +46,13 @@ _NULL: Final = "zero everywhere"
 _ZERO: Final = "zeros"
 _TRUE: Final = "true"
 _SIZE: Final = "size"
-"""Positive or zero, and zeros where there is no row."""
+"""Marks a value that is positive or zero, and zero in padded rows."""
 _ANY: Final = "unknown"
 
 
 def dependence_on_padding(tree: TreeRule, leaf: int) -> str:
-    """Returns why rows of zeros after the rows of gradients would change the result; ""
-    if they would not. Found out once for each leaf."""
+    """Returns why rows of zeros after the rows of gradients would change the update of
+    a leaf; "" if they would not. Cached for each leaf."""
     return tree.remembered(("padding", leaf), lambda: _dependence(tree, leaf))
 
 
@@ -141,8 +141,8 @@ def _made(eqn: Any, given: Sequence[str]) -> str:
 
 
 def _keeps_rows(eqn: Any) -> bool:
-    """Returns whether the rows, if they are the first axis, are so in the result, in
-    the same order."""
+    """Returns whether an equation keeps the rows: if they are the first axis of an
+    operand, they are the first axis of the result, in the same order."""
     name = eqn.primitive.name
     if name == "rev":
         return 0 not in eqn.params["dimensions"]
@@ -160,7 +160,8 @@ _GROWING: Final = frozenset(
 
 
 def _reduced(eqn: Any, about: set[str]) -> str:
-    """Judges a reduction: over the rows, or within each row, which leaves the rows."""
+    """Returns what is known about the padded rows in the result of a reduction, which
+    is over the rows or within each row."""
     name = eqn.primitive.name
     if not name.startswith("reduce_") or name == "reduce_precision":
         return _ANY

@@ -1,12 +1,12 @@
-"""Checks whether a program combines rows, or depends on their number.
+"""Checks whether a program combines rows, or depends on the number of rows.
 
-Only if it does neither, a parameter server may apply an optimizer to a part of a
-variable, or to some rows. The program that updates a leaf has to meet two conditions:
+Only if the program does neither, a parameter server may apply an optimizer to a part of
+a variable, or to some rows. The program that updates a leaf has to meet two conditions:
 
-- traced in another number of rows it is the same program but for that number, so that
-  nothing was decided, and nothing computed, from the size;
-- no equation in it combines rows: each is known to act along the first axis element by
-  element. An unknown equation counts as one that combines them.
+- traced with another number of rows, the program is the same but for that number, so
+  nothing in it was decided or computed from the size;
+- no equation in it combines rows: each equation is known to act along the first axis
+  element by element. An unknown equation counts as one that combines rows.
 
 Law of the file: an equation without a rule is refused.
 """
@@ -51,11 +51,12 @@ _CUMULATIVE: Final = frozenset(
 
 
 ROWS: Final = 17
-"""In how many rows leaves are compared: hardly any other axis is as long."""
+"""The number of rows with which leaves are traced to compare their programs: hardly any
+other axis has this length."""
 
 
 class RowsTogether(Exception):
-    """An equation combines rows; names it."""
+    """Raised for an equation that combines rows; names the equation."""
 
 
 def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:
@@ -107,7 +108,8 @@ def _floats(literal: Any) -> bool:
 
 
 def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
-    """Returns whether parameters are equal except for the number of rows."""
+    """Returns whether parameters of two equations are equal, if ``rows`` in the first
+    counts as equal to ``other`` in the second."""
     if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
         return same_but_for(one, two, rows, other)
     # Before integers, because True is one.
@@ -134,11 +136,14 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
 
 
 FREE: Final = -1
-"""Marks a variable that does not depend on rows: the same for each of them."""
+"""Stands in place of the axis of rows for a variable that has the same value for all
+rows."""
 
 
 def axes_of_rows(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
-    """Returns which axes of each output are the rows."""
+    """Returns, for each output of a program, the number of its axis that is the rows;
+    `FREE` if it has none. ``given`` has these numbers for the inputs. Raises
+    `RowsTogether` if an equation combines rows."""
     axes: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
         axes.update(zip(eqn.outvars, _through(eqn, axes, rows), strict=True))
@@ -178,8 +183,8 @@ def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
 
 
 def _require_uniform(eqn: Any, rows: int) -> None:
-    """Checks a value that depends on no row. It may have as many elements as there are
-    rows, if they are all equal."""
+    """Checks a value that depends on no row. The value may have as many elements as
+    there are rows, if they are all equal."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     shape = getattr(out, "shape", ())
     if name in ELEMENTWISE or name == "broadcast_in_dim":

@@ -1,9 +1,9 @@
 """The state of a transformation on a tree, as a flat list of arrays.
 
-Keys of ``jax.random`` are kept as the integers that they are made of. A transformation
-whose first update adds leaves to its state (``optax.monitor`` has no measurements yet)
-has them from the start here, zeros at first; that is only done where the update is the
-same program with them as without.
+Keys of ``jax.random`` are kept as integers (``jax.random.key_data``). If the first
+update of a transformation adds leaves to its state (as ``optax.monitor`` adds
+measurements), the initial state has these leaves here, as zeros. This is done only if
+the update is the same program with these leaves as without them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """One array of the state: where it is in it, what it looks like, and of which
-    implementation of ``jax.random`` it is the key, if it is one. ``is_added``: by the
-    first update."""
+    """One array of the state: its path, its shape and dtype, and for a key of
+    ``jax.random`` the implementation (None for other arrays). ``is_added``: the first
+    update adds it."""
 
     path: Path
     kind: Shape
@@ -47,26 +47,26 @@ class StateLeaf:
 
 @dataclass(frozen=True)
 class StateOfTree:
-    """The shapes and dtypes of the state of a tree."""
+    """The shapes and dtypes of the state of a tree, and its structure."""
 
     leaves: list[StateLeaf]
     treedef: Any
 
     def unflattened(self, arrays: Sequence[Any]) -> Any:
-        """Builds the state in the structure of optax from its leaves."""
+        """Builds a state in the structure of optax from its arrays."""
         pairs = zip(arrays, self.leaves, strict=True)
         return self.treedef.unflatten([_wrapped(x, about.random) for x, about in pairs])
 
     def with_lists(self, arrays: Sequence[Any]) -> Any:
-        """Does as `unflattened`, with lists in place of `Pairs`."""
+        """Builds a state as `unflattened` does, with lists in place of `Pairs`."""
         return Pairs.as_lists(self.unflattened(arrays))
 
     def flattened(self, state: Any) -> list[Any]:
-        """Returns the leaves of a state in the structure of optax, with `Pairs` or
-        lists in their place.
+        """Returns the leaves of a state that has the structure of optax, with `Pairs`
+        or with lists in place of `Pairs`.
 
         Raises:
-            ValueError: It has another structure.
+            ValueError: The state has another structure.
         """
         leaves, treedef = jax.tree.flatten(state)
         # A user who has read the state got lists in place of pairs, and may assign
@@ -79,8 +79,8 @@ class StateOfTree:
 
 
 def state_classes(transformation: Any) -> dict[str, str]:
-    """Returns the class of the state that has an array as one of its fields, by the
-    path of the array in the state of a single leaf; nothing for a transformation that
+    """Returns, by the path of an array in the state of a single leaf, the name of the
+    class of the state that has the array as a field; empty for a transformation that
     needs a tree."""
     try:
         # As the update is traced (`precision`), whatever the user has set.
@@ -98,7 +98,8 @@ def state_classes(transformation: Any) -> dict[str, str]:
 
 
 def _child(node: Any, path: Path) -> Any:
-    """Returns the child of a node; None if a node on the way hides its children."""
+    """Returns the descendant of a node at a path; None if a node on the path hides its
+    children."""
     for key in path:
         match key:
             case GetAttrKey(name=name):
@@ -115,7 +116,8 @@ class StateGrowsError(Exception):
 
 
 def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
-    """Returns the shapes and dtypes of a new state, for a tree of these sizes."""
+    """Returns the shapes and dtypes of a new state, for a tree whose leaves have these
+    sizes."""
     at_first = _state_of(tree.initial, tree.values_at(sizes))
     if not tree.grows:
         return at_first
@@ -130,8 +132,8 @@ def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
 def initial_of(
     tree: TreeTransformation, about: Sequence[StateLeaf]
 ) -> Callable[..., list[Any]]:
-    """Makes ``values -> state``, whose leaves have the shapes and dtypes of
-    ``about``."""
+    """Returns a function from values to a new state, whose leaves have the shapes and
+    dtypes of ``about``."""
 
     def initial(*values: Any) -> list[Any]:
         leaves = iter(jax.tree.leaves(tree.initial(*values)))
@@ -142,11 +144,11 @@ def initial_of(
 
 
 def require_same(tree: TreeTransformation, before: Any, after: Any) -> None:
-    """Refuses the state after an update if it has another structure, or other shapes.
+    """Compares the state ``after`` an update with the one ``before``.
 
     Raises:
-        StateGrowsError: It has leaves that were not there before.
-        TypeError: It has another structure, or other shapes.
+        StateGrowsError: The new state has added leaves.
+        TypeError: The new state has another structure, or other shapes.
     """
     old: Any = jax.tree.structure(before)
     new: Any = jax.tree.structure(after)
@@ -176,14 +178,15 @@ def _require_same_shapes(tree: TreeTransformation, before: Any, after: Any) -> N
 def require_unread(
     tree: TreeTransformation, program: TreeProgram, about: Sequence[StateLeaf]
 ) -> None:
-    """Refuses an update that is another program without the leaves that it adds.
+    """Refuses an update that reads the leaves which its first call adds to the state,
+    so that it is another program without them.
 
     Args:
-        program: The update with them.
+        program: The update of a state that has the added leaves.
         about: The leaves of the state that it takes.
 
     Raises:
-        TypeError: It is another one.
+        TypeError: The update of a state without the added leaves is another program.
     """
     with tree.precision():
         at_first = _state_of(tree.initial, tree.values_at(None))
@@ -207,7 +210,7 @@ def require_unread(
 
 
 def unwrapped(leaf: Any) -> Any:
-    """Returns an array as it is, and a key as its integers."""
+    """Returns an array unchanged, and a key of ``jax.random`` as its integers."""
     leaf = jnp.asarray(leaf)
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
@@ -215,8 +218,8 @@ def unwrapped(leaf: Any) -> Any:
 def _first_update(
     tree: TreeTransformation, state: StateOfTree, sizes: Sizes | None
 ) -> tuple[Callable[..., tuple[Any, Any]], list[Shape]]:
-    """Returns the update of a state as ``init`` makes it, with the shapes of its
-    arguments."""
+    """Returns the update of a state as ``init`` makes it, as a function of arrays, and
+    the shapes of its arguments."""
     values, kinds = tree.values_at(sizes), [leaf.kind for leaf in state.leaves]
     gradients = tree.gradients_at(sizes)
     count = len(values)
@@ -230,7 +233,7 @@ def _first_update(
 
 
 def _state_of(function: Callable[..., Any], arguments: Sequence[Shape]) -> StateOfTree:
-    """Returns the shape of the result of a function that returns a state."""
+    """Returns the shapes, dtypes and structure of the state that a function returns."""
     seen: list[Any] = []
 
     def run(*given: Any) -> list[Any]:

@@ -1,13 +1,12 @@
-"""The structure of the tree that an optimizer sees, and the part of it that can be
-sent.
+"""The structure of the tree that an optimizer updates, and its encoding as plain data.
 
-Paths, labels and masks depend on the place of a leaf, so a parameter server traces an
-optimizer on a tree of the same structure. Code comes from a coordinator alone; a worker
-sends the structure as plain data: dicts, lists and tuples as they are, any other
-container as a `Mirror` of the same keys.
+Paths, labels and masks depend on where a leaf is in the tree, so a parameter server
+traces an optimizer on a tree of the same structure. Only a coordinator may send code; a
+worker sends the structure as plain data: dicts, lists and tuples as they are, any other
+container as a `Mirror` with the same keys.
 
-A list of ``(gradient, variable)`` pairs has no paths. Its keys raise an error that says
-so.
+The leaves of a list of ``(gradient, variable)`` pairs have no paths. An optimizer that
+reads their keys gets an error that says so.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
 Path = tuple[Any, ...]
-"""Keys of jax, from the root to a leaf."""
+"""The path of a leaf: keys of jax (``DictKey``, ``SequenceKey``, ...), from the root to
+the leaf."""
 
 
 @final
 class TreeStructure:
-    """A pytree without its leaves, and the path of each of them."""
+    """The structure of a pytree, and the path of each of its leaves."""
 
     def __init__(self, treedef: Any) -> None:
         self.treedef = treedef
@@ -59,16 +59,17 @@ class TreeStructure:
 
     @staticmethod
     def of(tree: Any) -> TreeStructure:
-        """Returns the structure of a pytree, with the leaves of jax."""
+        """Returns the structure of a pytree. Leaves are what jax takes for leaves."""
         return TreeStructure(jax.tree.structure(tree))
 
     @staticmethod
     def of_pairs(names: Sequence[str]) -> TreeStructure:
-        """Returns the structure of a list without paths; ``names`` are for errors."""
+        """Returns the structure of a list whose elements have no paths; ``names`` are
+        those of the elements in errors."""
         return TreeStructure(jax.tree.structure(Pairs(range(len(names)), names)))
 
     def words(self, leaf: int) -> str:
-        """Names a leaf in messages: its path, or nothing if it has none."""
+        """Returns the name of a leaf for messages: its path, or "" if it has none."""
         path = self.paths[leaf]
         if any(isinstance(key, Unnamed) for key in path):
             return ""
@@ -84,21 +85,21 @@ class TreeStructure:
         """Rebuilds a structure from the data of `plain`.
 
         Raises:
-            InvalidArgumentError: It is not a structure.
+            InvalidArgumentError: The data does not describe a structure.
         """
         return TreeStructure(jax.tree.structure(_built(plain, depth=0)))
 
     @property
     def is_plain(self) -> bool:
-        """Whether `from_plain` rebuilds exactly this tree, without a `Mirror`
-        in place of a container of another class."""
+        """Whether `from_plain` rebuilds exactly this structure, without a `Mirror` in
+        place of a container of another class."""
         return TreeStructure.from_plain(self.plain()) == self
 
 
 @final
 class Unnamed:
-    """The key of an element of a list that has no paths. Whatever is asked of it, the
-    answer is an error that says what to do."""
+    """The key of an element of a list whose elements have no paths. Reading an
+    attribute, the text or equality of the key raises an error that says what to do."""
 
     __slots__ = ("_number", "_who")
 
@@ -139,8 +140,8 @@ class Unnamed:
 
 
 def _asks_jax_itself() -> bool:
-    """Returns whether jax itself, not an optimizer through its functions of trees
-    (``keystr``), reads the text of a key."""
+    """Returns whether jax itself reads the text of a key; False if an optimizer does,
+    through jax's functions of trees (``keystr``)."""
     # Frame 0 is this function, 1 is `__str__`.
     frame = sys._getframe(2)
     while frame is not None:
@@ -155,14 +156,14 @@ def _asks_jax_itself() -> bool:
 
 @final
 class Pairs:
-    """A list whose elements have no paths."""
+    """A list whose elements have no paths: (gradient, variable) pairs."""
 
     def __init__(self, values: Iterable[Any], names: Sequence[str]) -> None:
         self.values, self.names = tuple(values), tuple(names)
 
     @staticmethod
     def as_lists(tree: Any) -> Any:
-        """Replaces lists without paths in a pytree by lists."""
+        """Replaces each `Pairs` in a pytree by a list."""
 
         def found(node: Any) -> bool:
             return isinstance(node, Pairs)
@@ -190,7 +191,7 @@ register_pytree_with_keys(
 
 @final
 class Mirror:
-    """A container of a class that is known elsewhere, with the same keys."""
+    """A container with the keys of one whose class only another process knows."""
 
     def __init__(self, keys: Sequence[Any], values: Iterable[Any]) -> None:
         self.keys, self.values = tuple(keys), tuple(values)
@@ -204,7 +205,8 @@ register_pytree_with_keys(
 )
 
 _DEPTH = 256
-"""Deeper than any tree of parameters; what travels is not trusted."""
+"""The most levels of a structure that is decoded, more than any tree of parameters has:
+received data is not trusted."""
 
 
 def _plain(node: Any) -> PlainTree:

@@ -1,4 +1,4 @@
-"""An optax transformation and the tree that it is for, called as optax calls it.
+"""An optax transformation and the tree that it updates, called as optax calls it.
 
 Nothing is traced or cached here: `zstrat.optimizers._tree` does that.
 """
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 Shape = jax.ShapeDtypeStruct
 Sizes = tuple[int | None, ...]
-"""For each leaf the length of its first axis, None for its own."""
+"""For each leaf the length of its first axis; None for the length that the leaf has."""
 
 
 def checked(transformation: Any, name: str = "Optimizer") -> Any:
-    """Returns the optax transformation itself: of an object that makes one, the one
-    that it makes. ``name``: of the optimizer.
+    """Returns the optax transformation in ``transformation``: the argument, or what it
+    makes if it is an object that makes one. ``name`` is that of the optimizer in
+    errors.
 
     Raises:
-        TypeError: It is not a transformation.
+        TypeError: Neither the argument nor what it makes is a transformation.
     """
     # Such as `optax.MultiSteps`, which is not itself a pair of functions.
     make = getattr(transformation, "gradient_transformation", None)
@@ -43,14 +44,14 @@ def checked(transformation: Any, name: str = "Optimizer") -> Any:
 
 
 def takes_extras(transformation: Any) -> bool:
-    """Returns whether its update may take further arguments."""
+    """Returns whether the transformation's ``update`` may take further arguments."""
     return isinstance(transformation, optax.GradientTransformationExtraArgs)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """Further arguments of ``update``: a pytree of arrays by name, and others as
-    they are."""
+    """Further arguments of ``update``, by name: pytrees of arrays, and other objects,
+    which are passed unchanged."""
 
     treedef: Any
     kinds: tuple[Shape, ...]
@@ -68,11 +69,12 @@ class Extras:
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """The settings of jax for random numbers, for optimizers that draw some.
+    """The settings of jax for random numbers, for optimizers that draw random numbers.
 
-    ``kind`` of keys, and whether arrays of them may be drawn in parts: as jax's
-    settings ``jax_default_prng_impl`` and ``jax_threefry_partitionable``. The defaults
-    of jax leave it to the process, which its environment may have set.
+    ``kind`` of keys, and whether arrays of random numbers may be drawn in parts: jax's
+    settings ``jax_default_prng_impl`` and ``jax_threefry_partitionable``. If both have
+    jax's defaults, the process that runs the optimizer uses its own settings, which its
+    environment may have changed.
     """
 
     kind: str = "threefry2x32"
@@ -80,7 +82,7 @@ class RandomNumbers:
 
     @staticmethod
     def of_this_thread() -> RandomNumbers:
-        """Returns what the program has set, by ``jax.config.update`` or in a
+        """Returns the settings of this thread, made by ``jax.config.update`` or in a
         ``with``."""
         config: Any = jax.config
         return RandomNumbers(
@@ -89,11 +91,11 @@ class RandomNumbers:
 
     @property
     def is_set(self) -> bool:
-        """Whether they differ from the defaults of jax."""
+        """Whether the settings differ from the defaults of jax."""
         return self.kind != RandomNumbers.kind or not self.is_partitionable
 
     def enter(self, entered: contextlib.ExitStack) -> None:
-        """Sets them until the stack is closed."""
+        """Applies the settings until the stack ``entered`` is closed."""
         if self.kind != RandomNumbers.kind:
             entered.enter_context(jax.default_prng_impl(self.kind))
         if not self.is_partitionable:
@@ -102,16 +104,18 @@ class RandomNumbers:
 
 @dataclass(frozen=True, eq=False)
 class TreeTransformation:
-    """A transformation, the structure of its tree, and what its leaves look like.
+    """A transformation, the structure of its tree, and the shapes and dtypes of its
+    leaves.
 
-    ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
-    ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
-    what is made of one gradient alone, as its norm, is an operand, too, so that the
-    rows of that leaf can be moved one by one. ``grows``: its first update adds leaves
-    to its state, as ``optax.monitor`` does, and it has them from the start here, zeros
-    at first. ``examples``: for how many examples there is a gradient of each leaf,
-    along an axis before its own; 0 for one gradient of its shape. Empty: 0 for all.
-    ``random``: how it draws random numbers.
+    ``kinds`` has shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
+    ``wide``: the transformation is traced with 64 bits enabled, whatever the process
+    uses. ``early``: scalars that depend on one gradient alone, as its norm, are
+    operands, too, so that the rows of that leaf can be updated one by one. ``grows``:
+    the first update adds leaves to the state, as that of ``optax.monitor`` does; here
+    the initial state has these leaves, as zeros. ``examples``: for each leaf, the
+    number of examples for which its gradient has an entry along an additional first
+    axis; 0 for a gradient of the leaf's shape. Empty: 0 for all. ``random``: how the
+    transformation draws random numbers.
     """
 
     name: str
@@ -133,7 +137,8 @@ class TreeTransformation:
         before: Any,
         extras: Sequence[Any],
     ) -> tuple[Any, Any]:
-        """Returns new values and new state, as optax does."""
+        """Applies one update; returns new values and the new state, in the structure of
+        optax."""
         unflatten = self.structure.treedef.unflatten
         params, further = unflatten(list(values)), self.extras.arguments(extras)
         given = unflatten(list(gradients))
@@ -141,15 +146,16 @@ class TreeTransformation:
         return optax.apply_updates(params, updates), after
 
     def initial(self, *values: Any) -> Any:
-        """Returns a new state, as optax does."""
+        """Returns a new state, in the structure of optax."""
         return self.transformation.init(self.structure.treedef.unflatten(list(values)))
 
     def fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
-        """Checks that new values fit the old ``values`` that they replace; returns
-        their leaves.
+        """Checks that the pytree ``moved`` of new values has the structure and shapes
+        of the old ``values``; returns its leaves.
 
         Raises:
-            InvalidArgumentError: They have another structure, or other shapes.
+            InvalidArgumentError: The new values have another structure, or other
+                shapes.
         """
         result, treedef = jax.tree.flatten(moved)
         if treedef != self.structure.treedef:
@@ -179,9 +185,9 @@ class TreeTransformation:
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """Sets the precision for tracing and running: 64 bits if the transformation has
-        some, and jax's own rules of dtypes, which optax is written for, whatever the
-        user has set."""
+        """Sets jax up for tracing and running the transformation: as `arithmetic`, and
+        with jax's standard promotion of dtypes and ranks, which optax is written for,
+        whatever the user has set."""
         # The user may have set stricter ones, which optax is not written for.
         with (
             jax.numpy_dtype_promotion("standard"),
@@ -191,9 +197,10 @@ class TreeTransformation:
             yield
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the context in which its programs are compiled and called: with 64 bits
-        if it has some, as jax would take a float64 variable and give back a float32
-        one, and with the random numbers that it draws where it was made."""
+        """Returns the context in which programs of the transformation are compiled and
+        called: with 64 bits enabled if any dtype has 64 bits, as jax would otherwise
+        return float32 for a float64 variable; and with the settings of random numbers
+        of the process that made the optimizer."""
         if not (self.wide or self.random.is_set):
             # At each update, so not even a stack is made.
             return contextlib.nullcontext()
@@ -204,7 +211,8 @@ class TreeTransformation:
         return entered
 
     def values_at(self, sizes: Sizes | None) -> list[Shape]:
-        """Returns shapes and dtypes of the leaves, in these sizes."""
+        """Returns shapes and dtypes of the leaves, with the given lengths of first
+        axes."""
         if sizes is None:
             return list(self.kinds)
         return [
@@ -213,7 +221,8 @@ class TreeTransformation:
         ]
 
     def gradients_at(self, sizes: Sizes | None) -> list[Shape]:
-        """Returns shapes and dtypes of the gradients, in these sizes."""
+        """Returns shapes and dtypes of the gradients, with the given lengths of first
+        axes."""
         counts = self.examples or (0,) * len(self.kinds)
         return [
             shaped((count, *kind.shape) if count else kind.shape, dtype)
@@ -223,12 +232,12 @@ class TreeTransformation:
         ]
 
     def sizes(self, size: int) -> Sizes:
-        """Returns the sizes of all leaves that have rows, with this number of rows."""
+        """Returns `Sizes` that give each leaf that is not a scalar ``size`` rows."""
         return tuple([size if kind.shape else None for kind in self.kinds])
 
 
 def shaped(dims: Sequence[int], dtype: Any) -> Shape:
-    """Makes an array without a value."""
+    """Returns the shape and dtype of an array, without a value."""
     made: Any = jax.ShapeDtypeStruct  # untyped
     result: Shape = made(tuple(dims), dtype)
     return result

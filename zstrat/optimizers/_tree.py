@@ -1,11 +1,11 @@
-"""An optax transformation on a tree of given shapes, as flat programs.
+"""Traces an optax transformation on a tree of given shapes, to flat programs.
 
 ``TreeRule`` is a transformation, the structure of its tree, and the shapes and dtypes
-of its leaves and gradients. It traces ``init`` and ``update`` abstractly, on the real
-tree, so paths, labels, masks and shapes are those that the user sees. `_cut` reads from
-these programs what each leaf depends on.
+of its leaves and gradients. It traces ``init`` and ``update`` abstractly, on a tree of
+the user's structure, so the transformation sees the user's paths, labels, masks and
+shapes. `_cut` reads from these programs what each leaf depends on.
 
-A state is a flat list of arrays here, see `_state`.
+A state is represented as a flat list of arrays, see `_state`.
 """
 
 from __future__ import annotations
@@ -40,26 +40,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GENERATIONS: Final = 4
-"""Number of changes of the dtypes of a state after which they have to stay."""
+"""Number of updates after which the dtypes of a state may no longer change."""
 
 
 _TRACES: Final = frozenset({"state", "init", "update"})
-"""The cached results about a tree, however it is cut."""
+"""The names of cached results that do not depend on how the tree's program is cut into
+updates of leaves."""
 
 
 @dataclass(frozen=True, eq=False)
 class TreeRule(TreeTransformation):
-    """An optax transformation on one tree, traced. The fields of `TreeTransformation`
-    say what it is traced with."""
+    """An optax transformation on one tree, with its traces, which are cached.
+    `TreeTransformation` has the fields."""
 
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
-        """Returns the leaves of a new state, for a tree of these sizes."""
+        """Returns the leaves of a new state (shapes and dtypes), for a tree whose
+        leaves have these sizes."""
         return self.state_of(sizes).leaves
 
     def state_of(self, sizes: Sizes | None = None) -> StateOfTree:
-        """Returns a new state, for a tree of these sizes."""
+        """Returns the shapes and dtypes of a new state, for a tree whose leaves have
+        these sizes."""
 
         def made() -> StateOfTree:
             with self.precision():
@@ -68,18 +71,18 @@ class TreeRule(TreeTransformation):
         return self.remembered(("state", sizes), made)
 
     def unflattened(self, leaves: Sequence[Any]) -> Any:
-        """Builds the state in the structure of optax from its leaves."""
+        """Builds a state in the structure of optax from its arrays."""
         return self.state_of().unflattened(leaves)
 
     def remembered(self, key: Any, find: Callable[[], T]) -> T:
-        """Caches a result about the tree."""
+        """Returns the result of ``find``, cached under ``key`` for this tree."""
         if key not in self._programs:
             self._programs[key] = find()
         result: T = self._programs[key]
         return result
 
     def read_state(self) -> frozenset[int]:
-        """Returns the leaves of the state that an update reads."""
+        """Returns the numbers of the leaves of the state that an update reads."""
         return self.remembered(("read",), self._read_state)
 
     def _read_state(self) -> frozenset[int]:
@@ -92,16 +95,17 @@ class TreeRule(TreeTransformation):
         )
 
     def owners(self) -> list[StateOwner | None]:
-        """Returns the leaf of the tree that each leaf of the state belongs to."""
+        """Returns for each leaf of the state the leaf of the tree that it belongs
+        to."""
         return self.remembered(
             ("owners",),
             lambda: owners_in(self.structure, self.state_of(), self.update),
         )
 
     def place(self, state: int) -> tuple[int | None, str]:
-        """Returns the leaf of the tree at whose place a leaf of the state is, if it is
-        in a copy of the structure of the tree, and its path without that of the
-        leaf."""
+        """Returns, for a leaf of the state in a copy of the structure of the tree, the
+        number of the leaf of the tree with the same path, and the rest of its own path.
+        For any other: None, and its whole path."""
         owners: dict[int, StateOwner]
         owners = self.remembered(
             ("places",), lambda: places_in(self.structure, self.state_of())
@@ -114,7 +118,7 @@ class TreeRule(TreeTransformation):
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
     def early_rule(self) -> TreeRule:
-        """Returns this rule with `early`, of the same traces."""
+        """Returns this rule with ``early`` set, and with the same traces."""
         # Traces take most of the time, and do not depend on how they are cut.
         kept = {key: x for key, x in self._programs.items() if key[0] in _TRACES}
         return replace(self, early=True, _programs=kept)
@@ -122,7 +126,8 @@ class TreeRule(TreeTransformation):
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
     ) -> TreeCut:
-        """Returns how the program of such a tree is cut."""
+        """Returns the program of a tree of these sizes, divided into an update for each
+        leaf; ``dtypes`` are those of the state."""
         return self.remembered(
             ("cut", sizes, dtypes),
             lambda: TreeCut(
@@ -135,7 +140,9 @@ class TreeRule(TreeTransformation):
         )
 
     def steady(self, generation: int) -> tuple[Any, ...] | None:
-        """Returns the dtypes of the leaves of the state after ``generation`` updates:
+        """Returns the dtypes of the leaves of the state after ``generation`` updates,
+        None for 0: float32 gradients turn the moments of a bfloat16 variable into
+        float32.
         float32 gradients turn the moments of a bfloat16 variable into float32."""
         if not generation:
             return None
@@ -145,11 +152,11 @@ class TreeRule(TreeTransformation):
         return tuple([var.aval.dtype for var in states])
 
     def settled(self) -> tuple[Any, ...] | None:
-        """Returns the dtypes of the state that no longer change; None if a new state
-        has them.
+        """Returns the dtypes of the state that updates no longer change; None if these
+        are the dtypes of a new state.
 
         Raises:
-            TypeError: They change with every update.
+            TypeError: The dtypes change with every update.
         """
         for generation in range(GENERATIONS):
             known = self.steady(generation)
@@ -167,7 +174,7 @@ class TreeRule(TreeTransformation):
         )
 
     def init(self, sizes: Sizes | None = None) -> TreeProgram:
-        """Makes ``values -> state``."""
+        """Returns the program ``values -> state``."""
 
         def made() -> TreeProgram:
             with self.precision():
@@ -184,10 +191,11 @@ class TreeRule(TreeTransformation):
         *,
         selects: bool = False,
     ) -> TreeProgram:
-        """Makes ``gradients, values, state, extras -> values, state``.
+        """Returns the program ``gradients, values, state, extras -> values, state``.
 
         Args:
-            dtypes: Of the leaves of the state, None for those of a new one.
+            dtypes: The dtypes of the leaves of the state; None for those of a new
+                state.
         """
         return self.remembered(
             ("update", sizes, dtypes, selects),
@@ -201,7 +209,8 @@ class TreeRule(TreeTransformation):
         state: Sequence[Any],
         extras: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Returns new values and new state: plain optax on the tree."""
+        """Returns new values and new state of the whole tree, computed by optax
+        itself."""
         before = self.unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
         new_values = self.fitting(moved, values)
@@ -209,11 +218,13 @@ class TreeRule(TreeTransformation):
         return new_values, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def traced(self) -> TreeRule:
-        """Returns this rule, cut; for a state that grows, the rule after its first
-        update.
+        """Traces the tree, and cuts its program into updates of leaves. Returns this
+        rule; if the first update adds leaves to the state, a rule whose state has them
+        from the start.
 
         Raises:
-            TypeError: Its update returns another state than it was given.
+            TypeError: The update returns a state of another structure than it was
+                given.
         """
         try:
             self.cut()
@@ -228,8 +239,8 @@ class TreeRule(TreeTransformation):
         return self
 
     def _combining_function(self) -> str:
-        """Names the function of optax that first combines values, or parts of the
-        state, of several leaves; "" if it cannot be found."""
+        """Returns the name of the optax function that first combines values, or parts
+        of the state, of several leaves; "" if it cannot be found."""
         leaves, owners = len(self.kinds), self.owners()
         function, arguments, counts = self._function(None, None)
 
@@ -267,8 +278,8 @@ class TreeRule(TreeTransformation):
     def _function(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None
     ) -> tuple[Callable[..., list[Any]], list[Any], tuple[int, int, int, int]]:
-        """Returns the update as a function of arrays, their shapes, and their numbers
-        by kind (`TreeProgram.counts`)."""
+        """Returns the update as a function of arrays, the shapes of its arguments, and
+        how many there are of each kind (`TreeProgram.counts`)."""
         values, state = self.values_at(sizes), [x.kind for x in self.state(sizes)]
         if dtypes is not None:
             pairs = zip(state, dtypes, strict=True)

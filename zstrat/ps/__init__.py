@@ -1,4 +1,5 @@
-"""Parameter servers: variables with versions, updates that apply once and whole."""
+"""Parameter servers: variables with versions, and updates that are applied once, each
+push as a whole."""
 
 from zstrat.doors import fetched_late
 

@@ -1,19 +1,22 @@
-"""Workers that wait at a server: for a program, or for what the first worker creates.
+"""Workers that wait at a parameter server: for a program, or for what the first worker
+creates.
 
 `Joining`: where every worker runs the whole program (between-graph training), one of
-them opens the session and creates variables and optimizers; the others name what they
-wait for and are answered when all of it exists. No worker asks twice.
+them opens the session and creates variables and optimizers; each of the others sends
+one request that names the objects it waits for, and gets the answer when all of them
+exist.
 
-Numbers are given in the order of creation, so a program that creates in another order
-asks for the number of another variable. It gets an error.
+Variables and optimizers are numbered in the order of creation, so a program that
+creates them in another order asks for the number of another object. It gets an error.
 
 `WaitingWorkers`: a worker that no program knows can reach the server, but not the
 program. So it reports itself to the server, which passes the report on to the program
 whose session it serves, and the answer back. If no program is connected, the worker
 waits for one. Only the program decides whether it takes a worker.
 
-Both live on the loop. Law: code that changes the session, or creates something, calls
-`Joining.answer_ready` afterwards, and `WaitingWorkers.report_all` if it opens one.
+Both classes live on the event loop. Law: code that changes the session, or creates
+something, calls `Joining.answer_ready` afterwards, and `WaitingWorkers.report_all` if
+it opens a session.
 """
 
 from __future__ import annotations
@@ -51,13 +54,14 @@ if TYPE_CHECKING:
 
 
 MAX_WAITING_REPORTS: Final = 1024
-"""Reports that wait at a time; each is a process with a worker's key."""
+"""The most reports of workers that may wait at a time; each comes from a process with a
+worker's key."""
 _MAX_WAIT_SECONDS: Final = 7 * 86400.0
-"""Seconds that a worker may wait at most."""
+"""Seconds that a worker may wait at most for a program."""
 
 
 class _WaitingReport(NamedTuple):
-    """A worker's report that waits, and the timer that ends its wait."""
+    """A waiting report of a worker, and the timer that ends its wait."""
 
     peer: object
     message: ReportWorker
@@ -71,7 +75,8 @@ class WaitingWorkers:
     program to take them. ``task`` names the server in errors.
 
     Args:
-        notify: Sends a notice to the program that has the session, if it is there.
+        notify: Sends a notice to the program that has the session, if the program is
+            connected.
     """
 
     def __init__(
@@ -83,8 +88,8 @@ class WaitingWorkers:
         self._numbers = itertools.count(new_incarnation())
 
     def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
-        """Returns a future of the answer of the program, or of DeadlineExceededError
-        when the timeout of the worker is over.
+        """Returns a future of the program's answer to a worker's report, or of
+        DeadlineExceededError when the timeout of the worker is over.
 
         A peer that reports the same worker again did not get an answer, as its
         connection broke. The new report replaces the old one.
@@ -128,7 +133,7 @@ class WaitingWorkers:
             self._pass_on(number)
 
     def answered(self, message: AnswerReport) -> None:
-        """Passes the decision of the program on to its worker."""
+        """Passes the answer of the program to the worker that it is for."""
         waiting = self._take(message.report)
         if waiting is None or waiting.answer.done():
             return  # its timeout is over, or it is gone
@@ -146,7 +151,7 @@ class WaitingWorkers:
                 waiting.answer.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Ends all waits with the error, as the server shuts down."""
+        """Fails all waiting reports with the error, because the server shuts down."""
         for number in list(self._waiting):
             self._fail(number, error)
 
@@ -184,10 +189,10 @@ def _worker(message: ReportWorker) -> tuple[str, int]:
 
 
 MAX_WAITING_REQUESTS: Final = 4096
-"""Requests that wait at a time: a worker has one for some hundred variables, and there
-are fewer workers."""
+"""The most requests to join that may wait at a time: a worker has one for some hundred
+variables, and there are fewer workers."""
 _NAMED: Final = 3
-"""Missing variables that an error names; it counts the others."""
+"""The most missing variables that an error names; it only counts the rest."""
 
 _ORDER: Final = (
     "all programs of a cluster create the same variables and optimizers, in the same "
@@ -196,7 +201,8 @@ _ORDER: Final = (
 
 
 class _WaitingJoin(NamedTuple):
-    """A worker's request to join that waits, and the timer that ends its wait."""
+    """A worker's waiting request to join a session, and the timer that ends its
+    wait."""
 
     peer: object
     message: JoinSession
@@ -204,8 +210,8 @@ class _WaitingJoin(NamedTuple):
 
 
 class Joining:
-    """The workers that wait at one parameter server, named ``task`` in errors, for what
-    another program creates."""
+    """Requests of workers to join the session of another program, waiting at the
+    parameter server ``task`` until that program has created what they name."""
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store
@@ -217,14 +223,15 @@ class Joining:
     def ask(
         self, peer: object, message: JoinSession
     ) -> Message | asyncio.Future[Message]:
-        """Returns the answer, at once or later: DeadlineExceededError at the latest
+        """Returns the answer to a request to join, or a future of it if something named
+        in the request does not exist yet. The future fails with DeadlineExceededError
         when the timeout of the worker is over.
 
         Raises:
             StaleSessionError: Another session is open, and variables were asked for.
-            InvalidArgumentError: Something else is there under one of the numbers, or
-                the session cannot be joined.
-            BusyError: Too many wait.
+            InvalidArgumentError: One of the numbers belongs to something else, or the
+                session cannot be joined.
+            BusyError: `MAX_WAITING_REQUESTS` requests wait.
         """
         if (answer := self._answer(message)) is not None:
             return answer
@@ -241,7 +248,8 @@ class Joining:
         return waiting
 
     def answer_ready(self) -> None:
-        """Answers the workers for which everything exists, or never will."""
+        """Answers the waiting requests whose objects now all exist, or can no longer
+        come into existence."""
         # A copy, as each one that is answered is removed.
         for waiting, asked in list(self._waiting.items()):
             try:
@@ -253,14 +261,14 @@ class Joining:
                     self._end(waiting, answer)
 
     def lost(self, peer: object) -> None:
-        """Drops the requests of a peer whose connection has ended."""
+        """Drops the waiting requests of a peer whose connection has ended."""
         gone = [w for w, asked in self._waiting.items() if asked.peer is peer]
         for waiting in gone:
             self._waiting.pop(waiting).timer.cancel()
             waiting.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Ends all waits with the error, as the server shuts down."""
+        """Fails all waiting requests with the error, because the server shuts down."""
         for waiting in list(self._waiting):
             self._end(waiting, error)
 
@@ -299,10 +307,10 @@ class Joining:
         ]
 
     def _compare(self, wish: Awaited | AwaitedOptimizer) -> None:
-        """Refuses a wish whose number belongs to something else.
+        """Compares an awaited variable or optimizer with what exists under its number.
 
         Raises:
-            InvalidArgumentError: What exists under the number differs from the wish.
+            InvalidArgumentError: Something else exists under the number.
         """
         there = self._there(wish)
         if there is None or there == wish:
@@ -315,7 +323,8 @@ class Joining:
     def _there(
         self, wish: Awaited | AwaitedOptimizer
     ) -> Awaited | AwaitedOptimizer | None:
-        """Returns what was created under the number of a wish, if anything."""
+        """Returns the variable or optimizer that was created under the number of an
+        awaited one; None if there is none yet."""
         store = self._store
         if isinstance(wish, AwaitedOptimizer):
             if wish.optimizer not in store.engine:
@@ -330,11 +339,13 @@ class Joining:
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
     def _late(self, waiting: asyncio.Future[Message]) -> None:
-        """Answers a worker whose timeout is over, with an error or the old session.
+        """Answers a waiting request whose timeout is over: with an error, or with the
+        session that an ended program has left.
 
-        A worker that waits for the session of a live program gets the session of the
-        program that has ended, if one left its variables. It does not get it at once:
-        when a whole run is restarted, the chief may be the last to come.
+        A worker waits for the session of a live program. If an ended program left its
+        variables, the worker gets that program's session when the timeout is over, and
+        not earlier: when a whole run is restarted, the chief may be the last process to
+        connect.
         """
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner
@@ -361,12 +372,13 @@ class Joining:
         )
 
     def _require_shared(self, owner: Owner) -> None:
-        """Refuses to let a worker into a session that is one program's alone.
+        """Refuses to let a worker join a session whose program does not share its
+        variables.
 
         Raises:
-            InvalidArgumentError: The program that has opened the session takes its
-                variables for its own: its checkpoints would not be consistent, and it
-                would move or replace variables without notice.
+            InvalidArgumentError: The program that has opened the session assumes that
+                no other program uses its variables: its checkpoints would not be
+                consistent, and it would move or replace variables without notice.
         """
         if not owner.is_shared:
             raise InvalidArgumentError(

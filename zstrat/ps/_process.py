@@ -1,13 +1,14 @@
-"""One process of a parameter server: its own store, the copies that it keeps for
-others, and the state that it leaves to the next process.
+"""One process of a parameter server: its own store, the backup copies of other
+processes' stores that it hosts, and the state that it hands to its successor.
 
-A copy is a whole parameter server beside the one of its process: store, compute thread,
-endpoint and incarnation. So an address stands for a store, and no request names one. A
-copy lives until it is dropped, or its session is over.
+A hosted copy is a whole second parameter server in the process, with its own store,
+compute thread, endpoint and incarnation. So each address belongs to one store, and no
+request names a store. A copy lives until it is dropped, or its session is over.
 
-If there is a state folder, a process begins with what the one before it has left. The
-owner of its endpoint calls `inherit` before the endpoint is bound, `take_over` directly
-after that, and `leave` when what was accepted has been drained. Lives on the loop.
+If there is a state folder, a process begins with the state that the process before it
+has left. The owner of its endpoint calls `inherit` before the endpoint is bound,
+`take_over` directly after that, and `leave` when all accepted requests have been
+answered. Lives on the event loop.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.ps")
 
 RESTART: Final = "its next process takes over all it holds"
-"""The reason for which peers of a process lose it that hands over to the next one."""
+"""The reason that peers are given for the end of a process that hands its state to the
+next one."""
 
 _SHUT_DOWN: Final = "its process was shut down"
 
@@ -62,9 +64,9 @@ _HOSTING: Final = AskCopies, HostStore, DropStore
 
 @dataclass(frozen=True, slots=True)
 class _HostedCopy:
-    """A copy that the process keeps for another one. ``view`` is that of the order that
-    asked for it; ``origin`` that of its session, which stays when the next program
-    takes the session over."""
+    """A copy of another process's store that this process hosts. ``view`` is that of
+    the order to host it; ``origin`` is the view of its session, which stays when the
+    next program takes the session over."""
 
     session: int
     origin: int
@@ -74,28 +76,31 @@ class _HostedCopy:
     endpoint: Endpoint
 
     async def close(self, reason: str, returns: float = 0.0) -> bool:
-        """Drains and closes the copy; returns whether all that was accepted was done in
-        time. Cancellation: its address is free all the same."""
+        """Finishes accepted requests and closes the copy; returns whether all of
+        them were done in time. Cancellation: the address of the copy is free all the
+        same."""
         try:
             return await self.service.drain()
         finally:
             await self.endpoint.close(reason, returns)
 
     def left(self, store: int) -> HandedOverStore:
-        """Returns what is left of it, after `close`."""
+        """Returns the state of the copy of ``store`` for the next process, after
+        `close`."""
         state, hosted = self.service.role.state_for_successor(store), self.hosted
         return replace(state, address=hosted.address, incarnation=hosted.incarnation)
 
 
 @final
 class PsProcess:
-    """The stores of one process of a parameter server.
+    """All stores that one process of a parameter server holds.
 
     Args:
         me: The HELLO of the process.
         bind: The address to bind; copies get others of the same interface.
-        settings: With a state folder the next process takes over all that is here.
-        on_exit: As of `PsService`.
+        settings: If they name a state folder, the next process takes over all stores of
+            this one.
+        on_exit: As in `PsService`.
         make_service: Makes the service of a store.
         make_thread: Makes the threads that read and write a state.
         draw: Draws an incarnation.
@@ -142,8 +147,8 @@ class PsProcess:
 
     def _begin(self, me: Hello, left: HandedOverStore | None) -> None:
         self.me = me
-        """The HELLO of the process; if it takes over a state, the incarnation is that
-        of the process before."""
+        """The HELLO of the process; if the process takes over a state, with the
+        incarnation of the process before."""
         self._copies: dict[int, _HostedCopy] = {}
         self.service = self._service(
             me,
@@ -152,26 +157,29 @@ class PsProcess:
             on_exit=self._on_exit,
             on_new_owner=self._follow_new_owner,
         )
-        """The service of its own store."""
+        """The service of the process's own store."""
 
     def handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Handles what `PsService.handle` does, and requests about copies."""
+        """Answers requests about hosted copies, and passes all others to
+        `PsService.handle`."""
         if isinstance(message, _HOSTING):
             return self._handle_hosting(remote, message)
         # Its own store may be with another process, and it still hosts copies.
         return self.service.handle(remote, message)
 
     async def inherit(self) -> bool:
-        """Hosts the copies that the process before has kept, each at its address; their
-        requests wait until `take_over`. If an address is taken, uses nothing of what
-        was left: peers that know the incarnation would expect all of it.
+        """Hosts the copies that the process before has hosted, each at its address;
+        their requests wait until `take_over`. If an address is in use, ignores the
+        whole state that was left: peers that know the incarnation would expect all of
+        it.
 
         Returns:
-            False if it begins empty, with another incarnation: an address is taken.
+            False if an address is in use: the process then begins empty, with another
+            incarnation.
 
-        Cancellation: some may be hosted already; `leave` ends them.
+        Cancellation: some copies may be hosted already; `leave` ends them.
         """
         left = self._inherited
         if left is None or self._handover is None:
@@ -195,8 +203,8 @@ class PsProcess:
         return True
 
     def take_over(self) -> None:
-        """Starts to answer for what was inherited, by copies too. Called when the
-        address is bound, and before the first request."""
+        """Starts to answer requests for the inherited stores, including hosted copies.
+        Called when the address is bound, and before the first request."""
         if self._inherited is not None and self._handover is not None:
             # Durably, before the first answer: no state may be used twice.
             self._handover.took()
@@ -204,18 +212,20 @@ class PsProcess:
             self._is_taken_over.set()
 
     async def leave(self, endpoint: Endpoint, *, drained: bool) -> float:
-        """Hosts no further copies, and hands what is here to the next process, if there
-        is a state folder; else drops all copies.
+        """Stops hosting copies, and hands all stores to the next process if there is a
+        state folder; else drops all copies.
 
         Args:
-            endpoint: Its own; closed before the state is written if there are backups,
-                so that peers need not wait for that.
-            drained: All requests that its own store has accepted are done.
+            endpoint: The endpoint of the process. It is closed before the state is
+                written if there are backups, so that peers need not wait for the
+                writing.
+            drained: Whether all requests that the process's own store has accepted are
+                done.
 
         Returns:
-            Seconds within which the next process takes over; 0 if none will.
+            Seconds within which the next process takes over; 0 if no process will.
 
-        Cancellation: what is not closed yet is closed with the process.
+        Cancellation: stores that are not closed yet are closed with the process.
         """
         # Before anything is closed: `_host` refuses from now on.
         self._is_over = True
@@ -247,16 +257,17 @@ class PsProcess:
         return seconds if await self._handover.leave(whole, seconds) else 0.0
 
     def validate(self) -> None:
-        """Checks what holds between two events, of all stores that are here.
+        """Checks the invariants of all stores of the process that hold between two
+        events.
 
         Raises:
-            AssertionError: It does not hold.
+            AssertionError: An invariant is violated.
         """
         for service in (self.service, *[c.service for c in self._copies.values()]):
             service.role.validate()
 
     def statistics_of_copies(self) -> list[PlainTree]:
-        """Returns the statistics of each copy, with its store and address."""
+        """Returns the statistics of each hosted copy, with its store and address."""
         return [
             {
                 "store": store,
@@ -267,12 +278,13 @@ class PsProcess:
         ]
 
     async def _handle_hosting(self, remote: Remote, message: HostingRequest) -> Message:
-        """Hosts or drops a copy for a coordinator, or lists the copies that are here.
+        """Hosts or drops a copy by order of a coordinator, or lists the hosted copies.
 
         Raises:
             PermissionDeniedError: The caller is not a coordinator, or the process has a
                 key that no other server has.
-            StaleSessionError: The session is not the open one, or the view is over.
+            StaleSessionError: The session is not the open one, or there is a newer
+                view.
             OSError, ZstratError: No address can be bound.
 
         Cancellation: no copy is left incomplete.
@@ -295,8 +307,8 @@ class PsProcess:
             return Done()
 
     def _follow_new_owner(self, owner: Owner) -> None:
-        """Passes the copies that this process hosts to the session of the next
-        program."""
+        """Moves the copies that this process hosts to the session of the program that
+        takes over."""
         for store, copy in self._copies.items():
             # The same copy in another session: its contents and address stay.
             self._copies[store] = replace(copy, session=owner.session)
@@ -313,8 +325,8 @@ class PsProcess:
 
     def _end_stale_copies(self) -> None:
         """Drops the copies of sessions that are over. Called when the session of the
-        process, or of a copy, has changed. A copy that serves is dropped only when its
-        own session is closed."""
+        process, or of a copy, has changed. A copy that serves its store is dropped only
+        when its own session is closed."""
         session = self.service.session
         for store, copy in self._copies.items():
             at = copy.service.session
@@ -353,8 +365,9 @@ class PsProcess:
             )
 
     def _require_role_key(self) -> None:
-        """Refuses to host a copy with a key of this process alone: peers that connect
-        to the copy expect the key of the task whose store it is."""
+        """Refuses to host a copy if the key of this process is for its own task alone:
+        peers that connect to the copy expect the key of the task that the store belongs
+        to."""
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
@@ -398,15 +411,18 @@ class PsProcess:
     async def _swap(
         self, store: int, source: PsService, before: _HostedCopy | None
     ) -> None:
-        """Moves what ``source`` serves to the copy that was made last.
+        """Swaps the roles of ``source``, which serves a store, and its backup in
+        another process: the backup becomes the primary, and the content of ``source``
+        moves to the newest hosted copy, which becomes the backup.
 
         Args:
-            before: The copy that it replaces, if ``source`` is one.
+            before: The copy that is replaced, if ``source`` is the service of a hosted
+                copy.
 
         Raises:
-            UnavailableError: All is as before.
+            UnavailableError: The swap failed; ``source`` serves as before.
 
-        Cancellation: as an error.
+        Cancellation: ``source`` serves as before.
         """
         copy = self._copies[store]
         try:
@@ -512,7 +528,8 @@ def _backup_links(
     security: Security | None,
     sockets: Sockets,
 ) -> Connect:
-    """Returns what links the task ``me`` to a backup of its store."""
+    """Returns the function that makes links from the task ``me`` to a backup of its
+    store."""
     return partial(
         Link,
         me=me,
@@ -525,7 +542,8 @@ def _backup_links(
 
 
 def _beside(bind: str, store: int, incarnation: int) -> str:
-    """Returns an address of the same interface that nothing is bound to."""
+    """Returns an unused address on the network interface of ``bind``, for a copy of
+    ``store``."""
     # A socket file that is left over must not be taken for this one's.
     if bind.startswith("ipc:"):
         return f"{bind}.{store}-{incarnation:x}"

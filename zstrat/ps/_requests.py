@@ -1,9 +1,9 @@
-"""What requests mean to the store: which names each one uses, and how it is served.
+"""Serves requests to the store, and finds the names that each request uses.
 
 Decides without I/O. A request is answered at once, or it is `Running`: a generator that
-yields each plan that another thread has to compute before it continues, returns the
-answer. The caller (`_serving`) has the plan of a `PendingRequest` computed, keeps the
-request's names locked meanwhile, and then calls `advance`.
+yields each plan that another thread has to compute before the request can continue, and
+returns the answer. The caller (`_serving`) lets a thread compute the plan of a
+`PendingRequest`, keeps the request's names locked meanwhile, and then calls `advance`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ if TYPE_CHECKING:
     from .store._store import Store
 
 INLINE: Final = 4 * 2**20
-"""Bytes of arithmetic that the loop does itself, as `work_of` counts them: 0.1 to
-0.8 ms. A thread takes about 0.1 ms to wake and as much to report."""
+"""The most bytes of arithmetic, as `work_of` estimates them, that the event loop
+computes by itself: they take 0.1 to 0.8 ms. A thread takes about 0.1 ms to wake and as
+much to report."""
 
 Plain = (
     Push
@@ -84,10 +85,11 @@ Plain = (
     | BindOptimizer
     | Withdraw
 )
-"""Requests that are one thing to do; `exchange` serves the one that is two."""
+"""Requests that are a single action; `exchange` serves a push and a pull in one
+message."""
 
 Stored = Exchange | Plain
-"""Requests that use the store, and so take turns."""
+"""Requests that use the store, and so wait for their turn."""
 
 Request = Stored | Folded
 
@@ -97,19 +99,19 @@ _SIZED: Final = (RowsPlan, TableItems, CreatePlan)
 
 
 class Computation(Protocol):
-    """Work of a request that any thread may do."""
+    """A part of a request that any thread may compute."""
 
     def compute(self) -> None: ...
 
 
 T_co = TypeVar("T_co", covariant=True)
 Running = Generator[Computation, None, T_co]
-"""A request that is being served: yields what has to be computed, returns the answer.
-"""
+"""A request that is being served: a generator that yields each computation it needs,
+and returns the answer."""
 
 
 class PendingRequest(NamedTuple, Generic[T_co]):
-    """A request of which ``plan`` has to be computed before the next `advance`."""
+    """A request whose ``plan`` has to be computed before the next call of `advance`."""
 
     plan: Computation
     running: Running[T_co]
@@ -121,7 +123,7 @@ def advance(
     """Serves a request until it is answered, or another thread has to compute a plan.
 
     Args:
-        error: Why its last plan could not be computed.
+        error: The error with which the computation of its last plan failed, if any.
 
     Raises:
         ZstratError: The request is refused.
@@ -140,7 +142,7 @@ def serve(
     """Serves a request that needs a single action.
 
     Raises:
-        ZstratError: It is refused; nothing has changed.
+        ZstratError: The request is refused; nothing has changed.
     """
     # Formats first: the store and its log know plain arrays only.
     if isinstance(message, Push | PushPart) and is_coded(message.updates):
@@ -162,7 +164,7 @@ def _complete(store: Store, plan: Plan) -> Running[Outcome]:
 
 
 def decode_updates(store: Store, message: CodedMessage) -> Running[CodedMessage]:
-    """Returns the message with all gradients decoded.
+    """Returns the message with all gradients decoded to plain arrays.
 
     Raises:
         InvalidArgumentError, NotFoundError: As `Decoding.compute`.
@@ -193,8 +195,8 @@ def _encoded(store: Store, message: Pull | PullRows) -> Running[Outcome]:
 
 
 def compute_short(store: Store, plan: Plan, limit: int) -> bool:
-    """Computes a plan that takes no longer than waking a thread; returns whether it is
-    one."""
+    """Computes a plan if it takes no longer than waking a thread (``limit`` bytes);
+    returns whether it has done so."""
     if isinstance(plan, PushPlan):
         if not plan.is_short(limit):
             return False
@@ -211,10 +213,11 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
 
 
 def plan_request(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
-    """Returns the answer to a request that takes no time, or what has to be computed.
+    """Returns the answer to a request that takes no time, or the plan that has to be
+    computed for it.
 
     Raises:
-        ZstratError: It is refused; nothing has changed.
+        ZstratError: The request is refused; nothing has changed.
     """
     match message:
         case Push():
@@ -261,15 +264,16 @@ def exchange(
     An exchange means what a `Push` followed by a `PullRows` means, and is not a third
     thing: the pull reads what the push wrote, a push that is refused or was applied
     before does not keep the pull from being answered, and a pull that is refused leaves
-    what was pushed. But no other request comes in between, as both have one turn. If
-    the push has to come again, neither is done.
+    what was pushed. But no other request is served between the two parts. If the push
+    has to be sent again, neither part is done.
 
     Args:
-        check: Raises unless the session is the one that is open.
-        refuse: Counts a part that failed; returns how its error travels.
+        check: Raises unless the session with this number is open.
+        refuse: Counts a part that failed; returns the encoding of its error.
 
     Raises:
-        InvalidArgumentError: It cannot be cut into its parts; nothing has changed.
+        InvalidArgumentError: The message cannot be divided into push and pull; nothing
+            has changed.
     """
     reads, rows, arrays = message.reads, message.rows, message.arrays
     operands = len(arrays) - len(rows) - len(message.sets)
@@ -326,7 +330,7 @@ def pull(
     """Serves a pull; ``arrays`` are the indices of ``rows`` and the keys of ``sets``.
 
     Raises:
-        ZstratError: It is refused.
+        ZstratError: The pull is refused.
     """
     pulled = _pulled(store, reads, rows, arrays, sets)
     if isinstance(pulled, RowsPlan):
@@ -371,7 +375,8 @@ def _pulled(
 
 
 def names_of(message: Request) -> list[Hashable]:
-    """Returns the names that a request uses, and no other may use meanwhile."""
+    """Returns the names (variable keys, steps, optimizers) that a request uses. No
+    other request may use them while it is served."""
     match message:
         case Folded(message=push):
             return names_of(push)
@@ -435,5 +440,6 @@ def _keys_of_sets(message: Exchange | PullRows) -> list[int]:
 
 
 def _keys_of(arrays: Sequence[np.ndarray]) -> list[int]:
-    """Returns the keys of sets; arrays that are not keys are refused by `serve`."""
+    """Returns the variable keys in arrays that name sets. Ignores malformed arrays,
+    which `serve` refuses."""
     return [key for each in arrays if is_keys(each) for key in each.tolist()]

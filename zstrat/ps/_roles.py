@@ -2,9 +2,9 @@
 
 A coordinator owns the session: most requests are its own. It and the workers pull,
 push, and bind variables to optimizers (data, no code); the evaluator pulls; any peer
-may inspect. A worker that is a separate program joins the session of the one that
-creates the variables; one that no program knows reports itself. Each class of a message
-states its senders (`zstrat.wire.check_sender`).
+may inspect. A worker that is a separate program joins the session of the program that
+creates the variables; a worker that no program knows reports itself. Each class of a
+message states its senders (`zstrat.wire.check_sender`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Caller(Protocol):
 
 
 def check_role(task: str, remote: Caller, message: Message) -> None:
-    """Refuses requests that a peer of this role may not make.
+    """Refuses requests that a peer of this role may not send to the server ``task``.
 
     Raises:
-        ProtocolError: It is not a request.
-        PermissionDeniedError: It is not for peers of this role, or it is a push that
-            claims to be another process's own.
-        StaleSessionError: The former primary of the store opens its log here.
+        ProtocolError: The message is not a request.
+        PermissionDeniedError: Peers of this role may not send it, or it is an update
+            outside of closures that names another process as its writer.
+        StaleSessionError: The sender is the former primary of the store and opens its
+            log here.
     """
     check_sender(task, remote.name, remote.role, message)
     # Only a backup takes a log, and requests to a backup do not come here.
@@ -57,6 +58,7 @@ def check_role(task: str, remote: Caller, message: Message) -> None:
 
 
 def is_forged(remote: Caller, message: Message) -> bool:
-    """Returns whether a push claims to be another process's own."""
+    """Returns whether a push is an update outside of closures that names another
+    process than its sender as its writer."""
     own = isinstance(message, Push) and message.writer
     return bool(own) and own != remote.hello.incarnation

@@ -1,5 +1,5 @@
-"""What requests about rounds mean to the store: which names each one uses, and how it
-is served (see `_requests`)."""
+"""Serves requests about synchronous rounds, and finds the names that each of them uses
+(see `_requests`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .store._store import Store
 
 RoundStored = Contribute | CloseRound | PullMerged | PullRound
-"""Requests that use the store, and so take turns."""
+"""Requests about rounds that use the store, and so wait for their turn."""
 
 
 def names_of_round(store: Store, message: RoundStored) -> list[Hashable]:
@@ -57,7 +57,7 @@ def serve_round(
         closed: Called when a round was closed.
 
     Raises:
-        ZstratError: It is refused; nothing has changed.
+        ZstratError: The request is refused; nothing has changed.
     """
     match message:
         case Contribute():
@@ -84,7 +84,8 @@ def serve_round(
 
 
 def close_round(store: Store, message: CloseRound) -> Running[Done]:
-    """Applies a round; changes nothing if it was closed before. A backup does the same.
+    """Applies the merged gradients of a round; changes nothing if the round was closed
+    before. A backup replays rounds with this function, too.
 
     Raises:
         ProtocolError: An earlier round is open.

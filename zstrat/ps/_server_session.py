@@ -1,8 +1,8 @@
-"""The session of a coordinator on a parameter server, and the numbers that it reports.
+"""The session of a coordinator on a parameter server, and the telemetry of the server.
 
-A session is opened, taken over by the next program, and closed. What a session had
-stays until another one opens, whether its coordinator is connected or not. Law: only
-`ServerSession` clears it. Lives on the loop.
+A session is opened, taken over by the next program, and closed. The variables of a
+session stay until another session opens, whether its coordinator is connected or not.
+Law: only `ServerSession` clears them. Lives on the event loop.
 
 `ServiceTelemetry` has the statistics, telemetry and captures of time lines.
 """
@@ -60,10 +60,10 @@ Capturing = AskClock | BeginCapture | EndCapture
 
 @final
 class ServiceTelemetry:
-    """The telemetry of one `PsService`. Lives on the loop.
+    """The telemetry of one `PsService`. Lives on the event loop.
 
     Args:
-        serving: Has the recorder of the present session.
+        serving: Has the recorder of the open session.
         clock: Seconds.
     """
 
@@ -80,17 +80,17 @@ class ServiceTelemetry:
         self._snapshots, self._role, self._clock = snapshots, role, clock
         self._started_at = clock()
         self.failed = 0
-        """Requests that were refused at once."""
+        """Number of requests that were refused at once."""
         self._notices: TelemetryNotices | None = None
         self.recorder.start(self._sums(), clock())
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder of the present session."""
+        """The recorder of phases of the open session."""
         return self._serving.recorder
 
     def reset(self) -> None:
-        """Drops the telemetry of the session, as it is over."""
+        """Drops the telemetry of the session, because the session is over."""
         # Not cleared: rates and steps of another program must not run into those of the
         # next.
         self._serving.recorder = Recorder(PS_PHASES)
@@ -112,16 +112,16 @@ class ServiceTelemetry:
                 return Captured(phases, capture.is_cut, "", "", tuple(columns))
 
     def report(self) -> dict[str, PlainTree]:
-        """Returns the values of `zstrat.telemetry.TaskReport`: those of the service are
-        of the present session."""
+        """Returns the values for `zstrat.telemetry.TaskReport`; those of the service
+        are of the open session."""
         now, recorder = self._clock(), self.recorder
         recorder.reach(self._sums(), now)
         service: PlainTree = {**self.counts}
         return {**recorder.plain(now), **process_report(), "service": service}
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns plain numbers, cheap enough to ask for at any time: bytes, seconds,
-        counts."""
+        """Returns bytes, seconds and counts of the service as plain numbers, cheap
+        enough to read at any time."""
         owner, role = self._ownership.owner, self._role
         return {
             "job": "ps",
@@ -141,7 +141,7 @@ class ServiceTelemetry:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of the service that cost nothing to read."""
+        """Counters of the service, which cost nothing to read."""
         return {
             "waiting": len(self._serving),
             "optimizers": len(self._store.engine),
@@ -153,17 +153,18 @@ class ServiceTelemetry:
         self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
 
     def _sums(self) -> dict[str, float]:
-        """Totals of all sessions, whose rates are reported."""
+        """Totals over all sessions, from which rates are computed."""
         pulls, pushes = self._store.counts.pulls, self._store.counts.pushes
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
     def start_notices(self, notify: Callable[[Message], None]) -> None:
-        """Starts to send a report about once a second, if it has changed."""
+        """Starts to send a report about once a second, whenever the values have
+        changed."""
         if self._notices is None:
             self._notices = TelemetryNotices(self.report, notify)
 
     def touch(self) -> None:
-        """Notes that a request came, so that the report has changed."""
+        """Notes that a request arrived, so that the next report is sent."""
         if self._notices is not None:
             self._notices.touch()
 
@@ -175,7 +176,7 @@ class ServiceTelemetry:
 
 @dataclass(frozen=True)
 class ServerParts:
-    """The parts of a parameter server that change with its session."""
+    """The parts of a parameter server that a new session clears."""
 
     store: Store
     serving: Serving
@@ -198,14 +199,15 @@ def notify_coordinator(ownership: Ownership, message: Message) -> None:
 
 @final
 class ServerSession:
-    """The session of one parameter server, named ``task`` in errors.
+    """The session of one parameter server; errors name the server ``task``.
 
     Args:
         tells: Sends the telemetry to the coordinator, about once a second.
         clock: Seconds.
         on_exit: Called once, when the coordinator ends the process.
-        on_cleared: Called when a session is over, and all that it had.
-        on_new_owner: Called when another program takes over what is here.
+        on_cleared: Called when a session is over and its variables are dropped.
+        on_new_owner: Called when another program takes over the variables of the
+            session.
     """
 
     def __init__(
@@ -226,19 +228,20 @@ class ServerSession:
         self._on_exit, self._on_cleared = on_exit, on_cleared
         self._on_new_owner = on_new_owner
         self.coordinator_lost_at: float | None = None
-        """When the coordinator was lost that gave the last orders, in seconds of
-        ``clock``; None: it is connected. The next program has given no orders yet when
-        it takes the session over, so this stays until that one is lost, too."""
+        """When the coordinator that gave the last orders was lost, in seconds of
+        ``clock``; None while it is connected. A program that takes the session over has
+        given no orders yet, so the time stays until that program is lost, too."""
 
     def open(
         self, asked: OpenSession, remote: Caller
     ) -> SessionOpened | Awaitable[SessionOpened]:
-        """Opens a session for the caller, or takes over what another program has left.
+        """Opens a session for the caller, or takes over the variables that another
+        program has left.
 
         Raises:
             BusyError: Another coordinator has the session, and is connected.
-            InvalidArgumentError: It asks for fewer copies than were left under the
-                name.
+            InvalidArgumentError: The program asks for fewer copies of stores than the
+                program before had.
         """
         self._require_alone(asked)
         owner = Owner(
@@ -272,11 +275,12 @@ class ServerSession:
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
-        """Ends the session and drops its state here. Does nothing if no session is
-        open.
+        """Ends the session and drops its variables on this server. Does nothing if no
+        session is open.
 
         Raises:
-            StaleSessionError: Another session is open, or this one was opened again.
+            StaleSessionError: Another session is open, or this session was opened
+                again.
         """
         # A late message must not close a session that was opened again (`sent`).
         if self._ownership.close(asked.session, asked.sent):
@@ -289,26 +293,26 @@ class ServerSession:
         return Done()
 
     def lost(self, peer: object) -> None:
-        """Handles the end of a connection, which may be the coordinator's. What its
-        session has stays until another one opens, except snapshots, which nobody might
-        ever release."""
+        """Handles the end of a connection, which may be that of the coordinator. The
+        variables of its session stay until another session opens; its snapshots are
+        released, because perhaps nobody else ever would."""
         if self._ownership.lost(peer):
             self.coordinator_lost_at = self._clock()
             self._parts.snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
-        """Keeps what was inherited for the coordinator that had it, and no other, as
-        long as for a coordinator whose connection has just broken."""
+        """Keeps the inherited variables for the coordinator that had them, and for no
+        other, as long as for a coordinator whose connection has just broken."""
         self._ownership.inherit(owner)
         grace = self._timeouts.liveness + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
 
     def _require_alone(self, asked: OpenSession) -> None:
-        """Refuses a program without backups that takes over a session with them.
+        """Refuses a program without backups that takes over a session with backups.
 
         Raises:
-            InvalidArgumentError: The program has no backups, and what was left
-                has.
+            InvalidArgumentError: The program has no backups, and the session that was
+                left has some.
         """
         owner, role = self._ownership.owner, self._parts.role
         # The same program comes back, or it has copies.

@@ -1,10 +1,10 @@
 """A parameter server as a handler of messages: everything but the sockets.
 
-Runs on the loop. `PsService` passes each message to the part that answers it:
+Runs on the event loop. `PsService` passes each message to the part that answers it:
 
-- `_roles`: who may ask for what;
-- `_serving`: requests for variables; `_step_requests`: for steps; `snapshots`: for
-  snapshots;
+- `_roles`: which peers may send which requests;
+- `_serving`: requests about variables; `_step_requests`: about steps; `snapshots`:
+  about snapshots;
 - `_server_session`: sessions, and the numbers that the process reports;
 - `_joining`: workers that wait for a program or for its variables;
 - `replication._replica_role`: whether this process serves its store at all.
@@ -87,7 +87,8 @@ log = logging.getLogger("zstrat.ps")
 
 _LOOKUPS: Final = (PullRows, Exchange)
 _REPORTS: Final = (ReportWorker, AnswerReport)
-"""Requests that every process of a program answers, whichever stores it serves."""
+"""Requests about unknown workers, which every process of a program answers, whichever
+stores it serves."""
 
 _CREATING: Final = (
     CreateVariables,
@@ -101,22 +102,24 @@ class PsService:
     """Answers the messages of one parameter server.
 
     Args:
-        load_code: Turns shipped bytes into an optax transformation or an initializer;
+        load_code: Unpickles shipped code to an optax transformation or an initializer;
             runs on the compute thread, and only for code that a coordinator has sent.
         task: Names this server in errors: ``"/job:ps/task:0"``.
-        incarnation: Of the process, or of the copy that it keeps for another one.
+        incarnation: That of the process, or of the copy that it hosts for another
+            process.
         on_exit: Called once, on the loop, when the coordinator ends the process.
         connect: Makes a link to a backup; None: the store cannot have one.
-        backup_of: Makes this a backup, until it is promoted: the owner of the session,
-            the view in it, and the incarnation of the primary.
-        on_cleared: Called when a session is over, and all that it had is dropped.
-        on_new_owner: Called when another program takes over what is here.
-        clock: Seconds, for times that are not the loop's.
-        make_thread: Makes the threads for work that would hold up the loop.
-        keeps_state: The next process takes over what is here when this one ends
+        backup_of: Makes this service a backup until it is promoted: the owner of the
+            session, the view, and the incarnation of the primary.
+        on_cleared: Called when a session is over and its variables are dropped.
+        on_new_owner: Called when another program takes over the variables of the
+            session.
+        clock: Returns seconds, for times that are not those of the event loop.
+        make_thread: Makes the threads for work that would block the event loop.
+        keeps_state: When this process ends, the next one takes over its store
             (`ReplicaRole.state_for_successor`).
         tells: Sends the telemetry to the coordinator, about once a second.
-        inherited: What the process before has left.
+        inherited: The state that the process before has left.
     """
 
     def __init__(
@@ -223,8 +226,8 @@ class PsService:
 
     @property
     def coordinator_lost_at(self) -> float | None:
-        """When the coordinator was lost that gave the last orders, in seconds of
-        ``clock``; None: it is connected."""
+        """When the coordinator that gave the last orders was lost, in seconds of
+        ``clock``; None while it is connected."""
         return self._session.coordinator_lost_at
 
     @property
@@ -241,8 +244,8 @@ class PsService:
     def handle(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Answers one request: at once, or later if it must wait for its turn. Notices
-        of a primary are not answered.
+        """Answers one request: at once, or by a future if the request must wait for its
+        turn. Returns None for notices of a primary, which have no answer.
 
         Raises:
             ZstratError: The request is refused; nothing has changed.
@@ -334,7 +337,8 @@ class PsService:
     def absorb(
         self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
     ) -> Sink | None:
-        """Returns what applies a large push while it arrives, if that is possible."""
+        """Returns a sink that applies a large push while its body arrives; None if that
+        is not possible."""
         # A backup is sent operands by its primary, never by those who push.
         if not isinstance(message, Push | Exchange) or not self.role.is_serving:
             return None
@@ -346,8 +350,9 @@ class PsService:
         return None if fold is None else Folded(message, fold, self._take_folded)
 
     def lost(self, remote: Caller, reason: str) -> None:
-        """Handles the end of a connection. What its session has here stays until
-        another one opens, except snapshots, which nobody might ever release."""
+        """Handles the end of a connection. The variables of its session stay until
+        another session opens; its snapshots are released, because perhaps nobody else
+        ever would."""
         self._joining.lost(remote)
         self._waiting_workers.lost(remote)
         # Its primary is a peer of this process like any other, and no owner of the
@@ -358,18 +363,19 @@ class PsService:
         self._session.lost(remote)
 
     def take_over(self, owner: Owner) -> None:
-        """Keeps what was inherited for the coordinator that had it, and no other."""
+        """Keeps the inherited variables for the coordinator that had them, and for no
+        other."""
         self._session.take_over(owner)
 
     async def drain(self) -> bool:
-        """Finishes the requests that were accepted, and ends the thread. Refuses new
-        requests, or leaves them unanswered if the next process takes over what is here,
-        so that their senders ask that one.
+        """Finishes the requests that were accepted, and ends the thread. New requests
+        are refused; if the next process takes over the store, they stay unanswered
+        instead, so that their senders ask that process.
 
         Returns:
-            False if something accepted was not done after ``timeouts.drain``.
+            False if an accepted request was not done after ``timeouts.drain``.
 
-        Cancellation: what was accepted may stay unanswered.
+        Cancellation: accepted requests may stay unanswered.
         """
         owner = self._ownership.owner
         if self._keeps_state and (owner is not None or self.role.is_backup):
@@ -409,11 +415,12 @@ class PsService:
         return saved and ended and self._serving.idle.is_set()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns plain numbers: see `ServiceTelemetry.statistics`."""
+        """Returns counts, bytes and seconds as plain numbers: see
+        `ServiceTelemetry.statistics`."""
         return self._telemetry.statistics()
 
     def telemetry(self) -> dict[str, PlainTree]:
-        """Returns the values of `zstrat.telemetry.TaskReport`."""
+        """Returns the values for `zstrat.telemetry.TaskReport`."""
         return self._telemetry.report()
 
     def waited(self, began: float, ended: float) -> None:
@@ -421,10 +428,10 @@ class PsService:
         self._telemetry.waited(began, ended)
 
     def give_up(self, view: int) -> None:
-        """Drops the store, which another process serves since this view.
+        """Drops the store, because another process has served it since this view.
 
         Raises:
-            StaleSessionError: The view is over.
+            StaleSessionError: There is a newer view.
         """
         # First: it refuses a view that is over before anything is dropped.
         self.role.give_up(view)
@@ -432,13 +439,13 @@ class PsService:
         self._store.clear()
 
     async def hand_to(self, backup: PsService) -> None:
-        """Stops serving the store, and moves all that is here to the service of an
-        empty backup, which follows another primary.
+        """Stops serving the store, and moves its content to the service of an empty
+        copy in this process, which then is the backup of another primary.
 
         Raises:
             UnavailableError: The future primary is lost; this service serves as before.
 
-        Cancellation: as an error.
+        Cancellation: this service serves as before.
         """
         await self.role.hand_over()
         self._snapshots.clear()
@@ -457,8 +464,9 @@ class PsService:
     def _handle_aside(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Answers requests to a process that does not serve the store: those of its
-        primary and of a coordinator to a backup, and orders to serve it again."""
+        """Answers requests to a process that does not serve the store: those that its
+        primary and a coordinator send to a backup, and orders to serve the store
+        again."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         # Time lines show backups, too; the session that its primary has is not open
@@ -482,14 +490,15 @@ class PsService:
         raise self.role.shutdown_error if self._draining else self.role.refusal
 
     def _require_place(self, session: int) -> None:
-        """Refuses a request that has waited if the session has ended meanwhile, or
-        another process has taken over."""
+        """Refuses a request that had to wait if the session has ended meanwhile, or
+        another process serves the store by now."""
         self._ownership.check(session)
         if (objection := self.role.objection) is not None:
             raise objection
 
     def _require_waiting(self, session: int) -> None:
-        """Does what `_require_place` does, for a request that waits for others."""
+        """Refuses what `_require_place` refuses, for a request that waits for other
+        requests."""
         self._require_place(session)
         self._require_open()
 

@@ -1,16 +1,17 @@
-"""Serves the requests of the store: at once, on the compute thread, or in turn.
+"""Serves requests that use the store: at once, on the compute thread, or when their
+turn comes.
 
-Small requests are answered at once: reading hands out views, and adding a few MiB takes
+Small requests are answered at once: a read returns views, and adding a few MiB takes
 less time than waking a thread. Requests that take longer than about a millisecond, and
-all that XLA may have to compile, go to one compute thread.
+all requests for which XLA may have to compile, go to one compute thread.
 
 A request that goes there *holds* the names that it uses (variable keys, its step,
-optimizers) until it is done; a request that needs one of them queues in order of
-arrival, and holds the names that it waits for itself. So requests that share a name are
-served in the order in which they came, from whichever peer, and those that share none
-do not wait for each other: a pull does not wait for the compilation of another
-variable's optimizer. The order is kept without threads and I/O (`RequestTurns`): its
-owner calls `enter` and `leave` and runs what is its turn.
+optimizers) until it is done; a request that needs a held name queues in order of
+arrival, and counts as holding the names that it waits for. So requests that share a
+name are served in the order in which they came, from whichever peer, and requests that
+share no name do not wait for each other: a pull does not wait for the compilation of
+another variable's optimizer. `RequestTurns` keeps the order, without threads and I/O:
+its owner calls `enter` and `leave` and serves the requests whose turn has come.
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ T = TypeVar("T")
 
 _PUSHES: Final = (Push, PushPart, Exchange)
 _APPLIED: Final = (Pushed, Exchanged)
-"""How pushes are answered."""
+"""The classes of answers to pushes."""
 _READ: Final = frozenset({Pulled, PulledRound, Merged, TableSizes})
-"""Answers that may leave before the backup has what they read."""
+"""The classes of answers that may leave before the backup has the values they
+contain."""
 
 
 @dataclass(eq=False, slots=True)
 class Ticket(Generic[T]):
-    """A request that holds names, or waits for them (``behind`` of them are taken)."""
+    """The ticket of a request that holds names, or waits for names, of which ``behind``
+    are held by earlier tickets."""
 
     request: T
     names: frozenset[Hashable]
@@ -90,9 +93,9 @@ class Ticket(Generic[T]):
 
 
 class RequestTurns(Generic[T]):
-    """The queue of each name that is in use, at most ``capacity`` requests in all. A
-    queue of one is its ticket: a request may use a thousand names that nobody else
-    does."""
+    """The queue of tickets for each name in use, with at most ``capacity`` requests in
+    all. A queue of one is that ticket itself, without a container: a request may use a
+    thousand names that no other request uses."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
@@ -104,7 +107,7 @@ class RequestTurns(Generic[T]):
 
     @property
     def tickets(self) -> set[Ticket[T]]:
-        """The tickets that hold names or wait for them."""
+        """All tickets that hold names or wait for names."""
         queues = self._queues.values()
         alone = {queue for queue in queues if isinstance(queue, Ticket)}
         return alone.union(*[q for q in queues if not isinstance(q, Ticket)])
@@ -116,10 +119,11 @@ class RequestTurns(Generic[T]):
         return not queues or queues.keys().isdisjoint(names)
 
     def enter(self, request: T, names: Iterable[Hashable]) -> Ticket[T]:
-        """Takes the names, or queues for them; its turn has come if `is_turn`.
+        """Returns a ticket that holds the names, or queues for those that are held; its
+        turn has come if `is_turn`.
 
         Raises:
-            BusyError: The capacity is reached.
+            BusyError: ``capacity`` requests hold or wait for names.
         """
         if self._tickets >= self._capacity:
             raise BusyError(
@@ -147,7 +151,7 @@ class RequestTurns(Generic[T]):
 
     def leave(self, ticket: Ticket[T]) -> list[Ticket[T]]:
         """Frees the names of a ticket that had its turn; returns the tickets whose turn
-        comes."""
+        comes now."""
         self._tickets -= 1
         ready: list[Ticket[T]] = []
         queues = self._queues
@@ -168,25 +172,25 @@ class RequestTurns(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _WaitingRequest:
-    """A request that is not answered yet. Without a message it only waits for its turn
-    (`Serving.turn`), and the answer is that the turn has come."""
+    """A request that is not answered yet. One without a message only waits for its turn
+    (`Serving.turn`), and is answered when the turn has come."""
 
     message: Request | RoundStored | None
     answer: asyncio.Future[Message]
     began: float = 0.0
-    """When its turn came."""
+    """When the turn of the request came, in seconds of the clock."""
 
 
 @final
 class Serving:
-    """Serves the requests for one store. Lives on the loop.
+    """Serves the requests for one store. Lives on the event loop.
 
     Args:
-        check: Raises unless the session is the open one.
+        check: Raises unless the session with this number is open.
         admit: Raises if no request may begin to wait.
-        objection: The error that replaces an answer if another process serves the store
-            by then, which may lack what was computed here meanwhile.
-        clock: Seconds, by which pushes are timed.
+        objection: Returns the error that replaces an answer, if another process serves
+            the store by then: that process may lack what was computed here meanwhile.
+        clock: Returns seconds, with which pushes are timed.
     """
 
     def __init__(
@@ -204,27 +208,29 @@ class Serving:
         self._objection = objection
         self._turns: RequestTurns[_WaitingRequest] = RequestTurns()
         self.failed = 0
-        """Requests that were refused after they had waited, and parts of exchanges."""
+        """Number of requests that were refused after they had waited, and of parts of
+        exchanges that were refused."""
         self._clock: Final = clock
         self.recorder = Recorder(PS_PHASES)
-        """Replaced with each session."""
+        """Records the phases of requests; replaced with each session."""
         self._watches: list[
             tuple[set[Ticket[_WaitingRequest]], asyncio.Future[None]]
         ] = []
         self.idle = asyncio.Event()
-        """Set while no request waits or is computed."""
+        """Set while no request waits or is being computed."""
         self.idle.set()
         self.round_closed: Callable[[], None] = lambda: None
-        """Called when a round was closed."""
+        """Called each time that a round was closed."""
 
     def __len__(self) -> int:
-        """Requests that wait, or are computed."""
+        """Number of requests that wait or are being computed."""
         return len(self._turns)
 
     def answer_request(
         self, message: Request | RoundStored
     ) -> Message | Awaitable[Message]:
-        """Answers at once, or later if the request must wait for its turn.
+        """Answers a request: at once, or by a future if the request must wait for its
+        turn.
 
         Raises:
             ZstratError: The request is refused; nothing has changed.
@@ -254,9 +260,9 @@ class Serving:
         return served if log is None or type(served) in _READ else log.hold(served)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
-        """Starts to apply a push while its body arrives, if it need not wait; then
-        `answer_request` takes a `Folded`. A push that is to be refused or to wait is
-        handled when all of it is here."""
+        """Starts to apply a push while its body arrives, if the push need not wait;
+        then `answer_request` takes a `Folded`. None for a push that will be refused or
+        has to wait: it is handled when its body is complete."""
         if len(specs) != 1:
             # Several arrays: operands, indices or keys, of which none can be added as
             # it comes.
@@ -275,16 +281,17 @@ class Serving:
 
     @contextlib.asynccontextmanager
     async def turn(self, names: Sequence[Hashable]) -> AsyncIterator[AreFree]:
-        """Holds names while the body runs; waits for its turn before.
+        """Holds names while the body of the ``async with`` runs; waits for its turn
+        before.
 
         Yields:
-            A function that returns whether no request holds other names, or waits for
-            them, at that moment.
+            A function that returns whether no request holds, or waits for, any of the
+            names it is given.
 
         Raises:
-            BusyError: Too many wait.
+            BusyError: Too many requests wait.
 
-        Cancellation: the names are given back.
+        Cancellation: the names are freed.
         """
         ticket = self._queue(None, names)
         if not self._turns.is_turn(ticket):
@@ -302,8 +309,8 @@ class Serving:
             self._leave(ticket)
 
     async def settled(self) -> None:
-        """Waits until all requests are done that are computed or wait now, but not for
-        those that come meanwhile.
+        """Waits until all requests that are waiting or being computed now are done, but
+        not for those that arrive meanwhile.
 
         Cancellation: nothing is lost.
         """
@@ -320,8 +327,8 @@ class Serving:
             self._watches.remove(watch)
 
     def _applied(self, message: Message | Folded, began: float) -> None:
-        """Records how long a push or a round took, with the pull after it in an
-        exchange: from ``began`` until now."""
+        """Records how long a push or the closing of a round took, from ``began`` until
+        now; in an exchange, including the pull."""
         pushed = message.message if isinstance(message, Folded) else message
         step = UNNAMED
         # The number of a program's own update would be taken for that of a step.
@@ -332,8 +339,8 @@ class Serving:
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
     def replayed(self, change: Message, began: float) -> None:
-        """Records how long it took to replay a change of the primary, from ``began``
-        until now."""
+        """Records how long the replay of a primary's change took, from ``began`` until
+        now."""
         if isinstance(change, Push | CloseRound):
             self._applied(change, began)
 
@@ -381,8 +388,8 @@ class Serving:
         return ticket
 
     def _resume(self, ticket: Ticket[_WaitingRequest]) -> None:
-        """Serves a request that had to wait, as its turn has come. Checks it again: the
-        session may have changed since it came."""
+        """Serves a request whose turn has come. Checks the request again, because the
+        session may have changed since it arrived."""
         message, turn = ticket.request.message, ticket.request.answer
         if message is None:
             # Cancelled before its turn came, which it must not keep.
@@ -403,8 +410,8 @@ class Serving:
     def _advance(
         self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest[Message]
     ) -> None:
-        """Advances a request until the thread has something to compute for it, or its
-        answer is known."""
+        """Advances a request until the compute thread has a plan to compute for it, or
+        its answer is known."""
         try:
             while isinstance(served, PendingRequest):
                 try:
@@ -473,7 +480,8 @@ class Serving:
 
 
 def _has_applied(message: Request | RoundStored, outcome: object) -> bool:
-    """Returns whether the request was a push, or a round to close, and is done."""
+    """Returns whether the request was a push, or closed a round, and has changed the
+    store."""
     return isinstance(outcome, _APPLIED) or (
         isinstance(message, CloseRound) and isinstance(outcome, Done)
     )

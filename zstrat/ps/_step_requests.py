@@ -1,16 +1,16 @@
-"""Requests about steps and about rounds.
+"""Requests about steps and about synchronous rounds.
 
-Requests about steps ask which of them have ended, and what they applied. Law: what such
-a request forbids holds from the moment at which it arrives; its answer waits for the
-pushes that are under way at that moment. In between another process may have taken
-over, which is why the place is checked again.
+Requests about steps declare steps as over, or ask what steps have applied. Law: from
+the moment at which such a request arrives, pushes that it forbids have no effect; its
+answer waits for the pushes that are under way at that moment. In between another
+process may have taken the store over, so that is checked again before the answer.
 
 Requests about rounds are contributions, the orders that close rounds, and pulls that
 wait for them. They take turns with all other requests of the store (`Serving`).
 
-Law: a pull that waits for a round holds no name, so no other request waits for it; it
-is checked again when the round is closed, as another process may serve the store by
-then.
+Law: a pull that waits for a round holds no name, so no other request waits for the
+pull; it is checked again when the round is closed, because another process may serve
+the store by then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ StepRequest = AskLeases | AskParts | Fence | RaiseMark
 
 @final
 class StepRequests:
-    """Answers requests about steps. Lives on the loop.
+    """Answers requests about steps. Lives on the event loop.
 
     Args:
         require_place: Raises if the session is over, or another process serves the
@@ -113,7 +113,7 @@ RoundRequest = RoundStored | AskRounds
 
 @final
 class RoundRequests:
-    """Answers requests about rounds. Lives on the loop.
+    """Answers requests about rounds. Lives on the event loop.
 
     Args:
         require_place: Raises if the session is over, or another process serves the
@@ -127,13 +127,13 @@ class RoundRequests:
         self._require_place = require_place
         serving.round_closed = self.wake
         self._waiting: list[asyncio.Future[None]] = []
-        """Of the pulls that wait for a round."""
+        """Futures of the pulls that wait for a round to be closed."""
 
     def handle(self, message: RoundRequest) -> Message | Awaitable[Message]:
         """Answers a request of the open session.
 
         Raises:
-            ZstratError: It is refused; nothing has changed.
+            ZstratError: The request is refused; nothing has changed.
         """
         match message:
             case AskRounds():
@@ -145,7 +145,8 @@ class RoundRequests:
                 return self._serving.answer_request(message)
 
     def wake(self) -> None:
-        """Has all waiting pulls checked again."""
+        """Wakes all pulls that wait for a round, so that each checks whether it may
+        continue."""
         # Replaced before they are woken: one that has to wait again joins the new list.
         waiting, self._waiting = self._waiting, []
         for each in waiting:

@@ -1,4 +1,5 @@
-"""The one thread on which a parameter server does what would hold up its loop."""
+"""The one thread on which a parameter server computes what would block its event
+loop."""
 
 from __future__ import annotations
 
@@ -12,48 +13,54 @@ from typing import Final, Protocol
 from zstrat.errors import BusyError, ClosedError
 
 CAPACITY: Final = 4096
-"""Jobs that may wait. Each one holds its message, whose bytes transport bounds."""
+"""The most jobs that may wait. Each one holds its message, whose bytes transport
+bounds."""
 
 Job = tuple[Callable[[], None], asyncio.Future[None]]
 
 
 class JobThread(Protocol):
-    """Runs jobs one after the other, off the loop that gives them (`ComputeThread`)."""
+    """Runs jobs one after the other, outside of the event loop that submits them
+    (`ComputeThread`)."""
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
+        """Number of jobs that have not begun."""
         ...
 
     def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
-        """Queues a job; its future is done, on the loop, when the job is.
+        """Queues a job; the returned future is done, on the event loop, when the job
+        is.
 
         Raises:
-            BusyError: Too many wait.
+            BusyError: Too many jobs wait.
             ClosedError: The thread was closed.
         """
         ...
 
     async def close(self, deadline: float) -> bool:
-        """Stops the thread after its queued jobs; returns whether it stopped by
+        """Ends the thread when its queued jobs are done; returns whether it ended by
         ``deadline``."""
         ...
 
 
 MakeThread = Callable[[str], JobThread]
-"""Makes the thread of that name, which starts when it is first needed."""
+"""Makes a thread of the given name, which starts when it is first needed."""
 
 
 class ComputeThread:
-    """Runs jobs one after the other, off the loop that owns it. Starts when needed."""
+    """Runs jobs one after the other, in a thread outside of the event loop that owns
+    it. The thread starts when it is first needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY + 1)
-        """Only the loop adds to it; the last place is for the order to end."""
+        """Jobs to run. Only the loop adds to the queue; its last slot is for the order
+        to end."""
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
-        """Done, on the loop, when the thread has done its last job."""
+        """Done, on the event loop, when the thread has done its last job; None before
+        `close`."""
         self._closed = False
 
     @property
@@ -61,7 +68,8 @@ class ComputeThread:
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
-        """Queues a job; its future is done, on the loop, when the job is.
+        """Queues a job; the returned future is done, on the event loop, when the job
+        is.
 
         Raises:
             BusyError: The queue is full.
@@ -85,15 +93,17 @@ class ComputeThread:
         return done
 
     async def close(self, deadline: float) -> bool:
-        """Ends the thread after the jobs that wait; it takes no more from now on.
+        """Ends the thread when its queued jobs are done; refuses further jobs from now
+        on.
 
         Args:
             deadline: Loop time.
 
         Returns:
-            False if it has not ended by then; it ends when its jobs do.
+            False if the thread has not ended by the deadline; it ends when its jobs are
+            done.
 
-        Cancellation: the thread ends all the same, when its jobs have.
+        Cancellation: the thread ends all the same, when its jobs are done.
         """
         # A second call only waits: the order to end is given once.
         is_first, self._closed = not self._closed, True

@@ -1,4 +1,4 @@
-"""Requests to the parameter servers of a cluster: one client for all of them."""
+"""Sends requests to the parameter servers of a cluster: one client for all of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One outcome from several messages, each to one parameter server.
+"""Calls of several messages, each to one parameter server, with one result.
 
 A call sends all its messages at once; its future is done with the last answer or the
-first error. Lives on the loop that owns the links.
+first error. Lives on the event loop that owns the links.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class AskedServers:
-    """All parameter servers of one session, each over its line.
+    """All parameter servers of one session, each with its request queue (`ServerLine`).
 
     Args:
         links: One per parameter server, in task order, opened by the caller.
         session: The session that is open on all of them.
         request_timeout: Seconds that a request without a deadline waits for a server
-            that is away.
+            that is not connected.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class AskedServers:
             ServerLine(link, f"/job:ps/task:{ps}", request_timeout)
             for ps, link in enumerate(links)
         )
-        """The owner of the links reports their state to these, if requests are to
-        outlive a connection."""
+        """The request queues of all servers, in task order. The owner of the links
+        reports the state of each connection to them, if requests are to outlive a
+        connection."""
 
     @property
     def repeats(self) -> int:
@@ -62,17 +63,18 @@ class AskedServers:
         *,
         deadline: float | None = None,
     ) -> list[M]:
-        """Sends messages, ``(ps, message)``, all at once; their answers, in order.
+        """Sends all messages, ``(ps, message)`` each, at once; returns their answers in
+        order.
 
         Args:
-            deadline: Loop time; None: the default of the link.
+            deadline: In loop time; None: the default of the link.
 
         Raises:
             PSUnavailableError: A parameter server is gone.
             ProtocolError: An answer is of another class than ``want``.
-            Exception: The first that a server answers with.
+            Exception: The first error that a server answers with.
 
-        Cancellation: what was sent is carried out.
+        Cancellation: the servers carry out the messages all the same.
         """
         answers: dict[int, M] = {}
         parts = [
@@ -89,8 +91,8 @@ class AskedServers:
         result: Callable[[], T],
         deadline: float | None = None,
     ) -> asyncio.Future[T]:
-        """Sends all parts; returns a future, done with the last answer or the first
-        error."""
+        """Sends all parts of a call; returns a future that is done with the last answer
+        or the first error."""
         call = ServerCall(len(parts), result)
         for part in parts:
             call.send(self.lines[part.ps], part, deadline)
@@ -99,8 +101,8 @@ class AskedServers:
 
 @final
 class ServerCall(Generic[T]):
-    """A call of so many messages. Its ``outcome`` is what ``result`` returns when all
-    are answered, or the first error."""
+    """A call of one message to each of several servers. Its ``outcome`` is what
+    ``result`` returns when all messages are answered, or the first error."""
 
     __slots__ = ("_left", "_result", "outcome")
 
@@ -113,7 +115,7 @@ class ServerCall(Generic[T]):
     def send(
         self, line: ServerLine, part: CallPart[Any], deadline: float | None
     ) -> None:
-        """Sends a message, unless another has failed already."""
+        """Sends one message of the call, unless another one has failed already."""
         if self.outcome.done():
             return
         try:
@@ -124,8 +126,8 @@ class ServerCall(Generic[T]):
             reply.add_done_callback(partial(self._replied, line, part, deadline))
 
     def take(self, take: Callable[[M], object], answer: M, part: CallPart[Any]) -> None:
-        """Gives an answer to ``take``. The call fails if that finds that it does not
-        fit the question."""
+        """Passes the answer to one message to ``take``. The call fails if ``take``
+        finds that the answer does not fit the question."""
         try:
             take(answer)
         except (ValueError, StopIteration) as error:
@@ -137,7 +139,7 @@ class ServerCall(Generic[T]):
                 self.outcome.set_result(self._result())
 
     def fail(self, error: BaseException) -> None:
-        """Ends the call with the error of one message, unless it has ended."""
+        """Ends the call with the error of one message, unless the call has ended."""
         if self.outcome.done():
             return
         # The caller has given up, or the loop ends: the server is not to blame.
@@ -168,8 +170,8 @@ class ServerCall(Generic[T]):
 
 @final
 class CallPart(Generic[M]):
-    """One message of a call, to the server ``ps``. ``take`` receives the answer; it
-    raises ValueError or StopIteration if that is malformed."""
+    """One message of a call, to the server ``ps``. ``take`` receives the answer, and
+    raises ValueError or StopIteration if the answer is malformed."""
 
     __slots__ = ("_want", "message", "ps", "take")
 
@@ -184,12 +186,14 @@ class CallPart(Generic[M]):
         self._want = want
 
     def answer(self, reply: asyncio.Future[Message]) -> M:
-        """Returns the answer, if it is of the class that was asked for.
+        """Returns the answer that a reply holds, if it is of the class that was asked
+        for.
 
         Raises:
             PSUnavailableError: The server is gone.
-            ProtocolError: It answered another question.
-            BaseException: As the server says; CancelledError if no answer will come.
+            ProtocolError: The answer is of another class.
+            BaseException: The error of the server; CancelledError if no answer will
+                come.
         """
         try:
             answer = reply.result()
@@ -200,8 +204,8 @@ class CallPart(Generic[M]):
         raise self.misunderstood(ValueError(type(answer).__name__))
 
     def misunderstood(self, error: Exception) -> ProtocolError:
-        """Returns the error for an answer that does not fit the question, as ``error``
-        says."""
+        """Returns the error for an answer that does not fit the question, for the
+        reason in ``error``."""
         wrong = ProtocolError(
             f"{self._task} answered {type(self.message).__name__} with something else "
             f"than was asked for: {error}"
@@ -215,7 +219,7 @@ class CallPart(Generic[M]):
 
 
 def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    """Returns the items of ``(ps, item)`` by server, each in order."""
+    """Groups ``(ps, item)`` pairs: returns the items of each server, in order."""
     found: dict[int, list[T]] = {}
     for ps, item in pairs:
         found.setdefault(ps, []).append(item)
@@ -223,4 +227,4 @@ def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
 
 
 def nothing(answer: object = None) -> None:
-    """Returns None, for calls whose answers only say that they are done."""
+    """Returns None. The result of calls whose answers only say that they are done."""

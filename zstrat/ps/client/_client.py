@@ -1,12 +1,12 @@
-"""The parameter servers of a cluster, as one thing that is pulled from and pushed to.
+"""A client that pulls from, and pushes to, all parameter servers of a cluster.
 
-Lives on the loop that owns the links. A call sends its messages, one to each server (or
-several that read or create thousands of variables), to all of them at once, before it
-returns; its future is done when all have answered. Requests to one server arrive in the
+Lives on the event loop that owns the links. A call sends its messages before it
+returns, one to each server (several to read or create thousands of variables); its
+future is done when all servers have answered. Requests to one server arrive in the
 order of the calls, so that a pull which follows a push on the same client reads what
 the push wrote.
 
-A server that is lost is `PSUnavailableError`, whatever was asked of it.
+Every request to a server that is lost raises `PSUnavailableError`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ._reading import Clocks, Ref, RowsRef, SetRef
 
 MEMORY: Final = 256 * 2**20
-"""Default bound in bytes of the values that a client remembers."""
+"""Default bound of the values that a client caches, in bytes."""
 
 
 @final
@@ -57,12 +57,12 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     Args:
         links: One per parameter server, in task order, opened by the caller.
         session: The session that is open on all of them.
-        writer: The incarnation in the HELLO of the links; 0: none, and what `update`
-            sends has no name.
-        memory: Bytes of values to remember, so that a variable which did not change is
-            not sent again; 0 remembers nothing.
+        writer: The incarnation in the HELLO of the links, which names the updates that
+            `update` sends; 0: they have no name, so they are not repeated safely.
+        memory: Bytes of values to cache, so that a variable which did not change is not
+            sent again; 0 caches nothing.
         request_timeout: Seconds that a request without a deadline waits for a server
-            that is away.
+            that is not connected.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         self._own = OwnUpdates(writer)
         self._memory = memory
         self.counts: Counter[str] | None = None
-        """Gets the bytes of values that were encoded (``encoded_from``), and of what
-        was sent for them (``encoded_to``)."""
+        """Counts the bytes of values before they were encoded for the wire
+        (``encoded_from``), and after (``encoded_to``); None: they are not counted."""
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self.lines)
 
     def enter(self, session: int) -> None:
         """Switches to another session, which is open on all servers. Results of reads
-        of the former session that are still under way are not cached."""
+        that began in the former session are not cached."""
         self.session = session
         self.unreleased = set()
         # Another object: answers that are under way go to the former one.
         self._known = Known(self._memory)
 
     def shares_memory(self, ps: int) -> bool:
-        """Returns whether large bodies to a server go through shared memory. For any
-        thread."""
+        """Returns whether large bodies to a server go through shared memory. Any thread
+        may call it."""
         return self.lines[ps].shares_memory
 
     def pull(
@@ -106,21 +106,23 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         deadline: float | None = None,
         clocks: Clocks | None = None,
     ) -> asyncio.Future[list[np.ndarray]]:
-        """Reads variables, and rows of variables: read-only arrays, first the values in
-        the order of ``refs``, then ``[n, ...]`` for each of ``rows``. Which of ``refs``
-        are read as one array say ``sets``.
+        """Reads variables, and rows of variables, as read-only arrays: first the values
+        in the order of ``refs``, then an array ``[n, ...]`` for each of ``rows``.
+        ``sets`` says which of ``refs`` are read together as one array.
 
-        Each is of one whole version of its variable; together they are not a snapshot.
+        Each array is of one whole version of its variable; all arrays together are not
+        a snapshot.
 
         Args:
-            deadline: Loop time; None: the default of the link.
-            clocks: Gets what the servers say of their time, before the future is done.
+            deadline: In loop time; None: the default of the link.
+            clocks: Filled with the number of pushes that each server has applied
+                (`Clocks`), before the future is done.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError: Indices are not integers, or of rows that are not
-                there; names the variable.
-            NotFoundError, StaleSessionError: As the server says.
+            InvalidArgumentError: Indices are not integers, or out of range; the error
+                names the variable.
+            NotFoundError, StaleSessionError: A server refuses the request.
         """
         reading = self._reading(refs, rows, clocks, sets)
         parts = [
@@ -140,25 +142,26 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         clocks: Clocks | None = None,
         leases: bytes = b"",
     ) -> asyncio.Future[bool]:
-        """Applies updates: on each server all of its updates, or none.
+        """Applies updates: each server applies all of its updates, or none.
 
         Args:
-            step: The closure whose effect this is, -1 for none. A server applies
-                ``(step, part)`` at most once in a session.
-            low_water: Of an own update (`update`); what the push of a closure says of
-                it is not believed.
-            clocks: Gets what the servers that apply it say of their time.
-            leases: See `Push`.
+            step: The number of the closure that makes the updates, -1 for none. A
+                server applies ``(step, part)`` at most once in a session.
+            low_water: All steps below this number are over. Servers use it only from
+                updates outside of closures (`update`).
+            clocks: Filled with the number of pushes that each server of an update has
+                applied (`Clocks`).
+            leases: Ranges of leased datasets that the step has used, see `Push`.
 
         Returns:
-            Whether any server applied it; False if all had done so before.
+            Whether any server applied the push; False if all had applied it before.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: As the
-                server says. Others may have applied their part.
-            ValueError: The updates of one server do not fit one message, as those of
-                about ten thousand variables: it could not apply them as a whole.
+            InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: A server
+                refuses the push. Other servers may have applied their updates.
+            ValueError: The updates of one server do not fit one message (those of about
+                ten thousand variables), so the server could not apply all or none.
         """
         pushing = Pushing(
             self.session, step, part, low_water, updates, clocks=clocks, leases=leases
@@ -168,12 +171,13 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
     def update(
         self, updates: Sequence[PsUpdate], *, deadline: float | None = None
     ) -> asyncio.Future[bool]:
-        """Pushes an update of this process's own, of no closure. Each server applies it
-        once, however often it has to be sent; the rest is as `push`."""
+        """Pushes an update that this process makes outside of closures. Each server
+        applies the update once, however often it has to be sent; all else is as in
+        `push`."""
         return self._update(updates, deadline)
 
     async def note_leases(self, leases: bytes) -> None:
-        """Has all servers note ranges of leased datasets as done; see `Push`.
+        """Makes all servers note ranges of leased datasets as done; see `Push`.
 
         Raises:
             PSUnavailableError: A parameter server is gone.
@@ -184,8 +188,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             await self._update((), None, part, range(self.count))
 
     async def applied_leases(self, deadline: float) -> list[tuple[int, ...]]:
-        """Returns the ranges of leased datasets that any server has as done: the fields
-        of each `LEASE`.
+        """Returns the ranges of leased datasets that any server has noted as done, each
+        as the fields of a `LEASE`.
 
         Raises:
             PSUnavailableError: A parameter server is gone.
@@ -228,15 +232,18 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         *,
         clocks: Clocks | None = None,
     ) -> asyncio.Future[bool]:
-        """Pushes the next part of an eager step, as `push`.
+        """Pushes the next part of an eager step: the updates since its last part. All
+        else is as in `push`.
 
         Args:
-            names: Of each update: where in the step it is, and what it does.
-            clocks: Gets what the servers that apply it say of their time.
+            names: For each update, where in the step it is made, and what it does.
+            clocks: Filled with the number of pushes that each server of an update has
+                applied (`Clocks`).
 
         Raises (in the future), besides what `push` does:
-            RetryDiffersError: An earlier run has done something else there.
-            StaleSessionError: A later run has begun.
+            RetryDiffersError: An earlier run of the step has pushed something else as
+                this part.
+            StaleSessionError: A later run of the step has begun.
         """
         step, attempt, low_water, leases = run
         pushing = Pushing(
@@ -254,14 +261,14 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         return self._ask(parts, pushing.result)
 
     async def applied_parts(self, run: EagerRun) -> dict[int, tuple[str, ...]]:
-        """Returns what earlier runs of the step have pushed: names by part. These
-        runs have no further effect.
+        """Returns what earlier runs of an eager step have pushed: the names of the
+        updates of each part. Ends those runs: they have no further effect.
 
         Raises:
             PSUnavailableError: A parameter server is gone.
-            StaleSessionError: A later run has begun.
+            StaleSessionError: A later run of the step has begun.
 
-        Cancellation: those runs may have ended.
+        Cancellation: the earlier runs may have ended.
         """
         found: dict[int, tuple[str, ...]] = {}
         asked_from = dict.fromkeys(range(self.count), 0)
@@ -302,16 +309,16 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         clocks: tuple[Clocks, Clocks] | None = None,
         leases: bytes = b"",
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-        """Pushes, and pulls after that, in half as many messages as `push` and `pull`.
-        Either may fail without the other, unless a server is gone.
+        """Pushes updates and then pulls values, in half as many messages as `push` and
+        `pull` take. Either may fail without the other, unless a server is lost.
 
         Args:
-            deadline: Loop time, of both; None: the default of the link.
-            clocks: Those of `push`, and those of `pull`.
-            leases: Of the push.
+            deadline: Of both, in loop time; None: the default of the link.
+            clocks: The arguments ``clocks`` of `push` and of `pull`.
+            leases: As in `push`.
 
         Returns:
-            What `push` and what `pull` would have returned.
+            The futures that `push` and `pull` would have returned.
         """
         push_clocks, pull_clocks = clocks or (None, None)
         pushing = Pushing(
@@ -347,7 +354,8 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             self._known.drop(ref._replace(codec=int(Codec.BFLOAT16)))
 
     def _forget_restarted(self) -> None:
-        """Versions are counted from the start in a new process."""
+        """Drops cached values of servers that were restarted: a new process counts
+        versions from the start."""
         for ps, line in enumerate(self.lines):
             peer = line.peer
             if peer is not None and peer.incarnation != self._incarnations[ps]:

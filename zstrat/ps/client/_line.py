@@ -1,16 +1,16 @@
-"""The request queue to one parameter server, over connections that break and return.
+"""The queue of requests to one parameter server, which outlives a broken connection.
 
-When a connection breaks, it is unknown which requests under way were carried out.
-The server may be back a moment later with all that it held. Their senders pass those
-requests to this line (`resubmit`), which keeps them and sends them again then, in the
-order of the calls. A request is sent again only if the server recognizes it by its
-step, or if carrying it out twice has the effect of once (`_repeated`). Any other
-request ends with its connection.
+When a connection breaks, it is unknown which requests under way were carried out. The
+server may reconnect a moment later with all that it held. The senders of those requests
+pass them to this queue (`resubmit`), which keeps them until the server is back, and
+then sends them again, in the order of the calls. A request is sent again only if the
+server recognizes it by its step, or if carrying it out twice has the effect of once
+(`_repeated`). Any other request ends with its connection.
 
-The owner of the connection reports its state to this line (`hold`, `resume`,
-`lose`), because only the owner knows whether the server that came back still has the
-state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
-straight to the link and end with its connection.
+The owner of the connection reports its state to this queue (`hold`, `resume`, `lose`),
+because only the owner knows whether the server that came back still has the state of
+before. Until the owner first calls `resume`, `lose` or `move`, requests go straight to
+the link and end with its connection.
 
 A server that has a backup may continue in another process (`move`). Requests under
 way are then sent again to that process, as after a connection that broke. So are
@@ -48,24 +48,25 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello, Message
 
 REQUEST_TIMEOUT: Final = 120.0
-"""Seconds that a request without a deadline waits for the server to come back."""
+"""Seconds that a request without a deadline waits for the server to come back, by
+default."""
 
 LOSS_ERRORS: Final = (PeerLostError, NotPrimaryError, ClosedError)
 """Errors that leave open whether a request was carried out, or say that it reached the
 wrong process. `ClosedError` is one of them: when the server moves to another process,
-the link below is closed while this line stays open."""
+its link is closed, while the queue of requests to it stays open."""
 
 NOT_PRIMARY_PAUSE: Final = 0.5
 """Seconds until a process that answered `NotPrimaryError` is asked again, unless the
 owner of the connection says before then where the server is."""
 
 MAX_WAITING_REQUESTS: Final = 16384
-"""Requests that may wait at a time: as many as one peer may have open."""
+"""The most requests that may wait at a time: as many as one peer may have under way."""
 
 
 class LineState(enum.Enum):
-    """The state of the connection, which decides what happens to requests, as its owner
-    set it last."""
+    """The state of the connection to the server, set by the owner of the connection,
+    which decides what happens to requests."""
 
     UNMANAGED = "nothing was reported: they go to the link, and end with its connection"
     OPEN = "they go to the link, and are sent again over the next connection"
@@ -75,16 +76,17 @@ class LineState(enum.Enum):
 
 _FLOWING: Final = (LineState.UNMANAGED, LineState.OPEN)
 _KEEPING: Final = (LineState.OPEN, LineState.HELD)
-"""States in which requests wait for the next connection if theirs breaks."""
+"""States in which a request waits for the next connection if its connection breaks."""
 
 
 @dataclass(eq=False, slots=True)
 class _RequestInLine:
-    """A request that waits, and the timer that gives it up at ``until``.
+    """A request that waits for the connection, and the timer that gives it up at
+    ``until``.
 
-    A request with ``sent`` was sent before the connection broke, so it goes out before
-    the requests that were not. ``deadline`` is that of `TaskLink.submit`, for when it
-    goes out.
+    A request with ``sent`` was sent before the connection broke, so it is sent again
+    before the requests that were not. ``deadline`` is passed to `TaskLink.submit` when
+    the request is sent.
     """
 
     message: Message
@@ -97,8 +99,8 @@ class _RequestInLine:
 
 @final
 class ServerLine:
-    """The requests to the parameter server ``task``, over ``link``. Lives on the loop
-    of the link."""
+    """The queue of requests to the parameter server ``task``, over ``link``. Lives on
+    the event loop of the link."""
 
     __slots__ = (
         "_link",
@@ -115,7 +117,8 @@ class ServerLine:
     def __init__(self, link: TaskLink, task: str, request_timeout: float) -> None:
         self._link, self._task, self._timeout = link, task, request_timeout
         self.repeats = 0
-        """How often a request was sent again, or had to wait to be sent at all."""
+        """How often a request was sent again, or had to wait for the connection before
+        it was sent."""
         self._sent_before: list[_RequestInLine] = []
         self._not_sent: list[_RequestInLine] = []
         self._state = LineState.UNMANAGED
@@ -135,15 +138,17 @@ class ServerLine:
 
     @property
     def is_held(self) -> bool:
-        """Whether requests wait here, or are refused, instead of going to the link."""
+        """Whether requests wait in this queue, or are refused, instead of going to the
+        link."""
         return self._state not in _FLOWING
 
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """Sends a request as `TaskLink.submit`, or later if the server is away. The
-        caller gives an outcome that is one of `LOSS_ERRORS` to `resubmit`: what went to
-        the link at once is not kept here, which spares every request a callback."""
+        """Sends a request as `TaskLink.submit` does, or later if the server is not
+        connected. If the outcome is one of `LOSS_ERRORS`, the caller passes the request
+        to `resubmit`: requests that are sent at once are not kept here, which saves a
+        callback for each."""
         if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
@@ -165,13 +170,13 @@ class ServerLine:
         *,
         sent: bool = True,
     ) -> asyncio.Future[Message] | None:
-        """Repeats a request that ended with ``lost``, if repeating it is safe.
+        """Sends a request again that ended with ``lost``, if repeating it is safe.
 
         Returns:
             The outcome to wait for instead; None: ``lost`` is final.
 
         Args:
-            sent: The server may have carried the request out.
+            sent: Whether the server may have carried the request out.
         """
         error = None if lost.cancelled() else lost.exception()
         if not isinstance(error, LOSS_ERRORS) or self._state is LineState.UNMANAGED:
@@ -193,8 +198,8 @@ class ServerLine:
         return outcome
 
     def hold(self) -> None:
-        """Keeps requests, as the server is connected but it is not known yet what it
-        still holds."""
+        """Starts to keep requests: the server is connected, but it is not known yet
+        whether it still has the state of before."""
         self._stop_retry()
         # Otherwise nothing is kept: the owner has said nothing yet, or the line is
         # lost.
@@ -202,8 +207,8 @@ class ServerLine:
             self._state = LineState.HELD
 
     def resume(self) -> None:
-        """Sends requests, as the server is there with all that it ever held of this
-        session."""
+        """Sends the waiting requests, because the server is connected with all that it
+        ever held of this session."""
         self._stop_retry()
         # First: what is sent now has to be kept if this connection breaks, too.
         self._state, self._loss = LineState.OPEN, None
@@ -214,9 +219,10 @@ class ServerLine:
         """Refuses requests until `resume`, as the server is not expected to come back.
 
         Args:
-            gone: What it held is known to be lost.
-            keep_pushes: Pushes wait until their deadline all the same: those of this
-                very program, which could not say whether to repeat one given up.
+            gone: The state of the server is known to be lost.
+            keep_pushes: Pushes wait until their deadline all the same. For the pushes
+                of the program itself, which could not know whether to repeat a push
+                that was given up.
         """
         self._stop_retry()
         self._state = LineState.LOST
@@ -228,10 +234,10 @@ class ServerLine:
                 self._end(each, _copy(self._loss))
 
     def move(self, link: TaskLink) -> None:
-        """Sends requests over another link from now on, at whose far end the server is,
-        or will be, with all that it held. Close the link of before, then call `resume`
-        when it is known where the server is: what waits, and what ended with that link,
-        is sent over this one."""
+        """Sends requests over another link from now on: at its far end the server is,
+        or will be, with all that it held. Close the old link after this, and call
+        `resume` when it is known where the server is; requests that wait, or ended with
+        the old link, are then sent over the new one."""
         self._stop_retry()
         self._link = link
         # It stays lost until `resume`: the owner has said so.
@@ -239,7 +245,7 @@ class ServerLine:
             self._state = LineState.HELD
 
     def close(self, error: Exception) -> None:
-        """Ends all requests that wait with the error, and refuses others."""
+        """Fails all waiting requests with the error, and refuses further ones."""
         self._stop_retry()
         # Requests go to the link from now on, which says what is wrong.
         self._state, self._loss = LineState.UNMANAGED, None
@@ -247,12 +253,13 @@ class ServerLine:
             self._end(each, type(error)(*error.args))
 
     def _not_repeatable(self) -> PeerLostError:
-        """Returns the error of a request that cannot be sent again."""
+        """Returns the error of a request that cannot be repeated safely."""
         words = "another process has its place, and may have carried the request out"
         return PeerLostError(self._task, words)
 
     def _pause(self) -> None:
-        """Holds requests for `NOT_PRIMARY_PAUSE`: the process is not the server now."""
+        """Holds requests for `NOT_PRIMARY_PAUSE`, because the process at the other end
+        is not the primary now."""
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
         # One timer for all: the first refusal asks again for everything that waits.
@@ -365,15 +372,16 @@ class ServerLine:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """Returns a fresh error for each request: one raised twice would collect
-    tracebacks."""
+    """Returns a new error like ``error``, one for each request: an error raised twice
+    would collect tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)
 
 
 def _repeated(message: Message) -> Message | None:
-    """Returns the message to send when ``message`` may have been carried out.
+    """Returns the message to send in place of ``message`` if the server may have
+    carried it out already.
 
-    None: no message would have the same effect.
+    None: no message has the effect of carrying ``message`` out once.
     """
     if isinstance(message, DeleteVariables):
         # The first try may have deleted some already.

@@ -1,10 +1,10 @@
-"""Pushes and contributions to rounds, to all parameter servers.
+"""Pushes, and contributions to synchronous rounds, to all parameter servers.
 
 A push is a message for each parameter server. All updates of one server are in one
-message, as it applies all or none. A push and the pull after it are one message to each
-server that has both parts (`exchange`). Their results are independent, as it is of two
-messages: a server that refuses one part answers the other, and a part that cannot be
-sent does not keep the other back.
+message, because it applies all or none. A push and the pull after it are one message to
+each server that takes part in both (`exchange`). Their results are independent, as
+those of two messages: a server that refuses one part answers the other, and if one part
+cannot be sent, the other one is.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ if TYPE_CHECKING:
 
 
 MAX_EXCHANGED_VARIABLES: Final = 2048
-"""Entries of one exchange, which easily fit a header. Above that, the two
-parts are two messages; one more costs nothing beside so many."""
+"""The most entries of one exchange, which easily fit a header. For more entries push
+and pull are two messages; one more message costs little compared with so many
+entries."""
 
 
 class PsUpdate(NamedTuple):
     """One update of one variable in a push. ``op`` is an `UpdateOp`, with the codec of
-    the gradient (`zstrat.wire.CODED`). ``optimizer`` is 0 unless it optimises."""
+    the gradient (`zstrat.wire.CODED`). ``optimizer`` is the optimizer that applies the
+    gradient; 0 for a plain update."""
 
     ps: int
     key: int
@@ -65,8 +67,9 @@ class PsUpdate(NamedTuple):
 
 @final
 class Pushing:
-    """A push to several servers, those of its updates and ``servers``: ``messages`` by
-    server, `take` for each answer, and `result` when all have answered."""
+    """The messages of one push to several servers: those of its updates, and
+    ``servers``. `take` receives each answer; `result` is valid when all have
+    answered."""
 
     __slots__ = ("_applied", "_clocks", "messages")
 
@@ -107,7 +110,8 @@ class Pushing:
             self._clocks[ps] = answer.clock
 
     def result(self) -> bool:
-        """Returns whether any server applied it, or there was nothing to apply."""
+        """Returns whether any server applied the push, or there was nothing to
+        apply."""
         return self._applied
 
 
@@ -115,7 +119,7 @@ class Pushing:
 class OwnUpdates:
     """Numbers the updates that a process makes outside of closures.
 
-    ``writer`` is its incarnation; 0: its updates have no names.
+    ``writer`` is the incarnation of the process; 0: its updates have no names.
     """
 
     __slots__ = ("_next", "_open", "writer")
@@ -126,7 +130,7 @@ class OwnUpdates:
         self._open: dict[int, None] = {}  # in the order of their numbers
 
     def begin(self) -> tuple[int, int]:
-        """Returns a number that was never used, and the lowest one that is not over."""
+        """Returns a new number, and the lowest number whose update is not over."""
         # Without an incarnation a server could not tell whose number it is.
         if not self.writer:
             return UNNAMED, 0
@@ -136,8 +140,9 @@ class OwnUpdates:
         return number, next(iter(self._open))
 
     def end(self, number: int) -> None:
-        """Notes that an update is over, however it ended. Once the servers know that,
-        from the mark of a later update, late copies of it have no effect."""
+        """Notes that the update of this number is over, whatever its outcome. When a
+        later update has sent this to the servers (as the lowest number that is not
+        over), late copies of the ended update have no effect."""
         self._open.pop(number, None)
 
 
@@ -206,7 +211,7 @@ class _Both:
         self.send_pull(line, asked)
 
     def send(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
-        """Sends both parts to one server, in one message if that can be."""
+        """Sends both parts to one server, in one message if they fit."""
         # One of the two has failed already, and must not take the other with it.
         if self.pushed.outcome.done() or self.pulled.outcome.done():
             self.send_apart(line, push, asked)
@@ -263,28 +268,29 @@ class _Both:
 
 
 UNLIMITED: Final = 10.0**9
-"""Seconds that a pull waits for its round: the coordinator decides when that is too
-long."""
+"""Seconds that a pull waits for its round: practically forever, because the coordinator
+decides when a round takes too long."""
 
 
 class RoundCalls(AskedServers, abc.ABC):
-    """The calls of `PsClient` about rounds."""
+    """The calls of `PsClient` about synchronous rounds."""
 
     @abc.abstractmethod
     def _reading(
         self, refs: Sequence[Ref], rows: Sequence[RowsRef], clocks: Clocks | None
     ) -> Reading:
-        """Begins a pull."""
+        """Prepares a pull of these variables and rows."""
 
     def contribute(
         self, given: Sequence[StepContribution], updates: Sequence[PsUpdate]
     ) -> asyncio.Future[None]:
-        """Has all servers keep the gradients of a step for rounds.
+        """Sends the gradients of a step to all servers, which keep them until the round
+        of the step is closed.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: As the
-                server says. Others may have kept their part.
+            InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: A server
+                refuses the contribution. Other servers may have kept their part.
         """
         pushes = Pushing(self.session, 0, 0, 0, updates).messages
         parts: list[CallPart[Any]] = []
@@ -305,12 +311,12 @@ class RoundCalls(AskedServers, abc.ABC):
         clocks: Clocks | None = None,
         numbers: dict[int, int],
     ) -> asyncio.Future[list[np.ndarray]]:
-        """Reads as `PsClient.pull`, once all rounds before those of ``after`` are
+        """Reads as `PsClient.pull`, once all rounds before those in ``after`` are
         closed.
 
         Args:
-            numbers: Gets for each optimizer the earliest round in which a server was
-                read.
+            numbers: Filled, for each optimizer, with the earliest round in which any of
+                the servers was read.
         """
         reading = self._reading(refs, rows, clocks)
 
@@ -348,9 +354,9 @@ class RoundCalls(AskedServers, abc.ABC):
 
         Raises:
             PSUnavailableError: A parameter server is gone.
-            ZstratError: As the server says.
+            ZstratError: A server refuses to close the round.
 
-        Cancellation: some servers may have closed it.
+        Cancellation: some servers may have closed the round.
         """
         message = CloseRound(self.session, order, list(kept), over, tuple(operands))
         await self.each([(ps, message) for ps in range(self.count)], Done)
@@ -359,8 +365,8 @@ class RoundCalls(AskedServers, abc.ABC):
         self, order: RoundOrder
     ) -> tuple[list[bytes], dict[int, tuple[np.ndarray, ...]]]:
         """Reads the trees of the optimizer (`zstrat.optimizers.Binding.encoded`), and
-        the merged gradients of the members, by key of the variable: an array, or
-        indices and rows.
+        the merged gradients of the members of a round, by key of the variable: an
+        array, or indices and rows.
 
         Raises: As `close_round`.
 
@@ -380,7 +386,8 @@ class RoundCalls(AskedServers, abc.ABC):
         return trees, found
 
     async def held_rounds(self, deadline: float) -> list[dict[int, HeldRounds]]:
-        """Returns for each server the rounds of all optimizers, by number.
+        """Returns, for each server, the state of the rounds of all optimizers, by the
+        number of the optimizer.
 
         Raises: As `close_round`.
 

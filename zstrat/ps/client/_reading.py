@@ -1,8 +1,8 @@
-"""One pull: its messages, its values as they come in, and what is remembered of them.
+"""One pull: its messages, the values in the answers, and the cache of values.
 
-Decides without I/O. Values of whole variables go through what the reader remembers of
-those that it has read already (`Known`), so that one which did not change is not sent
-again; rows are sent each time, as the next step asks for others.
+Decides without I/O. Values of whole variables are cached (`Known`), so that a value
+which did not change is not sent again; rows are sent each time, because the next step
+asks for other rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Value(NamedTuple):
 
 
 class Known:
-    """Latest values by variable, the least recently used ones dropped above a bound."""
+    """A cache of the latest values by variable. The least recently used values are
+    dropped above a bound in bytes."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -48,7 +49,7 @@ class Known:
         return value
 
     def put(self, name: Hashable, value: Value) -> None:
-        """Remembers a value, unless a later version of it is known already."""
+        """Caches a value, unless a later version of the variable is known already."""
         values, nbytes = self._values, value.array.nbytes
         old = values.get(name)
         # Answers to two pulls may come in the other order.
@@ -77,26 +78,30 @@ class Known:
 
 
 Clocks = dict[int, int]
-"""`Pulled.clock` by server, in the order in which they answered."""
+"""By server, `Pulled.clock`: the number of pushes that it had applied at its answer; in
+the order of the answers."""
 
 SMALL: Final = 64 * 1024
-"""Bytes below which an array is copied out of a larger message."""
+"""Bytes below which an array is copied out of the message in which it came, if the
+message is larger, so that a cached array does not keep the whole message in memory."""
 
 READS: Final = 1024
-"""Variables read by one message: a server answers it in a few ms, in which it does
-nothing else."""
+"""The most variables read by one message: a server answers it in a few ms, during which
+it does nothing else."""
 
 ROWS: Final = 1024
-"""Variables of which rows are read by one message, beside those that are read whole."""
+"""The most variables of which one message reads rows, besides those that it reads
+whole."""
 
 
 SETS: Final = 32
-"""Sets of small variables that one message reads: to put these together takes 10 ms."""
+"""The most sets of small variables that one message reads: concatenating their values
+takes 10 ms."""
 
 
 class Ref(NamedTuple):
-    """A variable: which parameter server, and its key there; a `Codec` for a float32
-    value on a network."""
+    """A variable: the number of its parameter server, and its key there. ``codec``
+    encodes a float32 value on a network."""
 
     ps: int
     key: int
@@ -104,7 +109,7 @@ class Ref(NamedTuple):
 
 
 class RowsRef(NamedTuple):
-    """Rows of a variable: ``indices`` are ``[n]`` integers of its first axis."""
+    """Rows of a variable: ``indices`` are ``[n]`` integers along its first axis."""
 
     ps: int
     key: int
@@ -112,8 +117,9 @@ class RowsRef(NamedTuple):
 
 
 class SetRef(NamedTuple):
-    """Small variables of one server and dtype that are read as one array: ``places``
-    in the refs of the pull, ``keys`` (int64 ``[n]``), and the part that each has."""
+    """Small variables of one server and dtype that are read as one array: their
+    ``places`` in the refs of the pull, their ``keys`` (int64 ``[n]``), and the part of
+    the array that each of them has."""
 
     ps: int
     places: tuple[int, ...]
@@ -122,14 +128,14 @@ class SetRef(NamedTuple):
 
     @property
     def name(self) -> Hashable:
-        """What the value is remembered by."""
+        """The key of the set's value in the cache."""
         return self.ps, self.keys.tobytes()
 
 
 class ServerPull(NamedTuple):
-    """One message of a pull to one server. ``take`` receives the answer; it raises
-    ValueError or StopIteration if that is malformed. ``arrays`` are the indices for
-    each of ``rows``, then the keys of each of ``sets``."""
+    """One message of a pull to one server. ``take`` receives the answer, and raises
+    ValueError or StopIteration if the answer is malformed. ``arrays`` are the indices
+    for each of ``rows``, then the keys of each of ``sets``."""
 
     ps: int
     reads: list[Read]
@@ -139,7 +145,7 @@ class ServerPull(NamedTuple):
     take: Callable[[Pulled | PulledRound | Exchanged], None]
 
     def message(self, session: int) -> Pull | PullRows:
-        """Returns a message that asks for nothing else."""
+        """Returns the pull as a message by itself, not as a part of an exchange."""
         if self.arrays:
             rows, arrays = self.rows, self.arrays
             return PullRows(session, self.reads, rows, arrays, self.sets)
@@ -148,7 +154,7 @@ class ServerPull(NamedTuple):
 
 @final
 class Reading:
-    """Fills in values from the answers, whichever comes first."""
+    """Collects the values of one pull from the answers of all servers, in any order."""
 
     __slots__ = (
         "_clocks",
@@ -178,7 +184,8 @@ class Reading:
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
     def messages(self) -> Iterator[ServerPull]:
-        """Yields the requests: one per server, more for thousands of variables."""
+        """Yields the requests of the pull: one per server, more for thousands of
+        variables."""
         refs, rows, sets = self._refs, self._rows, self._sets
         by_ps: dict[int, tuple[list[int], list[int], list[SetRef]]] = {}
         for each in sets:
@@ -209,8 +216,8 @@ class Reading:
                 )
 
     def result(self) -> list[np.ndarray]:
-        """Returns the values of the variables in order, then the rows, when all is
-        here."""
+        """Returns the values of the variables in order, then the rows; call it when all
+        answers have arrived."""
         return [value for value in self._values if value is not None]
 
     def _asked(
@@ -304,10 +311,11 @@ class Reading:
 
 
 def _copy_below(arrays: Sequence[np.ndarray], changed: int) -> float:
-    """Returns of how many bytes an array has to be to be remembered without a copy.
+    """Returns the size in bytes below which an array is copied before it is cached.
 
-    All are views of one body: a small one that is remembered for long must not keep the
-    memory of all, nor may the values keep that of rows which are more than they are.
+    All arrays of an answer are views of one body. A small array that is cached for long
+    must not keep the memory of the whole body, and values must not keep the memory of
+    more bytes of rows than they have themselves.
     """
     if not changed:
         return 0

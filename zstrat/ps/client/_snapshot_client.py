@@ -1,9 +1,9 @@
-"""Requests of a coordinator to parameter servers, to save and to restore.
+"""A coordinator's requests to parameter servers that save and restore values.
 
-Snapshots are named by a number that the caller draws. A server forgets those of a
-coordinator whose connection is lost: a `NotFoundError` in the middle means "pin again".
-Writing, loading and finding files take as long as the disk does: nothing but the loss
-of the server, or the deadline given, ends the wait for them.
+Snapshots are named by a number that the caller draws. A server forgets the snapshots of
+a coordinator whose connection is lost: a `NotFoundError` in the middle means "pin
+again". Writing, loading and finding files take as long as the disk does: only the loss
+of the server, or the deadline given, ends the wait.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ if TYPE_CHECKING:
     from ._reading import Ref
 
 SNAPSHOT_TIMEOUT: Final = 24 * 3600.0
-"""Seconds for what a disk does: the largest shard on the slowest one. A server that is
-gone is noticed by its silence, long before."""
+"""Seconds that requests wait for a disk: enough for the largest shard on the slowest
+disk. A lost server is noticed by its silence, long before."""
 
 ENTRIES: Final = 512
-"""Places of one load: paths and names are long, and a header is bounded."""
+"""The most entries of one load: paths and names are long, and the size of a header is
+bounded."""
 
 
 class PinnedTensor(NamedTuple):
-    """A tensor of a snapshot: on which server, and the number that it has there."""
+    """A tensor of a snapshot: the server that has it, and its number there."""
 
     ps: int
     place: int
@@ -62,11 +63,11 @@ class SnapshotCalls(AskedServers):
 
     Raises, all methods:
         PSUnavailableError: A parameter server is gone.
-        StaleSessionError: It serves another coordinator.
+        StaleSessionError: The server serves another coordinator.
     """
 
     unreleased: set[int]
-    """Snapshots that may still be on a server."""
+    """Snapshots that a server may still hold."""
 
     async def pin(
         self,
@@ -75,23 +76,24 @@ class SnapshotCalls(AskedServers):
         optimizers: Sequence[int],
         since: Mapping[int, int] | None = None,
     ) -> list[PinnedTensor]:
-        """Keeps values, and slots of these optimizers, as they are when the message
-        arrives: on each server at one moment.
+        """Pins the values of variables, and their slots of these optimizers, as they
+        are when the message arrives; on each server, all at one moment.
 
         Args:
-            since: Of parts of tables, by key, a cut: of these the rows that have
-                changed since.
+            since: For parts of tables, by key, the number of a change: only rows that
+                have changed since then are pinned.
 
         Returns:
-            By server, in the order of ``refs``: each value, and after it the slots
-            that are there. Slots appear with the first gradient.
+            The pinned tensors, by server and in the order of ``refs``: each value, and
+            after it those of its slots that exist. Slots are made with the first
+            gradient.
 
         Raises:
             NotFoundError: A variable does not exist.
-            AlreadyExistsError: The number is taken.
-            BusyError: Too many snapshots are there.
+            AlreadyExistsError: Another snapshot has the number.
+            BusyError: The server has too many snapshots.
 
-        Cancellation: it may have been pinned: `release` it.
+        Cancellation: the snapshot may have been pinned; `release` it.
         """
         # One message to each server, whatever the number of variables: one moment.
         keys_of, wanted = by_server(ref[:2] for ref in refs), list(optimizers)
@@ -115,23 +117,24 @@ class SnapshotCalls(AskedServers):
         places: Sequence[int],
         names: Sequence[str],
     ) -> SnapshotWritten:
-        """Has a server write tensors to the new file ``path`` of its machine, and sync
-        it. They are dropped then, whether this succeeds or not.
+        """Makes a server write tensors of a snapshot to the new file ``path`` of its
+        machine, and flush the file to the disk. The server drops these tensors
+        afterwards, also if this fails.
 
         Args:
-            path: Absolute.
-            places: Which tensors (`PinnedTensor.place`), and in which order.
+            path: An absolute path on the machine of the server.
+            places: The tensors to write (`PinnedTensor.place`), in this order.
 
         Raises:
-            AlreadyExistsError: There is such a file; it is left alone.
+            AlreadyExistsError: The file exists; it stays unchanged.
             NotFoundError: The folder, or the snapshot, does not exist.
-            ResourceExhaustedError: The disk is full, or memory for what changed
-                meanwhile.
-            PermissionDeniedError, UnavailableError: As the system says. After all of
-                these but the first no file is left.
-            ValueError: So many names that they do not fit a message (some thousands).
+            ResourceExhaustedError: The disk is full, or the server lacks memory for
+                values that changed meanwhile.
+            PermissionDeniedError, UnavailableError: The system refuses. After all of
+                these errors but AlreadyExistsError no file is left.
+            ValueError: The names do not fit a message (some thousands).
 
-        Cancellation: the server continues, until `release`.
+        Cancellation: the server continues to write, until `release`.
         """
         message = WriteSnapshot(self.session, snapshot, path, list(places), list(names))
         (written,) = await self.each(
@@ -147,8 +150,8 @@ class SnapshotCalls(AskedServers):
 
         Raises:
             NotFoundError: The snapshot does not exist, or was written.
-            InvalidArgumentError: The tensor does not have these bytes, or they are more
-                than 64 MiB.
+            InvalidArgumentError: The tensor does not have these bytes, or more than 64
+                MiB are asked for.
 
         Cancellation: nothing is lost.
         """
@@ -163,10 +166,11 @@ class SnapshotCalls(AskedServers):
         return part.arrays[0]
 
     async def release(self, snapshot: int) -> None:
-        """Releases a snapshot on all servers, and those whose release has failed. A
-        file that is being written is removed. It may be gone already.
+        """Releases a snapshot on all servers, and all earlier snapshots whose release
+        has failed. Removes a file that is being written. A snapshot that is gone
+        already is not an error.
 
-        Cancellation: it may be released.
+        Cancellation: the snapshot may be released.
         """
         # A server that was frozen may have it from a request of before.
         self.unreleased.add(snapshot)
@@ -180,23 +184,25 @@ class SnapshotCalls(AskedServers):
     async def load(
         self, ps: int, entries: Sequence[LoadEntry], *, deadline: float | None = None
     ) -> None:
-        """Has a server read values and slots from files of its machine. Slots that do
+        """Makes a server read values and slots from files of its machine. Slots that do
         not exist yet are made.
 
-        Everything of a few hundred entries is checked before anything changes; when the
-        disk fails after that, or in a later part, values are partly old and partly new.
+        A few hundred entries at a time are checked, and then loaded. If the disk fails
+        while they are loaded, or a later check fails, values are partly old and partly
+        new.
 
         Args:
-            deadline: Loop time; None: a day.
+            deadline: In loop time; None: a day from now.
 
         Raises:
             NotFoundError: A file, a tensor in it, a variable, an optimizer, or a leaf
                 of its state does not exist.
-            InvalidArgumentError: A tensor does not fit; says which, expected and got.
-            DataLossError: A file was cut short.
-            PermissionDeniedError, UnavailableError: As the system says.
+            InvalidArgumentError: A tensor has the wrong shape or dtype; the error names
+                it, and says what was expected.
+            DataLossError: A file was truncated.
+            PermissionDeniedError, UnavailableError: The system refuses.
 
-        Cancellation: the server continues.
+        Cancellation: the server continues to load.
         """
         # Each batch is checked by itself, so a later one may fail after an earlier one
         # was loaded.
@@ -207,12 +213,12 @@ class SnapshotCalls(AskedServers):
     async def store(
         self, ps: int, entries: Sequence[StoreEntry], arrays: Sequence[np.ndarray]
     ) -> None:
-        """Gives a server values and slots, one array for each place.
+        """Replaces values and slots on a server, each entry by one of the arrays.
 
         Raises:
             NotFoundError, InvalidArgumentError: As `load`; nothing has changed.
 
-        Cancellation: they may have been stored.
+        Cancellation: the arrays may have been stored.
         """
         message = StoreTensors(self.session, list(entries), tuple(arrays))
         await self.each([(ps, message)], Done)
@@ -225,14 +231,16 @@ class SnapshotCalls(AskedServers):
         last: int,
         tensors: Sequence[TableTensor],
     ) -> None:
-        """Has a server read a part of a table from files of its machine: the rows of
-        the buckets from ``first`` to before ``last`` replace all that it has.
+        """Makes a server read a part of a table from files of its machine: all rows of
+        the part are replaced by the rows in the files that belong to the buckets of ids
+        from ``first`` to before ``last``.
 
         Raises:
             NotFoundError, InvalidArgumentError: As `load`; nothing has changed.
-            DataLossError, PermissionDeniedError, UnavailableError: Likewise.
+            DataLossError, PermissionDeniedError, UnavailableError: As `load`; nothing
+                has changed.
 
-        Cancellation: the server continues.
+        Cancellation: the server continues to load.
         """
         message = LoadTable(self.session, key, first, last, True, list(tensors))
         await self.each([(ps, message)], Done, deadline=_disk_deadline(None))
@@ -246,22 +254,23 @@ class SnapshotCalls(AskedServers):
         *,
         replaces: bool,
     ) -> None:
-        """Gives a server rows of a part of a table: ids, and an array for each leaf.
+        """Stores rows in a part of a table on a server: an array of ids, and an array
+        for each leaf.
 
         Args:
-            replaces: They replace all that the part has.
+            replaces: Whether they replace all rows of the part; else they are added.
 
         Raises:
             NotFoundError, InvalidArgumentError: As `load`; nothing has changed.
 
-        Cancellation: they may have been stored.
+        Cancellation: the rows may have been stored.
         """
         message = StoreTable(self.session, key, replaces, list(leaves), tuple(arrays))
         await self.each([(ps, message)], Done)
 
     async def sees(self, path: str) -> list[bool]:
-        """Returns which servers find this file (absolute) on their machine, in task
-        order.
+        """Returns, for each server in task order, whether it finds this file (an
+        absolute path) on its machine.
 
         Cancellation: nothing is lost.
         """
@@ -280,8 +289,9 @@ class SnapshotCalls(AskedServers):
     async def _rest(
         self, ps: int, snapshot: int, answer: SnapshotPinned
     ) -> list[TensorEntry]:
-        """Returns all tensors of a snapshot: the first are those of ``answer``, and the
-        others are asked for, as thousands do not fit into one answer."""
+        """Returns all tensors of a snapshot: those in ``answer``, and the remaining
+        ones, which further requests read because thousands do not fit into one
+        answer."""
         entries = list(answer.tensors)
         while len(entries) < answer.total:
             message = PinSnapshot(self.session, snapshot, [], [], len(entries))

@@ -1,4 +1,5 @@
-"""Requests to create, bind, count and delete what parameter servers hold."""
+"""Requests that create, bind, count and delete variables and optimizers on parameter
+servers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ._reading import Ref
 
 BATCH: Final = 512
-"""Variables created by one message: their names fit the header by far."""
+"""The most variables created by one message: their names easily fit the header."""
 
 
 class VariableCalls(AskedServers, abc.ABC):
@@ -44,22 +45,22 @@ class VariableCalls(AskedServers, abc.ABC):
 
     Raises, all methods:
         PSUnavailableError: A parameter server is gone.
-        StaleSessionError: It serves another coordinator.
+        StaleSessionError: The server serves another coordinator.
     """
 
     @abc.abstractmethod
     def _forget(self, refs: Iterable[Ref]) -> None:
-        """Forgets the remembered values of these variables."""
+        """Drops the cached values of these variables."""
 
     async def create(
         self, variables: Sequence[tuple[int, VariableEntry, np.ndarray]]
     ) -> None:
         """Creates variables, ``(ps, entry, initial value)`` each.
 
-        One of the same key, shape and dtype that is there already stays as it is.
+        An existing variable of the same key, shape and dtype stays as it is.
 
         Raises:
-            AlreadyExistsError: A key is taken by another variable.
+            AlreadyExistsError: Another variable has the key.
 
         Cancellation: variables may have been created.
         """
@@ -79,19 +80,19 @@ class VariableCalls(AskedServers, abc.ABC):
         *,
         deadline: float | None = None,
     ) -> None:
-        """Has the servers make variables, ``(ps, entry)`` each, with one shipped
-        initializer; no value travels.
+        """Makes the servers create variables, ``(ps, entry)`` each, with one shipped
+        initializer, so that no value is sent.
 
-        One of the same key, shape and dtype that is there already stays as it is.
+        An existing variable of the same key, shape and dtype stays as it is.
 
         Args:
-            deadline: Loop time; None: the default of the link, which is too short for
-                tables of many gigabytes.
+            deadline: In loop time; None: the default of the link, which is too short
+                for tables of many gigabytes.
 
         Raises:
-            InvalidArgumentError: The initializer failed or returned something else;
-                says what.
-            AlreadyExistsError: A key is taken by another variable.
+            InvalidArgumentError: The initializer failed, or returned another shape or
+                dtype; the error says what.
+            AlreadyExistsError: Another variable has the key.
 
         Cancellation: variables may have been created.
         """
@@ -104,13 +105,13 @@ class VariableCalls(AskedServers, abc.ABC):
     async def create_tables(
         self, tables: Sequence[tuple[int, TableEntry]], code: bytes
     ) -> None:
-        """Has the servers create parts of tables of any id, ``(ps, entry)`` each, with
-        one shipped initializer.
+        """Makes the servers create parts of tables of any id, ``(ps, entry)`` each,
+        with one shipped initializer.
 
         Raises:
             InvalidArgumentError: The initializer cannot be loaded, or does not make
-                rows; says why.
-            AlreadyExistsError: A key is taken by another variable.
+                rows; the error says why.
+            AlreadyExistsError: Another variable has the key.
 
         Cancellation: tables may have been created.
         """
@@ -121,10 +122,12 @@ class VariableCalls(AskedServers, abc.ABC):
         await self.each(messages, object)
 
     async def table_sizes(self, refs: Sequence[Ref]) -> list[tuple[int, int, int, int]]:
-        """Returns rows, bytes, cut, and ids that wait, of each of some parts of tables.
+        """Returns, for each of some parts of tables: the number of rows, their bytes,
+        the number of the last change, and the number of ids that wait for a row.
 
         Raises:
-            NotFoundError, InvalidArgumentError: One is not a table.
+            NotFoundError, InvalidArgumentError: A variable does not exist, or is not a
+                table.
 
         Cancellation: nothing is lost.
         """
@@ -158,12 +161,13 @@ class VariableCalls(AskedServers, abc.ABC):
         ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
         """Reads ids ``[n]`` and rows ``[n, ...]`` of a part of a table, in the buckets
-        from ``first`` to before ``last``; with ``since`` what has changed since that
-        cut, ids ``[m]`` that were removed, and the cut of now, ``[1]``.
+        of ids from ``first`` to before ``last``. With ``since``, the number of a
+        change: reads the rows that have changed since then, the ids ``[m]`` that were
+        removed, and the number of the last change, ``[1]``.
 
         Args:
-            ids: Maybe one array of distinct ids, in place of buckets: those of them
-                that have rows are read.
+            ids: Empty, or one array of distinct ids: the rows of these ids are read
+                instead of buckets. Ids without rows are left out.
 
         Cancellation: nothing is lost.
         """
@@ -174,7 +178,7 @@ class VariableCalls(AskedServers, abc.ABC):
         """Deletes variables with their optimizer slots.
 
         Raises:
-            NotFoundError: A variable does not exist; nothing is deleted on its server.
+            NotFoundError: A variable does not exist; its server has deleted nothing.
 
         Cancellation: variables may have been deleted.
         """
@@ -188,10 +192,10 @@ class VariableCalls(AskedServers, abc.ABC):
         await self.each(messages, object)
 
     async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
-        """Drops what a failed creation has left of these variables and optimizers.
-        Requests of it that are under way are completed before.
+        """Drops variables and optimizers that a failed creation has left. Requests of
+        the creation that are under way are completed first.
 
-        Cancellation: it may have been dropped.
+        Cancellation: they may have been dropped.
         """
         self._forget(refs)
         numbers, keys_of = list(optimizers), by_server(ref[:2] for ref in refs)
@@ -206,25 +210,29 @@ class VariableCalls(AskedServers, abc.ABC):
         """Ships an optax transformation to all parameter servers.
 
         Raises:
-            InvalidArgumentError: It cannot run there; says what to write instead.
-            AlreadyExistsError: The id is taken by another one.
+            InvalidArgumentError: The transformation cannot run on a server; the error
+                says what to write instead.
+            AlreadyExistsError: Another optimizer has the id.
 
-        Cancellation: it may have been registered.
+        Cancellation: the optimizer may have been registered.
         """
         message = CreateOptimizer(self.session, optimizer, name, code)
         await self.each([(ps, message) for ps in range(self.count)], object)
 
     async def bind(self, optimizer: int, data: bytes) -> None:
         """Binds variables to an optimizer on all servers; ``data`` is
-        `zstrat.optimizers.Binding.encoded`. The same again costs a round trip.
+        `zstrat.optimizers.Binding.encoded`. Binding the same data again costs one round
+        trip.
 
         Raises:
             NotFoundError: The optimizer does not exist.
-            InvalidArgumentError: It does not fit, or is another program there.
-            AlreadyExistsError: A variable is in another tree, which moves it otherwise.
+            InvalidArgumentError: The tree does not fit the variables, or the optimizer
+                traces to another program on a server.
+            AlreadyExistsError: A variable is in another tree, which updates it in
+                another way.
             BusyError: The optimizer has too many trees.
 
-        Cancellation: it may have been bound.
+        Cancellation: the variables may have been bound.
         """
         arrays = (np.frombuffer(data, np.uint8),)
         message = BindOptimizer(self.session, optimizer, arrays)
@@ -240,7 +248,7 @@ class VariableCalls(AskedServers, abc.ABC):
 
 
 def _batches(pairs: Iterable[tuple[int, T]]) -> Iterator[tuple[int, list[T]]]:
-    """Groups items by server, in batches that fit one message."""
+    """Groups items by server, in batches that each fit one message."""
     for ps, items in by_server(pairs).items():
         for at in range(0, len(items), BATCH):
             yield ps, items[at : at + BATCH]

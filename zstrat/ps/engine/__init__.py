@@ -1,4 +1,4 @@
-"""Optimizers and plain updates, carried out where the variables live."""
+"""Applies plain updates and optimizers to variables, on the server that holds them."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""Plain updates of arrays, and of the rows of a table, in numpy and in bulk.
+"""Computes plain updates of arrays, and of the rows of a table, in numpy and in bulk.
 
 Every function of an update has the form ``compute(source, operands, out)``: it leaves
 the new value in ``out``, which is either ``source`` itself or other memory. Operands
-have been validated (`check`), and memory that an operation needs is there before it
+have been validated (`check`), and an operation allocates all its memory before it
 writes, so that nothing here can fail half-way: a floating-point exception is a value
 (inf, NaN), not an error.
 
-Duplicate indices of a scatter accumulate for add, sub, mul and div, are in any order
-the same for min and max, and the last one wins for update. `np.add.at` on rows goes
+Duplicate indices of a scatter accumulate for add, sub, mul and div; for min and max
+their order does not matter; for update the last one wins. `np.add.at` on rows goes
 element by element; sorting the indices and adding duplicates in rounds is five times
 faster (0.5 ms in place of 2.7 for 4,096 rows of 64 floats), so add and sub do that; the
 rarer operations take ``ufunc.at`` if there are duplicates at all.
 
-Rows are read, written, made distinct, and packed for a program. A row moves as one
-element: numpy copies elements of 256 bytes by `memmove`, and rows of 64 floats by a
-loop over the floats, which takes twice as long. So tables are seen as vectors of opaque
-rows (`as_rows`), whatever their dtype.
+Functions here also read and write rows, sum duplicates, and pack rows for a program. A
+row is copied as one element: numpy copies elements of 256 bytes by `memmove`, and rows
+of 64 floats by a loop over the floats, which takes twice as long. So tables are viewed
+as vectors of opaque rows (`as_rows`), whatever their dtype.
 
-A program of XLA's is compiled for a number of rows, so updates are cut and padded to
-few numbers (`bucket`), and rows of several tables that have the same shape share one
+XLA compiles a program for one number of rows, so updates are divided and padded to few
+such numbers (`bucket`), and rows of several tables that have the same shape share one
 call (`pack`).
 """
 
@@ -36,17 +36,17 @@ from zstrat.rows import divided, runs, sums
 from zstrat.wire import UpdateOp
 
 CALL_BYTES: Final = 512 * 1024
-"""Rows that one call of a program takes. What it reads and writes (of Adam, seven times
-as much) then stays in the cache between gathering, computing and scattering; a call
-costs 30 us, a tenth of what it does with so many."""
+"""Bytes of rows for one call of a program. What the call reads and writes (of Adam,
+seven times as much) then stays in the processor's cache between gathering, computing
+and scattering. A call costs 30 us, a tenth of the time for so many rows."""
 
 FEWEST: Final = 16
-"""Rows below which a smaller program is not faster."""
+"""Number of rows below which a smaller program is not faster."""
 
 
 def as_rows(array: np.ndarray) -> np.ndarray:
-    """Returns the rows ``[n]`` of a C-order ``array`` of ``[n, ...]``, each one an
-    opaque element: a view (unless they are empty and there is nothing to see)."""
+    """Returns a view of a C-order array ``[n, ...]`` as a vector ``[n]`` of opaque
+    elements, one for each row. Empty rows are not a view."""
     count = len(array)
     # An empty array cannot be viewed with elements of another size.
     if not array.nbytes:
@@ -63,8 +63,7 @@ def _opaque(width: int) -> np.dtype:
 
 
 def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns a copy of the rows ``indices`` ([n] of intp, all inside), in their
-    order."""
+    """Returns a copy of the rows ``indices`` ([n] of intp, in range), in that order."""
     out = np.empty((len(indices), *table.shape[1:]), table.dtype)
     if out.size:
         # Clipping, because numpy buffers ``out`` when it has to be able to refuse.
@@ -73,8 +72,8 @@ def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def put_rows(table: np.ndarray, indices: np.ndarray, rows: np.ndarray) -> None:
-    """Writes opaque rows ``[n]`` (`as_rows`) where ``indices`` ([n] of intp, distinct,
-    all inside) say."""
+    """Writes opaque rows ``[n]`` (`as_rows`) to the positions ``indices`` ([n] of intp,
+    distinct, in range)."""
     # A subscript copies elements of up to 16 bytes in a loop made for their size, and
     # of others by a call for each: `put` takes three quarters of that.
     if table.dtype.itemsize > 16:
@@ -84,20 +83,21 @@ def put_rows(table: np.ndarray, indices: np.ndarray, rows: np.ndarray) -> None:
 
 
 def are_increasing(indices: np.ndarray) -> bool:
-    """Returns whether each one is larger than the one before: sorted and distinct."""
+    """Returns whether each index is larger than the one before: sorted and distinct."""
     # Counted, as `all` takes four times as long for the indices of one table.
     return not np.count_nonzero(indices[1:] <= indices[:-1])
 
 
 def distinct(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices sorted, each one once, with the sum of its rows."""
+    """Returns the distinct indices, sorted, each with the sum of its rows."""
     found = runs(indices)
     return found.unique, sums(found, rows)
 
 
 def bucket(rows: int, most: int) -> int:
-    """Returns the least of 16, 24, 32, 48, 64, ... (at most ``most``) that is not below
-    ``rows``: a third of the padding at worst, two programs per doubling."""
+    """Returns the least of 16, 24, 32, 48, 64, ... that is not below ``rows``; at most
+    ``most``. So at most a third of a call is padding, with two programs per doubling of
+    the number of rows."""
     size = max(rows, min(FEWEST, most))
     power = 1 << (size - 1).bit_length()
     if size <= power * 3 // 4:
@@ -106,10 +106,10 @@ def bucket(rows: int, most: int) -> int:
 
 
 def sizes(rows: int, most: int) -> list[int]:
-    """Returns the buckets of the calls that ``rows`` rows need (`pack`); all but the
-    last are full. After a full call the last is at least an eighth of one: a smaller
-    program saves next to nothing there, and takes as long to compile as a hundred
-    calls."""
+    """Returns the numbers of rows of the programs for all calls that ``rows`` rows need
+    (`pack`). All calls but the last are full. After a full call the last has at least
+    an eighth of its rows: a smaller program would save next to nothing, and takes as
+    long to compile as a hundred calls."""
     calls, rest = divmod(rows, most)
     if not calls:
         return [bucket(rows, most)]
@@ -118,7 +118,8 @@ def sizes(rows: int, most: int) -> list[int]:
 
 
 class RowRun(NamedTuple):
-    """Rows ``start`` to ``stop`` of the update number ``update``."""
+    """The rows ``start`` to ``stop`` of one update, whose number in the push is
+    ``update``."""
 
     update: int
     start: int
@@ -128,7 +129,8 @@ class RowRun(NamedTuple):
 def pack(counts: Sequence[int], most: int) -> list[list[RowRun]]:
     """Packs updates of ``counts`` rows into calls of at most ``most`` rows, in order.
 
-    At least one call, though it may be empty: an update of no rows counts as well.
+    Returns at least one call, though it may be empty: an update of no rows counts as
+    well.
     """
     calls: list[list[RowRun]] = [[]]
     room = most
@@ -178,7 +180,7 @@ def is_integer(dtype: np.dtype) -> bool:
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Returns whether it is real floating point; bfloat16 and the fp8 types have
+    """Returns whether a dtype is real floating point; bfloat16 and the fp8 types have
     numpy's kind "V"."""
     return dtype.kind in "fV"
 
@@ -195,10 +197,11 @@ def check(
     """Checks that a plain update fits a variable. Cost: one pass over the indices.
 
     Args:
-        of_ids: The variable is a table of any id.
+        of_ids: Whether the variable is a table of any id.
 
     Raises:
-        InvalidArgumentError: The update does not fit; says what was expected.
+        InvalidArgumentError: The update does not fit the variable; the error says what
+            was expected.
     """
     want = 2 if op in SCATTERS else 1
     if len(operands) != want:
@@ -232,14 +235,16 @@ def _check_scatter(
 def check_rows(
     indices: np.ndarray, rows: tuple[int, ...], shape: tuple[int, ...], who: str
 ) -> bool:
-    """Returns whether ``indices`` name rows of a variable of this ``shape``, and an
-    array of the shape ``rows`` can hold them. ``who`` begins the error if not.
+    """Checks that ``indices`` are in range for a variable of this ``shape``, and that
+    an array of the shape ``rows`` holds one row for each. ``who`` begins the error if
+    not.
 
     Returns:
         Whether the indices are sorted and distinct.
 
     Raises:
-        InvalidArgumentError: They do not; an index that is outside is named.
+        InvalidArgumentError: An index is out of range, which the error names, or the
+            array has another shape.
     """
     if not shape:
         raise InvalidArgumentError(
@@ -280,15 +285,15 @@ def check_ids(
     *,
     in_order: bool = False,
 ) -> None:
-    """Checks that ids may name rows of a table of this ``shape``, and that an array of
-    the shape ``rows`` can hold them.
+    """Checks that ids have the right form for a table of this ``shape``, and that an
+    array of the shape ``rows`` holds one row for each.
 
     Args:
-        in_order: Their hashes have to ascend, so that each is there once.
+        in_order: The hashes of the ids have to ascend, so that each id occurs once.
         who: Begins the error.
 
     Raises:
-        InvalidArgumentError: They may not.
+        InvalidArgumentError: The ids or the rows do not fit.
     """
     if ids.ndim != 1 or ids.dtype != np.int64:
         raise InvalidArgumentError(
@@ -310,7 +315,7 @@ def check_ids(
 def compute(
     op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray
 ) -> None:
-    """Computes the new value into ``out`` (maybe ``source`` itself), from checked
+    """Computes the new value into ``out``, which may be ``source`` itself, from checked
     operands."""
     with np.errstate(all="ignore"):
         if op is UpdateOp.ASSIGN:
@@ -356,7 +361,8 @@ def _scatter(
 
 @lru_cache(maxsize=256)
 def _is_defined(op: UpdateOp, dtype: np.dtype) -> bool:
-    """Asks numpy: the ufunc, tried on one element, must exist and keep the dtype."""
+    """Returns whether numpy can do an update in a dtype: its ufunc, tried on one
+    element, must exist and keep the dtype."""
     ufunc = _UFUNCS.get(op)
     if ufunc is None:
         return True

@@ -1,12 +1,14 @@
-"""Which variables an optimizer updates here, and how: what its trees say of each leaf.
+"""The variables that an optimizer updates on this server, and the update rule of each,
+found by tracing the optimizer's trees.
 
 A transformation is shipped by a coordinator; the tree that it updates is sent as data
 by the sender of gradients (`zstrat.optimizers.Binding`), and traced again here. Leaves
-with one update rule, as tables of different heights have, get one *representative*, so
-that they share slots' layouts, programs and calls.
+with the same update rule, as tables of different heights have, use the rule of one of
+them, their *representative*, so that they share layouts of slots, programs and calls.
 
-`Bindings.trace` runs where optimizers do, all else where the store lives; the caller of
-either has the optimizer's turn.
+`Bindings.trace` runs on the thread of optimizers, all else on the thread of the store.
+The caller of either holds the name of the optimizer, so no other request uses it
+meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from ._slots import HeldVariable
 
 MAX_TREES: Final = 64
-"""Trees of one optimizer."""
+"""The most trees of one optimizer."""
 
 Kind = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype."""
@@ -37,8 +39,8 @@ Kind = tuple[tuple[int, ...], np.dtype]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedLeaf:
-    """A leaf of a tree that was traced. ``operands``: shapes and dtypes of all those
-    of its tree; ``is_part``: its variables have some of its rows each."""
+    """A leaf of a traced tree. ``operands``: shapes and dtypes of all operands of its
+    tree; ``is_part``: each of its variables has some of the leaf's rows."""
 
     rule: LeafRule
     digest: bytes
@@ -46,15 +48,15 @@ class TracedLeaf:
     is_part: bool
 
     def is_moved_as(self, other: TracedLeaf) -> bool:
-        """Returns whether a variable is updated in the same way as either leaf."""
+        """Returns whether this leaf and ``other`` update a variable in the same way."""
         own = (self.digest, self.rule.uses, self.operands)
         return own == (other.digest, other.rule.uses, other.operands)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """The binding of one variable: its leaf, and the rule that stands for all that are
-    moved alike."""
+    """The binding of one variable: its leaf, and the representative rule of all leaves
+    that are updated alike."""
 
     leaf: TracedLeaf
     alike: LeafRule
@@ -62,8 +64,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """A binding that was traced, from ``data``: the keys of all its variables, here or
-    not, and the leaves of those that are here."""
+    """A traced binding, decoded from ``data``: the keys of all its variables, on any
+    server, and the leaves of its variables on this server."""
 
     data: bytes
     digest: bytes
@@ -78,11 +80,11 @@ class Bindings:
         self._name, self._transformation = name, transformation
         self._trees: dict[bytes, Tree] = {}
         self._tree_of: dict[int, bytes] = {}
-        """By which tree a variable is bound, by key."""
+        """By key of a variable, the digest of the tree that binds it."""
         self._bound: dict[int, Bound] = {}
         self._alike: dict[bytes, LeafRule] = {}
         self.changes = 0
-        """How often variables were bound, or let go."""
+        """How often variables were bound or unbound."""
 
     def get(self, key: int) -> Bound | None:
         """Returns the binding of the variable with this key."""
@@ -90,18 +92,19 @@ class Bindings:
 
     @property
     def encoded(self) -> list[tuple[bytes, list[int]]]:
-        """The bytes of each tree, in the order in which they came, with the keys
-        of the variables here that it binds."""
+        """The bytes of each tree, in order of arrival, with the keys of the variables
+        on this server that the tree binds."""
         keys: dict[bytes, list[int]] = {digest: [] for digest in self._trees}
         for key, digest in self._tree_of.items():
             keys[digest].append(key)
         return [(self._trees[digest].data, bound) for digest, bound in keys.items()]
 
     def has(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> bool:
-        """Returns whether all variables of this very binding that are here are bound.
+        """Returns whether exactly this binding is known, and all its variables on this
+        server are bound.
 
         Raises:
-            BusyError: It is a new one, and there are too many.
+            BusyError: The binding is new, and the optimizer has `MAX_TREES` trees.
         """
         tree = self._trees.get(digest_of(data))
         if tree is None and len(self._trees) >= MAX_TREES:
@@ -115,13 +118,14 @@ class Bindings:
         return all(key in self._bound or find(key) is None for key in tree.keys)
 
     def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
-        """Traces the transformation for the variables of a tree that are here.
+        """Traces the transformation for the variables of a tree that are on this
+        server.
 
-        Cost: as tracing it three times, and more for each leaf.
+        Cost: three traces of the transformation, and more for each leaf.
 
         Raises:
-            InvalidArgumentError: It is not a binding, does not fit here, or the
-                transformation cannot be cut into leaves here.
+            InvalidArgumentError: The data is not a binding, does not fit the variables,
+                or the transformation cannot be divided into updates of leaves here.
             AlreadyExistsError: A variable has another update rule already.
         """
         # Here, as it imports jax.
@@ -146,8 +150,8 @@ class Bindings:
         return Tree(data, digest_of(data), frozenset(keys), leaves)
 
     def add(self, tree: Tree, here: Iterable[int]) -> None:
-        """Binds the variables ``here``, of those that were there when the tree was
-        traced. Variables that are bound already stay as they are."""
+        """Binds those of the variables ``here`` that existed when the tree was traced.
+        Variables that are bound already stay as they are."""
         # A push that was checked without this tree has to be checked again
         # (`AlikePushes`).
         self.changes += 1
@@ -163,14 +167,16 @@ class Bindings:
         self._trees[tree.digest] = replace(tree, leaves={})
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Drops the bindings of variables that are gone; others may get their keys."""
+        """Drops the bindings of deleted variables; other variables may get their
+        keys."""
         self.changes += 1
         for key in keys:
             self._bound.pop(key, None)
             self._tree_of.pop(key, None)
 
     def _leaf(self, rule: LeafRule, held: HeldVariable, *, is_part: bool) -> TracedLeaf:
-        """Finds out now, where tracing is allowed, what is asked of the rule later."""
+        """Reads all properties of the rule that are needed later, now that tracing is
+        allowed."""
         try:
             # Both are computed when they are first asked for, which must not be in a
             # push.
@@ -201,7 +207,7 @@ class Bindings:
 
 
 def digest_of(data: bytes) -> bytes:
-    """Returns a digest by which equal bytes are recognized."""
+    """Returns a digest of the bytes, by which an equal binding is recognized."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
@@ -211,7 +217,7 @@ def _require_fit(
     """Refuses variables whose shape or dtype is not that of their leaf in the tree.
 
     Raises:
-        InvalidArgumentError: A leaf does not look like the variable that it is.
+        InvalidArgumentError: A variable has another shape or dtype than its leaf.
     """
     want, rows = rule.kind, 0
     wide = is_wide(np.dtype(want.dtype))

@@ -1,19 +1,20 @@
-"""Any optax transformation, applied where the variable lives.
+"""Applies any optax transformation to variables, on the server that holds them.
 
 A transformation is registered once per session (shipped code, loaded by the caller's
-`load_code`). When its tree comes, it is cut into what moves each leaf (`_bindings`),
-and that is compiled by XLA per shape and dtype. Value and slots are donated, so that an
-update writes where they are; a reader's lease turns that into an update beside it
-(`zstrat.ps.store._cell` has the proof). A variable has its own program, unless its
-push is of a few variables of some size, which share one (`JointPrograms`): XLA runs the
-parts of a larger program on several threads, and waking those costs more than starting
-four small programs (110 us against 40 for four arrays of 512 floats). Small variables
-that are moved element by element are one array together (`FlatUpdates`).
+`load_code`). When its tree arrives, its program is divided into an update for each leaf
+(`_bindings`), which XLA compiles per shape and dtype. Value and slots are donated, so
+that an update writes in place; while a reader has a lease on the value, the update goes
+to other memory (`zstrat.ps.store._cell` has the proof). A variable has its own program,
+unless its push is of a few variables of some size, which share one (`JointPrograms`):
+XLA runs the parts of a larger program on several threads, and waking those costs more
+than starting four small programs (110 us against 40 for four arrays of 512 floats).
+Small variables that are updated element by element are concatenated to one array
+(`FlatUpdates`).
 
 Gradients of some rows are gathered, updated and scattered (`_row_updates`).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
-is never asked to optimise never imports them. They are in `_xla` alone.
+is never asked to optimise never imports them. Only `_xla` imports them.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registered:
-    """An optimizer with its compiled programs, and what it is bound to.
+    """A registered optimizer, its compiled programs, and the bindings of its variables.
 
-    ``programs`` belong to one thread at a time, the one that owns the variables.
+    One thread at a time, the owner of the variables, uses ``programs``.
     """
 
     optimizer: int
@@ -66,8 +67,8 @@ class Registered:
 
 
 class Checked(NamedTuple):
-    """An update by an optimizer that fits. ``operands`` are those of all its tree;
-    ``mixed``: its rows are in any order but sorted and distinct."""
+    """A validated update by an optimizer. ``operands`` are those of its whole tree;
+    ``mixed``: its rows are not known to be sorted and distinct."""
 
     optimizer: Registered
     bound: Bound
@@ -76,15 +77,15 @@ class Checked(NamedTuple):
 
 
 class OptimizerEngine:
-    """The optimizers of one session. `load` may run on any thread, the rest belongs to
-    the owner of the store."""
+    """The optimizers of one session. `load` may run on any thread; all else is for the
+    owner of the store."""
 
     def __init__(self, load_code: Callable[[bytes], object]) -> None:
-        """``load_code`` turns shipped bytes into an optax GradientTransformation."""
+        """``load_code`` unpickles shipped bytes to an optax GradientTransformation."""
         self.load_code = load_code
         self._registered: dict[int, Registered] = {}
         self.is_former = False
-        """Whether they are those of the program before, which has ended."""
+        """Whether the optimizers are those of the program before, which has ended."""
 
     def __contains__(self, optimizer: int) -> bool:
         return optimizer in self._registered
@@ -101,10 +102,11 @@ class OptimizerEngine:
         return iter(self._registered.values())
 
     def load(self, optimizer: int, name: str, code: bytes) -> Registered:
-        """Loads a transformation; the first one brings jax and optax with it.
+        """Loads a transformation from shipped code; the first one makes this process
+        import jax and optax.
 
         Raises:
-            InvalidArgumentError: The code gives something else.
+            InvalidArgumentError: The code does not give a transformation.
             Exception: Whatever loading the code raises.
         """
         # 0 in an update stands for none.
@@ -141,10 +143,11 @@ class OptimizerEngine:
         return known
 
     def register(self, new: Registered) -> None:
-        """Makes a loaded optimizer known under its id. The same again is not an error.
+        """Adds a loaded optimizer under its id. Registering the same optimizer again
+        does nothing.
 
         Raises:
-            AlreadyExistsError: The id is taken by another one.
+            AlreadyExistsError: Another optimizer has the id.
         """
         old = self._registered.get(new.optimizer)
         if old is not None and old.digest != new.digest:
@@ -157,16 +160,17 @@ class OptimizerEngine:
             self._registered[new.optimizer] = new
 
     def is_registered(self, optimizer: int, code: bytes) -> bool:
-        """Returns whether this very code is known under this id."""
+        """Returns whether the optimizer of this id was loaded from exactly this
+        code."""
         known = self._registered.get(optimizer)
         return known is not None and known.digest == digest_of(code)
 
     def forget(self, optimizer: int) -> None:
-        """Removes an optimizer, if it is there; its id is free again."""
+        """Removes an optimizer, if it exists; its id is free again."""
         self._registered.pop(optimizer, None)
 
     def unbind(self, keys: Iterable[int]) -> None:
-        """Forgets the bindings of variables that are gone, by their keys."""
+        """Drops the bindings of deleted variables, by their keys."""
         for each in self._registered.values():
             each.bindings.forget(keys)
             # Programs remember the steps of the last push, which hold memory of the
@@ -185,15 +189,15 @@ class OptimizerEngine:
         arrays: Sequence[np.ndarray],
         operands: Sequence[np.ndarray] | None,
     ) -> Checked:
-        """Returns an update, if the optimizer updates the variable and takes such a
-        gradient.
+        """Returns a validated update, if the optimizer updates the variable and takes
+        such a gradient.
 
         Args:
-            operands: Those that the push has brought for the optimizer.
+            operands: The operands that the push contains for the optimizer.
 
         Raises:
-            NotFoundError: The optimizer does not exist, or no tree says that the
-                variable is in its tree.
+            NotFoundError: The optimizer does not exist, or no tree of it contains the
+                variable.
             InvalidArgumentError: Gradient or operands do not fit, or the optimizer may
                 not be applied to parts of a variable and the variable is one.
         """
@@ -203,18 +207,19 @@ class OptimizerEngine:
         return Checked(known, bound, operands or (), mixed)
 
     def adopt_slots(self, held: HeldVariable) -> None:
-        """Takes slots of a table that were loaded for those of their optimizers, as far
-        as these have trees.
+        """Turns loaded slots of a table into slots of their optimizers, for optimizers
+        whose tree is known.
 
         Raises:
-            InvalidArgumentError: They are not what an optimizer keeps.
+            InvalidArgumentError: The loaded slots are not those that an optimizer
+                keeps.
         """
         for known, bound in self._optimizers_of(held):
             known.programs.adopt(held.slots, bound.alike, held.cell)
 
     def extend_slots(self, held: HeldVariable) -> None:
-        """Makes slots of new rows of a table; call `adopt_slots` before these are
-        there.
+        """Makes slots for new rows of a table. Call `adopt_slots` before the table has
+        the rows.
 
         Raises:
             ResourceExhaustedError: There is no memory for them.
@@ -224,15 +229,15 @@ class OptimizerEngine:
             known.programs.rows.extend(slots, bound.alike, held.cell)
 
     def can_extend_slots(self, held: HeldVariable) -> bool:
-        """Returns whether `extend_slots` would compile nothing."""
+        """Returns whether `extend_slots` could run without compiling."""
         return all(
             known.programs.rows.can_extend(bound.alike, held.cell)
             for known, bound in self._optimizers_of(held)
         )
 
     def _optimizers_of(self, held: HeldVariable) -> list[tuple[Registered, Bound]]:
-        """Returns the optimizers that have slots beside a variable, each with the
-        binding of the variable."""
+        """Returns the optimizers that have slots for a variable, each with its binding
+        of the variable."""
         known = [self._registered.get(number) for number in held.slots]
         key = held.entry.key
         return [
@@ -248,10 +253,10 @@ class OptimizerEngine:
         held: HeldVariable,
         arrays: Sequence[np.ndarray],
     ) -> tuple[Registered, Bound, bool]:
-        """Checks a gradient without its operands, as `check`.
+        """Checks a gradient as `check` does, but not its operands.
 
         Returns:
-            The optimizer, the binding, and whether the rows are in any order but sorted
+            The optimizer, the binding, and whether the rows are not known to be sorted
             and distinct.
         """
         name = held.entry.name
@@ -325,7 +330,7 @@ def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> No
 def _require_operands(
     bound: Bound, operands: Sequence[np.ndarray] | None, who: str
 ) -> None:
-    """Refuses operands that are not those that a rule takes."""
+    """Refuses operands whose shapes or dtypes are not those that the tree has."""
     uses, kinds = bound.leaf.rule.uses, bound.leaf.operands
     if not uses:
         return
@@ -345,8 +350,8 @@ def _require_operands(
 
 
 def fitting(gradient: np.ndarray, bound: Bound) -> np.ndarray:
-    """Returns the gradient as its rule takes it: jax makes 32 bits of 64 for a variable
-    of 32."""
+    """Converts a gradient to the dtype that its rule takes: for a variable of 32 bits,
+    jax converts 64 bits to 32."""
     want = np.dtype(bound.leaf.rule.gradient)
     return gradient if gradient.dtype == want else gradient.astype(want)
 

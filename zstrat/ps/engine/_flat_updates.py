@@ -1,22 +1,22 @@
-"""Many small variables updated as one array, by the layout of their slots.
+"""Updates many small variables as one concatenated array.
 
-This is for optimizers that move each element by itself. A program of one small variable
-computes for a microsecond and takes thirty to be started, and one of a hundred arrays
-takes as long as a hundred programs: XLA runs its parts one by one. So the values, slots
-and gradients of small variables that are moved alike lie side by side
-(`zstrat.ps.store._flat`), and one program of one array each updates all of them. Every
-element is computed by the same operations either way.
+This is for optimizers that update each element by itself. A program of one small
+variable computes for a microsecond and takes thirty to start, and a program of a
+hundred arrays takes as long as a hundred programs: XLA runs its parts one by one. So
+the values of small variables that are updated alike are concatenated to one array, as
+are their slots and gradients (`zstrat.ps.store._flat`), and one program of these arrays
+updates all of the variables. Every element is computed by the same operations either
+way.
 
-The gradients of a push are copied together, unless they came side by side
-(`zstrat.wire`). Values and slots are as the last update has left them, unless the push
-is of other variables than that one, or something else has changed one of them; then
-they are copied together once more.
+The gradients of a push are concatenated, unless they arrived so (`zstrat.wire`). Values
+and slots are concatenated from the last update, unless that update was of other
+variables, or one of them was changed otherwise since; then they are concatenated again.
 
 Nothing is donated, so that an update which fails has changed nothing.
 
-One `SlotLayouts` belongs to one optimizer. It knows what the transformation keeps
-beside a variable (by shapes alone, nothing is computed) and names the optimizer in what
-goes wrong. Layouts have numbers, so that variables which look alike share programs.
+One `SlotLayouts` belongs to one optimizer. It knows the slots that the transformation
+keeps for a variable (by shapes alone, nothing is computed), and names the optimizer in
+errors. Layouts have numbers, so that variables with the same layout share programs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Context = contextlib.AbstractContextManager[object]
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
     """The shapes and dtypes of a variable and of its slots, and the rule of all
-    variables that are moved alike."""
+    variables that are updated alike."""
 
     value: Shape
     rule: LeafRule
@@ -62,7 +62,7 @@ class SlotLayout:
 
     @property
     def by_rows(self) -> bool:
-        """Whether updates of some rows are possible."""
+        """Whether the optimizer can update some rows of such a variable alone."""
         return not self.rule.row_dependence
 
 
@@ -81,11 +81,11 @@ class SlotLayouts:
         return self._layouts[number]
 
     def initial(self, rule: LeafRule, cell: Cell) -> int:
-        """Returns the number of the layout that a new variable's slots have.
+        """Returns the number of the layout that the initial slots of a variable have.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
-            BusyError: Too many shapes have been compiled for.
+            BusyError: Programs have been compiled for too many shapes.
         """
         dims = cell.shape
         if cell.grows:  # one layout for all heights
@@ -102,11 +102,12 @@ class SlotLayouts:
         return number
 
     def adopted(self, unbound: Unbound, rule: LeafRule, cell: Cell) -> Slots:
-        """Returns slots that were loaded before their update rule was known, as the
-        rule keeps them.
+        """Converts slots that were loaded before their update rule was known to slots
+        of the rule.
 
         Raises:
-            InvalidArgumentError: They are not what the rule keeps, or not all of it.
+            InvalidArgumentError: The loaded slots are not those of the rule, or some
+                are missing.
         """
         layout = self._layouts[self.initial(rule, cell)]
         pairs = zip(layout.about, layout.leaves, strict=True)
@@ -121,10 +122,10 @@ class SlotLayouts:
         return Slots(cells, layout.about, number)
 
     def number(self, layout: SlotLayout) -> int:
-        """Returns the number of a layout; a new one gets the next.
+        """Returns the number of a layout; a new layout gets the next number.
 
         Raises:
-            BusyError: Too many shapes have been compiled for.
+            BusyError: Programs have been compiled for too many shapes.
         """
         number = self._numbers.get(layout)
         if number is None:
@@ -137,13 +138,14 @@ class SlotLayouts:
         return number
 
     def on_cpu(self) -> Context:
-        """Returns a context in which jax computes on the CPU, whatever else the machine
-        has."""
+        """Returns a context in which jax computes on the CPU, whatever other devices
+        the machine has."""
         return cast("Context", jax.default_device(self._device))
 
     @contextlib.contextmanager
     def naming(self, cell: Cell) -> Iterator[None]:
-        """Names the optimizer in what goes wrong while it is traced or compiled."""
+        """Adds the names of the optimizer and the variable to errors raised while the
+        body traces or compiles."""
         try:
             yield
         except Exception as error:  # goes to the caller, with the optimizer's name
@@ -154,8 +156,8 @@ class SlotLayouts:
 
 
 def spec(array: Any) -> Shape:
-    """Returns the shape and dtype without a weak type, which would make equal slots
-    look different."""
+    """Returns the shape and dtype of an array without jax's weak type, which would make
+    equal slots look different."""
     return shape(array.shape, array.dtype)
 
 
@@ -164,25 +166,28 @@ def shape(dims: tuple[int, ...], dtype: Any) -> Shape:
 
 
 def operands_of(rule: LeafRule) -> tuple[Shape, ...]:
-    """Describes the operands that it takes."""
+    """Returns the shapes and dtypes of the operands that a rule takes."""
     kinds = rule.tree.cut().operand_kinds
     return tuple([spec(kinds[number]) for number in rule.uses])
 
 
 FEWEST: Final = 4
-"""Variables that are worth an array of their own."""
+"""The fewest variables that are worth an array of their own."""
 
 PROGRAMS: Final = 64
-"""Programs of one optimizer: each set of variables has one for the sum of its sizes."""
+"""The most programs of one optimizer for concatenated variables: each set of variables
+has one for the sum of its sizes."""
 
 Kinds = tuple[tuple[int, "np.dtype"], ...]
-"""For each variable the layout of its slots, and the dtype of its gradient."""
+"""For each variable, the number of the layout of its slots, and the dtype of its
+gradient."""
 
 
 @dataclass(slots=True)
 class FlatGroup:
-    """Updates that one program makes: their places in the push, and the first of
-    them. ``cells`` are their values, and then their slots."""
+    """Updates of a push that one program makes: their indices in the push (``places``),
+    and the first of them (``step``). ``cells`` are the values of all, and then each
+    slot of all."""
 
     key: tuple[Any, int]
     rule: ElementwiseUpdate
@@ -190,11 +195,13 @@ class FlatGroup:
     step: SlotStep
     cells: Sequence[Sequence[Cell]]
     flats: Sequence[Flat | None] = ()
-    """The arrays that have ``cells`` now, as `locate` has found."""
+    """For each of ``cells``, the array that concatenates exactly these cells, as
+    `locate` has found; None if there is none."""
 
     def locate(self) -> bool:
-        """Finds the arrays that have the cells now; returns whether one program can
-        make the updates: it has one scalar for all."""
+        """Finds the arrays that concatenate the cells now. Returns whether one program
+        can make the updates, which needs each scalar slot to be equal for all
+        variables."""
         self.flats = [Flat.of(each) for each in self.cells]
         every = zip(self.cells[1:], self.flats[1:], self.rule.by_element, strict=True)
         return all(
@@ -205,17 +212,18 @@ class FlatGroup:
 
 @dataclass(slots=True)
 class StartedUpdate:
-    """The update of a group that XLA computes: first the values, then the slots."""
+    """The update of a group, which XLA is computing: the new values, then the new
+    slots."""
 
     group: FlatGroup
     made: Sequence[Any]
 
     def wait(self) -> None:
-        """Waits until it is computed. Raises what XLA does."""
+        """Waits until the update is computed. Raises the error of XLA if that fails."""
         jax.block_until_ready(self.made)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Makes what was computed the values and slots of the variables."""
+        """Replaces the values and slots of the variables by the computed ones."""
         group = self.group
         for cells, flat, value in zip(group.cells, group.flats, self.made, strict=True):
             if flat is not None:
@@ -234,8 +242,8 @@ class StartedUpdate:
 
 @dataclass(slots=True)
 class FlatUpdates:
-    """The flat programs of one optimizer, by the update of an element and the number of
-    elements."""
+    """The programs of one optimizer for concatenated variables, by the update of an
+    element and the number of elements."""
 
     optimizer: int
     layouts: SlotLayouts
@@ -245,11 +253,13 @@ class FlatUpdates:
     )
     _divided: dict[object, list[list[int]]] = field(default_factory=dict)
     _gradients: dict[tuple[Any, int], np.ndarray] = field(default_factory=dict)
-    """Where the gradients of a push are copied together, for each program."""
+    """For each program, the array into which the gradients of a push are
+    concatenated."""
 
     def groups(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[FlatGroup]:
-        """Returns the updates that are made together, if `FlatGroup.locate` says so.
-        Their slots exist, and keep their layouts."""
+        """Returns the groups of updates that one program each can make, if
+        `FlatGroup.locate` agrees. The slots of the updates exist, and keep their
+        layouts."""
         if len(steps) < FEWEST:
             return []
         uses = [step.uses for step in steps]
@@ -264,7 +274,8 @@ class FlatUpdates:
         return [group for group in found if group is not None]
 
     def prepare(self, group: FlatGroup) -> None:
-        """Compiles the program; call it where it is traced (`SlotLayouts.on_cpu`)."""
+        """Compiles the program of a group; call this in the context
+        `SlotLayouts.on_cpu`."""
         if group.key in self.programs:
             return
         step, count = group.step, group.key[1]
@@ -286,11 +297,12 @@ class FlatUpdates:
         self._gradients[group.key] = aligned((count,), step.dtype)
 
     def start(self, group: FlatGroup, gradients: Gradients) -> StartedUpdate:
-        """Hands the work to XLA, which may do it later; changes nothing.
+        """Starts the update of a group in XLA, which may compute it later; changes no
+        value.
 
         Raises:
             UnavailableError: A value was lost.
-            ResourceExhaustedError: There is no memory to copy values together.
+            ResourceExhaustedError: There is no memory to concatenate values.
         """
         try:
             return self._start(group, gradients)
@@ -328,8 +340,8 @@ class FlatUpdates:
         return update
 
     def _divide(self, kinds: Kinds, uses: Sequence[object]) -> list[list[int]]:
-        """Returns the places of those that have one update of an element and the same
-        operands, as many together as fit."""
+        """Groups the indices of updates that have the same update of an element and the
+        same operands, as many in a group as fit."""
         found: dict[Any, list[int]] = {}
         for place, kind in enumerate(kinds):
             rule = self._rule(*kind)
@@ -374,7 +386,8 @@ def _bytes_of(value: Any) -> int:
 
 
 def _are_equal(cells: Sequence[Cell]) -> bool:
-    """Returns whether scalars are equal, bit for bit; ones that were lost are not."""
+    """Returns whether the scalars in cells are equal, bit for bit; False if one was
+    lost."""
     # Then they are updated one by one, and the one that was lost raises its error.
     if any(cell.lost for cell in cells):
         return False
@@ -382,7 +395,8 @@ def _are_equal(cells: Sequence[Cell]) -> bool:
 
 
 def _joined(cells: Sequence[Cell], by_element: bool) -> np.ndarray:
-    """Returns the values of cells in one array, or the scalar that is that of each."""
+    """Returns the values of cells concatenated in one array; or, if they are equal
+    scalars, that scalar."""
     if not by_element:
         cells[0].require()
         return cells[0].look()

@@ -1,10 +1,10 @@
-"""What is compiled for gradients of rows: a kind for all tables whose rows look alike,
-and in it a program for each bucket of rows.
+"""Compiles updates of rows: a kind for all tables whose rows have the same layout, with
+a program for each bucket of numbers of rows.
 
-`RowLayout` describes a kind to XLA: the shapes of what an update takes and gives.
-A kind owns the memory that rows are gathered into, aligned so that XLA reads it without
-a copy. What a program leaves in one call is lent to it again as memory for the next
-(donated): fresh memory costs as much as all of the arithmetic.
+`RowLayout` describes a kind to XLA: the shapes of what an update takes and returns. A
+kind owns the memory that rows are gathered into, aligned so that XLA reads it without a
+copy. The results of one call are donated to the next call as its memory: fresh memory
+costs as much as all of the arithmetic.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ if TYPE_CHECKING:
 
 _BYTE: Final = np.dtype(np.uint8)
 NEW_ROWS: Final = 64
-"""Rows of the smaller one of the two programs that make slots of rows that are born:
-both are there before the first, as compiling would hold up a push."""
+"""The number of rows of the smaller of the two programs that make slots of new rows.
+Both are compiled before rows are added, as compiling would hold up a push."""
 
 ROUNDS: Final = 3
-"""How often the dtypes of slots may change before they have to stay as they are."""
+"""How often the dtypes of slots may change with updates before they have to stay as
+they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The shapes and dtypes of a row of a variable and of its slots, and of the other
-    slots.
+    """The shapes and dtypes of one row of a variable and of its slots with rows, and of
+    its other slots.
 
-    ``leaves`` are in the order of the state: one row of those that have ``rows``, all
-    of the others.
+    ``leaves`` are in the order of the state: one row of each slot that has ``rows``,
+    the whole of each other slot.
     """
 
     value: Shape
@@ -55,7 +56,8 @@ class RowLayout:
 
     @property
     def gathered(self) -> list[Shape]:
-        """A row of all that is gathered: value, slots with rows, gradient."""
+        """The shapes of one row of each array that is gathered: value, slots with rows,
+        gradient."""
         return [self.value, *self.split(self.leaves)[0], self.gradient]
 
     @property
@@ -65,23 +67,26 @@ class RowLayout:
         ]
 
     def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
-        """Returns the leaves in the order of the state."""
+        """Merges slots with rows and the other (shared) slots to leaves in the order of
+        the state."""
         rows, shared = iter(rows), iter(shared)
         return [next(rows if has else shared) for has in self.rows]
 
     def split(self, leaves: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Undoes `merge`."""
+        """Splits leaves of the state into slots with rows and shared slots; undoes
+        `merge`."""
         pairs = list(zip(leaves, self.rows, strict=True))
         return [x for x, has in pairs if has], [x for x, has in pairs if not has]
 
 
 @dataclass(slots=True)
 class RowProgram:
-    """A program compiled for some number of rows.
+    """An update compiled for some number of rows, with its memory.
 
-    ``inputs`` are where value, slots with rows and gradient are put, ``opaque`` the
-    same as vectors of rows, ``vectors`` as vectors of elements.
-    ``scratch`` is what the last call left, or None: then ``memory`` makes it.
+    ``inputs`` is the memory for gathered rows of value, slots and gradient; ``opaque``
+    are the same arrays as vectors of rows, ``vectors`` as vectors of elements.
+    ``scratch`` are the results of the last call, which the next call overwrites; if
+    None, ``memory`` allocates them.
     """
 
     call: Any
@@ -94,8 +99,9 @@ class RowProgram:
     def run(
         self, shared: Sequence[np.ndarray], operands: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Returns the new rows, as opaque vectors, of value and slots, which are valid
-        until the next call; and the new slots without rows."""
+        """Runs the program on the rows in ``inputs``. Returns the new rows of value and
+        slots, as opaque vectors that are valid until the next call; and the new slots
+        without rows."""
         value, *rows, gradient = self.vectors
         # Donated, so it is gone whether the call succeeds or fails.
         scratch, self.scratch = self.scratch, None
@@ -116,10 +122,10 @@ class RowProgram:
 
 @dataclass(slots=True)
 class RowKind:
-    """The updates whose rows look alike, and the programs that make them.
+    """The updates of tables whose rows have the same layout, and their programs.
 
-    ``is_apart``: the slots without rows are computed without looking at any row.
-    ``most``: the largest number of rows that one call takes.
+    ``is_apart``: the slots without rows are not computed from any row. ``most``: the
+    largest number of rows that one call takes.
     """
 
     layout: RowLayout
@@ -129,12 +135,13 @@ class RowKind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """Returns the size of the program of each call that ``rows`` rows need."""
+        """Returns the numbers of rows of the programs for all calls that ``rows`` rows
+        need."""
         return sizes(rows, self.most)
 
 
 class RowKinds:
-    """The kinds and programs of one optimizer."""
+    """The kinds of row updates of one optimizer, and their programs."""
 
     def __init__(self, layouts: SlotLayouts) -> None:
         self.layouts = layouts
@@ -151,13 +158,13 @@ class RowKinds:
         )
 
     def get(self, layout: int, gradient: np.dtype) -> RowKind | None:
-        """Returns the kind of updates of variables with such slots, if it is known."""
+        """Returns the kind of updates for slots of this layout and gradients of this
+        dtype; None if it was not made yet."""
         return self._kinds.get((layout, gradient))
 
     def kind(self, number: int, gradient: np.dtype, cell: Cell) -> RowKind:
-        """Returns the kind of updates of variables whose slots have the layout
-        ``number``, which must be one that updates keep (`steady`); it is made if it is
-        new."""
+        """Returns the kind of updates for slots of the layout ``number``, which must be
+        one that updates keep (`steady`); makes the kind if it is new."""
         key = (number, gradient)
         kind = self._kinds.get(key)
         if kind is None:
@@ -171,16 +178,17 @@ class RowKinds:
         return kind
 
     def program(self, kind: RowKind, size: int, cell: Cell) -> RowProgram:
-        """Returns the program for ``size`` rows; ``cell`` is named if it cannot be
-        compiled."""
+        """Returns the program of a kind for ``size`` rows; errors of its compilation
+        name ``cell``."""
         program = kind.programs.get(size)
         if program is None:
             program = kind.programs[size] = self._compile(kind, size, cell)
         return program
 
     def steady(self, number: int, gradient: np.dtype, cell: Cell) -> int:
-        """Returns the layout that slots have after updates with such gradients: that of
-        a bfloat16 variable changes with its first float32 gradient.
+        """Returns the number of the layout that slots have after updates with such
+        gradients: the dtypes for a bfloat16 variable change with its first float32
+        gradient.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to some rows.
@@ -195,14 +203,14 @@ class RowKinds:
         return self._steady[key]
 
     def has_initial(self, rule: LeafRule, cell: Cell) -> bool:
-        """Returns whether the programs are there that make the first slots of any rows
-        of a cell that grows."""
+        """Returns whether both programs are compiled that make the initial slots for
+        new rows of a growing cell."""
         row = shape(cell.shape[1:], cell.dtype)
         return all((rule, row, size) in self._initials for size in _new_sizes(row))
 
     def initial(self, rule: LeafRule, cell: Cell, count: int) -> tuple[Any, int]:
-        """Returns a program that makes the first slots of ``count`` rows of a variable,
-        and how many it takes at a time."""
+        """Returns a program that makes the initial slots for ``count`` rows of a
+        variable, and the number of rows that one call of it takes."""
         row = shape(cell.shape[1:], cell.dtype)
         # Two sizes for rows that are born, so that nothing is compiled in a push.
         if cell.grows:
@@ -303,8 +311,8 @@ class RowKinds:
 
 
 def _update_of(layout: RowLayout) -> Any:
-    """Returns the function of an update: ``(value, rows, shared, operands, gradient,
-    scratch) -> ([value, *rows], shared)``."""
+    """Returns an update as a function for XLA: ``(value, rows, shared, operands,
+    gradient, scratch) -> ([value, *rows], shared)``."""
 
     def update(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
@@ -320,8 +328,8 @@ def _update_of(layout: RowLayout) -> Any:
 
 
 def _flat(update: Any, layout: RowLayout, size: int) -> Any:
-    """Returns the update as one of vectors of elements: in rows of 16 floats XLA
-    computes row by row, which takes twice as long as one long row."""
+    """Returns the update as a function of vectors of elements: for rows of 16 floats
+    XLA computes row by row, which takes twice as long as one long vector."""
 
     def flattened(
         value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
@@ -338,22 +346,23 @@ def _flat(update: Any, layout: RowLayout, size: int) -> Any:
 
 
 def _vector(rows: Shape) -> Shape:
-    """Returns the shape of the same elements in one row."""
+    """Returns the shape of the elements of all rows as one vector."""
     return shape((math.prod(rows.shape),), rows.dtype)
 
 
 def _arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
-    """Returns what `_update_of` takes, for ``size`` rows."""
+    """Returns the shapes of the arguments of `_update_of`, for ``size`` rows."""
     value, *rows, gradient = (_rows_of(size, row) for row in layout.gathered)
     operands = list(operands_of(layout.rule))
     return value, rows, layout.shared, operands, gradient, [value, *rows]
 
 
 def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
-    """Describes rows of variables that have these slots and such gradients.
+    """Returns the layout of one row of variables that have these slots and such
+    gradients.
 
     Raises:
-        TypeError: Rows are not moved one by one.
+        TypeError: Rows cannot be updated one by one.
     """
     if not layout.by_rows:
         raise TypeError(layout.rule.row_dependence)
@@ -371,9 +380,9 @@ def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
 
 
 def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
-    """Returns whether no slot without rows is computed from any row; operands are not.
-    Errs on the safe side: what an inner function returns is taken to depend on all that
-    it is given."""
+    """Returns whether no slot without rows is computed from any row (operands do not
+    count as rows). May err towards False: the results of an inner function are taken to
+    depend on all its arguments."""
     shared = len(layout.shared) + len(layout.rule.uses)
     first = len(layout.gathered) - 1  # value and slots come before, the gradient after
     tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
@@ -386,7 +395,7 @@ def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
 
 
 def _rows_of(size: int, row: Shape) -> Shape:
-    """Returns the shape of ``size`` such rows."""
+    """Returns the shape of ``size`` rows, each of the shape ``row``."""
     return shape((size, *row.shape), row.dtype)
 
 

@@ -1,15 +1,16 @@
-"""Applies gradients of rows by XLA: gathers rows, updates them, scatters them back.
+"""Applies gradients of rows by XLA: gathers the rows, updates them, and scatters them
+back.
 
 The rows that a gradient names, of the value and of those slots that have rows, are
 gathered into pooled, aligned buffers that XLA reads without a copy; a program computes
-the new ones; they are scattered into the cells, in place unless a reader has them. All
-other rows, and their slots, stay as they are ("lazy" updates): a momentum does not
-decay while its row has no gradient. Slots without rows (a count, a learning rate) are
-those of the variable, and every update advances them, be it of no rows.
+the new rows; they are scattered into the cells, in place unless a reader has a lease on
+them. All other rows, and their slots, stay as they are ("lazy" updates): a momentum
+does not decay while its row has no gradient. Slots without rows (a count, a learning
+rate) belong to the whole variable, and every update advances them, even one of no rows.
 
-Programs are compiled for a bucket of rows and not for a table: tables whose rows look
-alike share them, and tables whose slots without rows are equal share a call, unless
-those slots are computed from rows (`_row_programs`).
+Programs are compiled for a number of rows and not for a table: tables whose rows have
+the same layout share programs, and tables whose slots without rows are equal share a
+call, unless those slots are computed from rows (`_row_programs`).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class RowCalls(NamedTuple):
     """Row updates of one kind that share calls of its programs. A call gets the rows of
     as many updates as fit into it, concatenated, from any tables.
 
-    ``tables``: for each update the rows of value and slots, as opaque vectors, that are
-    written in place; None if they are known only when the update runs.
+    ``tables``: for each update the value and slots that it writes in place, as opaque
+    vectors of rows; None if they are known only when the update runs.
     """
 
     kind: RowKind
@@ -52,7 +53,7 @@ class RowCalls(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The programs of the calls, by their numbers of rows."""
+        """The numbers of rows of the programs for the calls."""
         return self.kind.sizes(sum([len(step.indices) for step in self.steps]))
 
     @property
@@ -74,9 +75,9 @@ class RowUpdates:
         return self._kinds.count
 
     def ready(self, steps: Sequence[RowStep]) -> list[RowCalls] | None:
-        """Returns the calls that update these rows in place, or None if that is not
-        possible at once: a program or slots are missing, a reader holds a value, or an
-        update is late.
+        """Returns the calls that update these rows in place; None if that is not
+        possible at once: a program or slots are missing, a reader holds a value, or a
+        step is ``late``.
 
         Most updates can be made in place, and one check of each table replaces the five
         of `prepare`, `Cell.reserve`, `begin_rows` and `settle`.
@@ -99,14 +100,15 @@ class RowUpdates:
         return found if all(calls.is_compiled for calls in found) else None
 
     def prepare(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
-        """Makes slots, unless it is too early to, and compiles; changes no value.
+        """Compiles programs and makes slots for steps, except slots that earlier
+        updates of the push still affect; changes no value.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to rows of this
                 shape.
-            BusyError: Too many shapes have been compiled for.
-            ResourceExhaustedError: Memory lacks for slots, or beside those that
-                readers look at.
+            BusyError: Programs have been compiled for too many shapes.
+            ResourceExhaustedError: There is no memory for slots, or for copies of
+                values and slots that readers hold.
         """
         late: list[tuple[RowKind, RowStep]] = []
         for step in steps:
@@ -129,7 +131,8 @@ class RowUpdates:
             self._compile(calls)
 
     def complete(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
-        """Makes slots, and gives them dtypes, for which `prepare` was too early."""
+        """Makes the slots and changes the dtypes that `prepare` had to leave, as
+        earlier updates of the push affect them."""
         for step in steps:
             if step.late:
                 place = (self._optimizer, id(step.cell))
@@ -146,8 +149,8 @@ class RowUpdates:
         """Updates the rows of variables, each of which occurs once.
 
         Args:
-            ready: What `ready` has found for these steps; left out: they were given to
-                `prepare`.
+            ready: The result of `ready` for these steps; None if the steps were given
+                to `prepare`.
         """
         done: list[RowStep] = []
         for calls in self._calls(steps) if ready is None else ready:
@@ -170,7 +173,8 @@ class RowUpdates:
         self._reserve(slots, ahead)
 
     def _steady(self, step: RowStep) -> Slots:
-        """Returns the slots of a step, with the dtypes that its gradients leave."""
+        """Returns the slots of a step, converted to the dtypes that updates with its
+        gradient keep."""
         slots, dtype = step.slots[self._optimizer], step.gradient.dtype
         # The dtypes of slots settle with the first gradient (`RowKinds.steady`).
         if self._kinds.get(slots.layout, dtype) is None:
@@ -181,8 +185,8 @@ class RowUpdates:
         return slots
 
     def _foresee(self, step: RowStep, ahead: Ahead) -> RowKind:
-        """Returns the kind of an update whose slots will look as earlier ones leave
-        them."""
+        """Returns the kind of a late update, whose slots will have the layout that
+        earlier updates of the push leave; reserves memory for it."""
         place, cell = (self._optimizer, id(step.cell)), step.cell
         slots, number = step.slots.get(self._optimizer), ahead.layouts.get(place)
         if number is None and slots is not None:
@@ -207,7 +211,7 @@ class RowUpdates:
             cell.reserve(writes)
 
     def _memory_for(self, cell: Cell, number: int) -> list[Cell]:
-        """Returns memory for slots of this layout; raises ResourceExhaustedError if
+        """Returns memory for slots of this layout. Raises ResourceExhaustedError if
         there is none."""
         layouts = self._kinds.layouts
         layout, made = layouts[number], list[Cell]()
@@ -228,7 +232,8 @@ class RowUpdates:
         return made
 
     def _numbered(self, rule: LeafRule, cell: Cell) -> int:
-        """Returns the layout of new slots, which are made by rows."""
+        """Returns the number of the layout of initial slots. Raises
+        InvalidArgumentError if the rule cannot update rows one by one."""
         layouts = self._kinds.layouts
         number = layouts.initial(rule, cell)
         if rule.row_dependence:
@@ -242,8 +247,8 @@ class RowUpdates:
     def initial(
         self, rule: LeafRule, cell: Cell, memory: list[Cell] | None = None
     ) -> Slots:
-        """Returns new slots, made a block of rows at a time: there is no second table
-        of them on the way. ``memory``: for them."""
+        """Returns initial slots, made a block of rows at a time, so that no second copy
+        of them is needed. ``memory``: the cells to fill; None: new ones."""
         number = self._numbered(rule, cell)
         layout = self._kinds.layouts[number]
         made = self._memory_for(cell, number) if memory is None else memory
@@ -262,11 +267,11 @@ class RowUpdates:
         return Slots(tuple(made), layout.about, number)
 
     def can_extend(self, rule: LeafRule, cell: Cell) -> bool:
-        """Returns whether `extend` needs no program that is not there."""
+        """Returns whether `extend` could run without compiling."""
         return self._kinds.has_initial(rule, cell)
 
     def extend(self, slots: Slots, rule: LeafRule, cell: Cell) -> None:
-        """Makes slots of the rows of a table that have none yet, the last ones.
+        """Makes slots for the last rows of a table, which have none yet.
 
         Raises:
             ResourceExhaustedError: There is no memory for them.
@@ -294,8 +299,9 @@ class RowUpdates:
     def _begun(
         self, rule: LeafRule, cell: Cell, first: int
     ) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """Yields first slots of the rows from ``first`` on, a block at a time: its
-        first row, which may be before, and all leaves. One block at least."""
+        """Yields initial slots for the rows from ``first`` on, in blocks of rows: the
+        number of the block's first row, which may be less than ``first``, and all
+        leaves. Yields at least one block."""
         value, total = cell.look(), cell.shape[0]
         call, size = self._kinds.initial(rule, cell, total - first)
         if total < size:
@@ -319,7 +325,7 @@ class RowUpdates:
                 )
 
     def convert(self, slots: Slots, number: int) -> None:
-        """Gives slots the dtypes that updates will leave in them."""
+        """Converts slots to the dtypes of the layout ``number``, which updates keep."""
         layout = self._kinds.layouts[number]
         cells = []
         for cell, leaf in zip(slots.cells, layout.leaves, strict=True):
@@ -329,7 +335,7 @@ class RowUpdates:
         slots.become(tuple(cells), number)
 
     def _calls(self, steps: Sequence[RowStep]) -> list[RowCalls]:
-        """Returns the calls of steps that were prepared."""
+        """Returns the calls for steps that were prepared."""
         kinds = []
         for step in steps:
             layout = step.slots[self._optimizer].layout
@@ -344,9 +350,9 @@ class RowUpdates:
         kinds: Sequence[RowKind],
         tables: Sequence[list[np.ndarray]] | None,
     ) -> list[RowCalls]:
-        """Groups steps that go into the same calls: of one kind, with the same operands
-        and equal slots without rows. Where such slots are computed from rows, each step
-        has separate calls, as they would be computed from the rows of all."""
+        """Groups steps that can share calls: of one kind, with the same operands and
+        equal slots without rows. Steps share no call if such slots are computed from
+        rows, as these would then be the rows of all steps in the call."""
         found: dict[object, RowCalls] = {}
         for number, (step, kind) in enumerate(zip(steps, kinds, strict=True)):
             # Equal to no bytes and no other place: such a step has calls of its own.
@@ -390,7 +396,8 @@ class RowUpdates:
     def _run(
         self, calls: RowCalls, tables: Sequence[list[np.ndarray]]
     ) -> list[np.ndarray]:
-        """Updates the rows of all; returns the new slots without rows."""
+        """Updates the rows of all steps in the calls; returns the new slots without
+        rows."""
         kind, steps, sizes = calls.kind, calls.steps, calls.sizes
         shared = [cell.look() for cell in steps[0].slots[self._optimizer].shared]
         new: list[np.ndarray] | None = None
@@ -432,8 +439,8 @@ def _gather(
     steps: Sequence[RowStep],
     tables: Sequence[list[np.ndarray]],
 ) -> None:
-    """Copies the rows of one call to where its program reads them. The padding is
-    zero, where nothing overflows."""
+    """Copies the rows of one call to the memory that its program reads, and zeros the
+    padding, so that nothing overflows there."""
     at = 0
     for update, start, stop in pieces:
         step = steps[update]
@@ -456,7 +463,7 @@ def _scatter(
     tables: Sequence[list[np.ndarray]],
     fresh: Sequence[np.ndarray],
 ) -> None:
-    """Scatters the rows back; undoes `_gather`."""
+    """Copies the new rows of one call back to the tables."""
     at = 0
     for update, start, stop in pieces:
         indices, end = steps[update].indices[start:stop], at + stop - start

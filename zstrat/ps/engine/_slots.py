@@ -1,9 +1,9 @@
-"""A variable, what an optimizer keeps beside it, and what one step of that takes.
+"""Variables with their optimizer slots, and the steps that update them.
 
-A program may restore a checkpoint and then train: what the optimizer keeps beside a
-variable is known here when its tree has come (`_bindings`), and until
-then slots are what was stored, by name. The first update takes them, if they are what
-it needs.
+A program may restore a checkpoint and then train. The slots that an optimizer keeps for
+a variable are known only when its tree has arrived (`_bindings`); until then loaded
+slots are kept by name (`Unbound`). The first update uses them, if they are the slots
+that it needs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from zstrat.wire import SetPart, VariableEntry
 
 LAYOUTS: Final = 4096
-"""Distinct (shape, dtype, slots) that a session may have compiled programs for."""
+"""The most layouts (distinct shapes and dtypes of a variable and its slots) for which a
+session may compile programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotArray:
-    """One array of an optimizer's state beside a variable.
+    """One array of an optimizer's state that is kept for a variable.
 
     ``name`` is its path in that state (".mu", "[0].count"). ``rows``: its first axis is
-    the variable's own, so that a row of the variable has a row of it.
+    that of the variable, so that each row of the variable has a row in it.
     """
 
     name: str
@@ -48,12 +49,12 @@ class SlotArray:
 
 @dataclass(slots=True)
 class Slots:
-    """The slots of one variable for one optimizer: a cell for each leaf of the state.
+    """The slots of one variable for one optimizer: a cell for each array of the state.
 
-    Whole updates leave the cells on the device, updates of rows bring those that have
-    rows back to the host. ``layout`` numbers (shape and dtype of the variable;
-    structure, shapes and dtypes of the leaves): two variables of one layout share a
-    program.
+    Updates of the whole variable leave the cells on the device; updates of rows bring
+    cells with rows back to the host. ``layout`` is the number of the layout (shape and
+    dtype of the variable; structure, shapes and dtypes of the slots): two variables
+    with one layout share a program.
     """
 
     cells: tuple[Cell, ...]
@@ -66,7 +67,7 @@ class Slots:
         self.become(self.cells, self.layout)
 
     def become(self, cells: tuple[Cell, ...], layout: int) -> None:
-        """Takes other cells, after an update that changes dtypes."""
+        """Replaces the cells, after an update that changes dtypes."""
         pairs = list(zip(cells, self.leaves, strict=True))
         # Divided once: updates of rows ask for the two kinds in each push.
         self.cells, self.layout = cells, layout
@@ -80,25 +81,27 @@ class Slots:
 
 @dataclass(slots=True)
 class HeldVariable:
-    """One variable: its value, its version and, per optimizer, its slots."""
+    """One variable on its server: its value, its version and, per optimizer, its
+    slots."""
 
     entry: VariableEntry
     cell: Cell
     version: int
     slots: dict[int, Slots] = field(default_factory=dict)
     fold: ref[object] | None = None
-    """The last one (`zstrat.ps.store._fold`), under way as long as it lives."""
+    """The latest fold (`zstrat.ps.store._fold`: an addition while the push arrives).
+    The fold is under way as long as the reference is alive."""
     no_fold_until: int = 0
-    """The version before which nothing is folded."""
+    """The version before which no push is added while it arrives."""
     table: IdTable | None = None
-    """Which ids its rows have, if it is a table of any id."""
+    """The ids of the rows, if the variable is a table of any id; else None."""
 
 
 class SlotStep(NamedTuple):
     """One gradient of ``dtype`` to apply to one variable. ``slots`` holds the
     variable's slots by optimizer. ``rule`` is shared by all variables that are updated
-    by the same computation (`_bindings`); ``uses`` are the numbers of the operands
-    that it takes here.
+    by the same computation (`_bindings`); ``uses`` are the numbers of the operands of
+    its tree that it takes.
 
     ``late``: an earlier update of the same push changes this variable, so its slots are
     made, and get their dtypes, only when this update runs.
@@ -114,17 +117,18 @@ class SlotStep(NamedTuple):
 
 @dataclass(slots=True)
 class Gradients:
-    """The gradients of some steps, by their places, as they came: each by itself, or
-    those of several side by side in one array."""
+    """The gradients of some steps, by the index of the step, as they arrived: alone, or
+    several concatenated in one array."""
 
     operands: Sequence[np.ndarray] = ()
-    """What the rules of these steps take besides, of all their tree."""
+    """Operands of the whole tree of these steps; each rule takes some of them."""
     _arrays: list[tuple[int, list[SetPart], np.ndarray]] = field(default_factory=list)
-    """With the place of the first one, and the parts of all in it; a gradient by itself
-    has no part."""
+    """Each array, with the index of the first of its gradients, and the parts of all of
+    them; a gradient that arrived alone has no parts."""
 
     def add(self, array: np.ndarray, parts: Sequence[SetPart] = ()) -> None:
-        """Adds a gradient, or those that are these parts of an array."""
+        """Adds a gradient, or an array that concatenates several gradients as ``parts``
+        says."""
         at = 0
         if self._arrays:
             # Parts of one array that follow each other stay one piece of it
@@ -143,8 +147,8 @@ class Gradients:
         return parts[place - first].of(array) if parts else array
 
     def together(self, places: Sequence[int]) -> np.ndarray | None:
-        """Returns the gradients at these places, in order, as they came, if they came
-        side by side."""
+        """Returns the gradients with these indices, in this order, in one array, if
+        they arrived so; otherwise None."""
         at = bisect_right(self._arrays, places[0], key=itemgetter(0)) - 1
         first, parts, array = self._arrays[at]
         last = places[-1] - first
@@ -170,11 +174,11 @@ class RowStep(NamedTuple):
     operands: tuple[np.ndarray, ...] = ()
     mixed: bool = False
     late: bool = False
-    """As in `SlotStep`."""
+    """As in `SlotStep`: an earlier update of the same push changes the variable."""
 
     def distinct(self) -> RowStep:
-        """Returns this step with its rows sorted and each one once, gradients of the
-        same row summed."""
+        """Returns this step with sorted and distinct rows; gradients of the same row
+        are summed."""
         if not self.mixed:
             return self
         indices, gradient = distinct(self.indices, self.gradient)
@@ -183,50 +187,57 @@ class RowStep(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """The state of slots after the updates of one push up to some place in it."""
+    """The state that slots will have after the updates of a push that come before some
+    update."""
 
     layouts: dict[tuple[int, int], int] = field(default_factory=dict)
     """The numbers of the layouts that slots will have, by optimizer and by the `id` of
     the variable's cell."""
     reserved: dict[tuple[int, int], list[Cell]] = field(default_factory=dict)
-    """Memory for slots that will be made by rows."""
+    """Memory that is reserved for slots, which will be made when their update runs; by
+    optimizer and by the `id` of the variable's cell."""
     writes: dict[int, list[Write]] = field(default_factory=dict)
-    """What is written to a slot, by the `id` of its cell."""
+    """The writes to each slot, by the `id` of its cell."""
 
 
 def lose(
     optimizer: int, steps: Sequence[SlotStep | RowStep], error: BaseException
 ) -> None:
-    """Drops values and slots that were being written when something failed."""
+    """Marks the values of the steps as lost, and drops their slots, because an error
+    interrupted the update."""
     for step in steps:
         step.cell.lose(str(error))
         step.slots.pop(optimizer, None)
 
 
 def is_wide(dtype: np.dtype) -> bool:
-    """Returns whether it has 64 bits, a complex number in each of its parts."""
+    """Returns whether a dtype has 64 bits; for complex dtypes, whether each part
+    has."""
     return dtype.itemsize > (8 if dtype.kind == "c" else 4)
 
 
 _LAYOUT: Final = -1
-"""The number of no layout: no program takes them."""
+"""Stands in place of the number of a layout for slots that no program takes."""
 
 Kind = tuple[SlotArray, tuple[int, ...], "np.dtype"]
-"""A leaf with its shape and dtype."""
+"""An array of the state with its shape and dtype."""
 
 
 @dataclass(slots=True)
 class Unbound(Slots):
-    """Slots that were loaded before their optimizer has its tree, by name alone.
+    """Slots that were loaded before the tree of their optimizer has arrived, by name
+    alone.
 
-    ``filled``: for each leaf the rows that were loaded; one for a leaf without rows.
+    ``filled``: for each slot the rows that were loaded; a slot without rows counts as
+    one.
     """
 
     filled: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     @staticmethod
     def like(other: Slots | None) -> Unbound:
-        """Returns unbound slots with the leaves of ``other``, or without leaves."""
+        """Returns unbound slots with the arrays of ``other``; without arrays if that is
+        None."""
         if isinstance(other, Unbound):
             filled = {name: list(rows) for name, rows in other.filled.items()}
             return Unbound(other.cells, other.leaves, _LAYOUT, filled)
@@ -234,8 +245,8 @@ class Unbound(Slots):
 
     @staticmethod
     def of(slots: Slots) -> Unbound:
-        """Returns the leaves of slots, without their layout: another program takes them
-        over, which sends again what the optimizer keeps."""
+        """Returns slots without their layout: another program takes over the server,
+        and sends the optimizer and its tree again."""
         if isinstance(slots, Unbound):
             return slots
         filled = {
@@ -247,8 +258,8 @@ class Unbound(Slots):
     def make_room(
         self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, value: Cell
     ) -> None:
-        """Makes an empty leaf of this name, shape and dtype beside a value, unless
-        there is one."""
+        """Makes an array of this name, shape and dtype for a variable with this value,
+        unless the slots have one."""
         kept = [
             (cell, each)
             for cell, each in zip(self.cells, self.leaves, strict=True)
@@ -274,11 +285,11 @@ class Unbound(Slots):
         self.become(tuple([cell for cell, _ in kept]), _LAYOUT)
 
     def fill(self, name: str, start: int, stop: int) -> None:
-        """Notes that rows of a leaf were loaded."""
+        """Notes that rows ``[start, stop)`` of a slot were loaded."""
         self.filled[name].append((start, stop))
 
     def require_filled(self, who: str) -> None:
-        """Refuses slots of which some rows have no value.
+        """Checks that all rows of all slots were loaded.
 
         Raises:
             InvalidArgumentError: Some rows were not loaded.
@@ -300,11 +311,12 @@ class Unbound(Slots):
                 )
 
     def taken(self, wanted: Sequence[Kind], who: str) -> tuple[Cell, ...]:
-        """Returns the loaded cells, in the order of the leaves that an optimizer
+        """Returns the loaded cells, in the order of the slots that an optimizer
         expects.
 
         Raises:
-            InvalidArgumentError: They look otherwise; says how, and what was wanted.
+            InvalidArgumentError: The loaded slots have other names, shapes or dtypes;
+                the error says which, and what was expected.
         """
         self.require_filled(who)
         by_name = {

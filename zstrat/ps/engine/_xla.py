@@ -1,21 +1,22 @@
 """Applies whole gradients by XLA. Imported with the first optimizer, never at start-up.
 
-`UpdatePrograms` holds what one optimizer has compiled. A program updates one variable:
-``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
-compiled ahead of its first use, so that a transformation which cannot be traced for a
-shape is refused before anything has changed. Gradients of some rows have programs of
-their own (`_row_updates`), and the same slots.
+`UpdatePrograms` holds the compiled programs of one optimizer. A program updates one
+variable: ``(value, slots, gradient, operands) -> (value, slots)``, value and slots
+donated. It is compiled ahead of its first use, so that a transformation which cannot be
+traced for a shape is refused before anything has changed. Gradients of some rows have
+programs of their own (`_row_updates`), and the same slots.
 
-Where it is worth it, the variables of a push have one program together
-(`JointPrograms`). A program of each is started alone and wakes threads of XLA's for
-itself; six of them, for the layers of a small network, cost a fifth more than one that
-updates all six. A large variable does not notice, and a program of very small ones is
-dearer than they are, because XLA runs its parts on several threads. So pushes of a few
-variables of some size are updated together, and all others one by one. Every element is
-computed by the same operations either way. A push that names other variables than the
-one before needs a program of its own, so only so many sets of variables have one.
+Where it is faster, one program updates all variables of a push (`JointPrograms`).
+Separate programs are started one by one, and each wakes threads of XLA; six of them,
+for the layers of a small network, take a fifth longer than one program for all six. For
+large variables this does not matter, and for very small ones a joint program is slower,
+because XLA runs its parts on several threads. So pushes of a few variables of some size
+are updated together, and all others one by one. Every element is computed by the same
+operations either way. A push that names other variables than the one before needs a
+program of its own, so only so many sets of variables have one.
 
-Many small variables that are moved element by element are one array (`FlatUpdates`).
+Many small variables that are updated element by element are concatenated to one array
+(`FlatUpdates`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UpdateProgram:
-    """A compiled update. ``after`` is the layout of the slots that it leaves."""
+    """A compiled update of one variable. ``after`` is the number of the layout that its
+    slots have after the update."""
 
     call: Any
     after: int
@@ -65,7 +67,8 @@ class UpdateProgram:
     def start(
         self, optimizer: int, step: SlotStep, gradients: Gradients, place: int
     ) -> Any:
-        """Hands the work to XLA, which may do it later; returns the new value."""
+        """Starts the update of a step in XLA, which may compute it later; returns the
+        new value."""
         gradient, cell, slots = gradients[place], step.cell, step.slots[optimizer]
         # With the settings of its tree: jax would make 32 bits of a float64 argument.
         with self.tree.arithmetic():
@@ -85,8 +88,9 @@ class UpdateProgram:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which of the updates of a push share programs, as their slots are: all one
-    (``is_joint``), or ``groups`` and those at the places ``alone``."""
+    """The programs for the updates of a push: one for all (``is_joint``), or one for
+    each of ``groups`` and one for each update whose index is in ``alone``. Valid while
+    their slots keep their layouts."""
 
     kinds: Kinds
     is_joint: bool
@@ -95,16 +99,19 @@ class Division:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it takes as long as numpy would."""
+        """Whether all updates are in groups, so that they take as long as numpy
+        would."""
         return not self.is_joint and not self.alone
 
     @property
     def is_in_place(self) -> bool:
-        """Whether all values are in arrays of XLA's, so that none was lost."""
+        """Whether all values are in concatenated arrays of XLA, so that none was
+        lost."""
         return self.is_flat and all(group.flats[0] is not None for group in self.groups)
 
     def at_present(self) -> Division:
-        """Returns the division as it is now: without groups whose scalars differ."""
+        """Returns the division for the slots as they are now: updates of groups whose
+        scalar slots are no longer equal become ``alone``."""
         apart = {
             place for each in self.groups if not each.locate() for place in each.places
         }
@@ -116,7 +123,8 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class KnownDivision:
-    """How steps were divided while their slots were these, of these layouts."""
+    """The latest steps, with the slots and layouts for which their ``division`` is
+    valid."""
 
     steps: Sequence[SlotStep] = ()
     slots: Sequence[tuple[Cell, ...]] = ()
@@ -125,7 +133,8 @@ class KnownDivision:
 
 
 class UpdatePrograms:
-    """The programs of one optimizer, by what they were compiled for."""
+    """The compiled programs of one optimizer, by the layouts and dtypes that they
+    take."""
 
     def __init__(self, optimizer: int, name: str) -> None:
         self._optimizer = optimizer
@@ -146,13 +155,14 @@ class UpdatePrograms:
         return alone + several + self.rows.count
 
     def on_cpu(self) -> Context:
-        """Returns the context in which programs are traced and compiled."""
+        """Returns the context in which programs are traced and compiled, on the CPU."""
         return self._layouts.on_cpu()
 
     def division(self, steps: Sequence[SlotStep]) -> Division | None:
-        """Returns which of these updates share programs, as long as nobody else uses
-        their variables; None if slots have to be made, or may change before. Of steps
-        that come again (`AlikePushes`), nothing is done in Python for each."""
+        """Returns how these updates share programs, as long as no other request uses
+        their variables; None if slots have to be made, or may change before. For
+        steps that were given the last time (`AlikePushes`) this does no work for each
+        step."""
         number, known = self._optimizer, self._known
         try:
             slots = [step.slots[number] for step in steps]
@@ -179,7 +189,7 @@ class UpdatePrograms:
         return known.division.at_present()
 
     def is_prepared(self, division: Division) -> bool:
-        """Returns whether all programs of a division are there."""
+        """Returns whether all programs of a division are compiled."""
         kinds = division.kinds
         if division.is_joint:
             return kinds in self._joint.programs
@@ -188,23 +198,24 @@ class UpdatePrograms:
         )
 
     def forget_steps(self) -> None:
-        """Drops what `division` remembers, which holds the memory of variables."""
+        """Drops the steps that `division` remembers, which keep the memory of variables
+        alive."""
         self._known = KnownDivision()
 
     def prepare(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
     ) -> None:
-        """Compiles what `apply` will need, and makes slots, unless an earlier update of
-        the push comes in between (`complete`); changes no value.
+        """Compiles the programs that `apply` will need, and makes slots, except those
+        that earlier updates of the push still affect (`complete`); changes no value.
 
         Args:
-            rows: Sorted and distinct.
+            rows: Steps whose rows are sorted and distinct.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
-            BusyError: Too many shapes have been compiled for.
-            ResourceExhaustedError: Memory lacks for slots, or beside those that
-                readers look at.
+            BusyError: Programs have been compiled for too many shapes.
+            ResourceExhaustedError: There is no memory for slots, or for copies of
+                values and slots that readers hold.
         """
         numbers = []
         for step in steps:
@@ -221,7 +232,8 @@ class UpdatePrograms:
     def complete(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
     ) -> None:
-        """Makes what `prepare` left for later: the turn of these updates has come."""
+        """Makes the slots that `prepare` had to leave, when the earlier updates of the
+        push are done."""
         for step in steps:
             if self._optimizer not in step.slots:
                 step.slots[self._optimizer] = self._initial(step.rule, step.cell)
@@ -235,12 +247,13 @@ class UpdatePrograms:
         ready: Sequence[RowCalls] | None = None,
         division: Division | None = None,
     ) -> None:
-        """Applies one gradient to each variable, which occurs once, and waits.
+        """Applies one gradient to each variable, and waits until all are computed. Each
+        variable occurs once.
 
         Args:
-            gradients: Of ``steps``, by their places.
-            ready: What ``rows.ready`` has found for ``rows``.
-            division: What `division` has found for ``steps``.
+            gradients: The gradients of ``steps``, by index.
+            ready: The result of ``rows.ready`` for ``rows``.
+            division: The result of `division` for ``steps``.
         """
         # If the rows fail, these are done and are dropped: half of a push must not be
         # seen.
@@ -253,7 +266,8 @@ class UpdatePrograms:
                 raise
 
     def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
-        """Returns new slots for a variable, by rows if they have them.
+        """Returns initial slots for a variable; made by rows if the rule can update
+        rows.
 
         Raises: As `prepare`.
         """
@@ -263,7 +277,8 @@ class UpdatePrograms:
         return self._initial(rule, cell)
 
     def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
-        """Gives leaves, by their places, other dtypes, as gradients of those would."""
+        """Converts slots with these numbers to other dtypes, as gradients of these
+        dtypes would."""
         layout = self._layouts[slots.layout]
         leaves = tuple(
             shape(leaf.shape, dtypes.get(place, leaf.dtype))
@@ -273,18 +288,18 @@ class UpdatePrograms:
         self.rows.convert(slots, number)
 
     def adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
-        """Makes slots that were loaded those of the rule.
+        """Converts loaded slots of a variable to the slots of its rule.
 
         Raises:
-            InvalidArgumentError: They are not what the rule keeps.
+            InvalidArgumentError: The loaded slots are not those of the rule.
         """
         unbound = slots.get(self._optimizer)
         if isinstance(unbound, Unbound):
             slots[self._optimizer] = self._layouts.adopted(unbound, rule, cell)
 
     def _prepare(self, step: SlotStep, ahead: Ahead) -> int:
-        """Makes missing slots, unless it is too early to; returns the number of their
-        layout when its turn comes."""
+        """Makes missing slots, unless earlier updates of the push still affect them;
+        returns the number of the layout that the slots have when the update runs."""
         place = (self._optimizer, id(step.cell))
         slots = step.slots.get(self._optimizer)
         # What an earlier update of the push leaves, which is not there yet.
@@ -308,7 +323,8 @@ class UpdatePrograms:
         return number
 
     def _compile_all(self, steps: Sequence[SlotStep], numbers: Sequence[int]) -> None:
-        """Compiles the programs of updates whose slots will have these layouts."""
+        """Compiles the programs of updates whose slots will have the layouts
+        ``numbers``."""
         division = self.division(steps)
         if division is not None:
             if division.is_joint:
@@ -327,12 +343,13 @@ class UpdatePrograms:
             self._program(step, number)
 
     def _kinds(self, steps: Sequence[SlotStep]) -> Kinds:
-        """Returns what distinguishes programs of these updates; their slots exist."""
+        """Returns the layouts of slots and the dtypes of gradients, which decide about
+        programs, of updates whose slots exist."""
         number = self._optimizer
         return tuple([(step.slots[number].layout, step.dtype) for step in steps])
 
     def _divide(self, steps: Sequence[SlotStep], kinds: Kinds) -> Division:
-        """Divides updates whose slots exist, and keep their layouts."""
+        """Divides updates among programs; their slots exist, and keep their layouts."""
         if self._joint.takes(steps, kinds):
             return Division(kinds, True, (), ())
         groups = self._flat.groups(steps, kinds)
@@ -346,7 +363,7 @@ class UpdatePrograms:
         gradients: Gradients,
         division: Division | None,
     ) -> None:
-        """Updates values and slots, and waits until they are there."""
+        """Updates values and slots, and waits until they are computed."""
         started: list[tuple[SlotStep, Any]] = []
         together: list[StartedUpdate] = []
         try:
@@ -403,7 +420,7 @@ class UpdatePrograms:
         return Slots(cells, self._layouts[number].about, number)
 
     def _first(self, cell: Cell, number: int) -> Any:
-        """Returns the program that makes new slots, of this layout."""
+        """Returns the program that makes initial slots of this layout."""
         call = self._initials.get(number)
         if call is None:
             rule = self._layouts[number].rule
@@ -437,8 +454,8 @@ class UpdatePrograms:
         return UpdateProgram(call, after, rule.tree)
 
     def _left(self, step: SlotStep, number: int) -> int:
-        """Returns the number of the layout that an update leaves of slots of this
-        one."""
+        """Returns the number of the layout that an update leaves, if the slots have the
+        layout ``number`` before."""
         key = (number, step.dtype)
         after = self._after.get(key)
         if after is None:
@@ -455,41 +472,45 @@ class UpdatePrograms:
 
 
 def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
-    """Describes the arguments of a program for slots of this layout."""
+    """Returns the shapes and dtypes of the arguments of a program for slots of this
+    layout."""
     operands = operands_of(layout.rule)
     return layout.value, layout.leaves, shape(step.cell.shape, step.dtype), operands
 
 
 def _is_whole(step: SlotStep, optimizer: int) -> bool:
-    """Returns whether XLA has not begun to write where the value or its slots are."""
+    """Returns whether value and slots still exist: XLA has not begun to overwrite
+    them."""
     # XLA deletes a buffer when it takes it, whatever becomes of the call.
     given = [step.cell.give(), *(c.give() for c in step.slots[optimizer].cells)]
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
 
 
 MAX_JOINT_VARIABLES: Final = 16
-"""Variables of one program: it is compiled in as many tenths of a second at worst."""
+"""The most variables of one joint program, which is compiled in as many tenths of a
+second at worst."""
 
 MIN_JOINT_BYTES: Final = 2**20
 MAX_JOINT_BYTES: Final = 64 * 2**20
-"""Bytes of the values of such a push: below, starting several small programs is
-cheaper; above, what starting them costs does not show."""
+"""The most bytes of values that a joint program updates; above, the cost of starting
+several programs does not matter. Below `MIN_JOINT_BYTES`, several small programs are
+cheaper than a joint one."""
 
 SETS: Final = 8
-"""Sets of variables that have a program in common."""
+"""The most sets of variables that have a joint program."""
 
 
 @dataclass(slots=True)
 class JointPrograms:
-    """The joint programs of one optimizer, by what they update."""
+    """The joint programs of one optimizer, by the variables that they update."""
 
     optimizer: int
     layouts: SlotLayouts
     programs: dict[Kinds, Any] = field(default_factory=dict)
 
     def takes(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Returns whether one program updates these variables, whose slots keep their
-        layouts."""
+        """Returns whether one joint program updates these variables, whose slots keep
+        their layouts."""
         return (
             2 <= len(steps) <= MAX_JOINT_VARIABLES
             and MIN_JOINT_BYTES
@@ -501,7 +522,8 @@ class JointPrograms:
         )
 
     def prepare(self, steps: Sequence[SlotStep], kinds: Kinds) -> None:
-        """Compiles the programs; call it inside of `on_cpu` (`SlotLayouts`)."""
+        """Compiles the joint program of these updates; call it in the context
+        `SlotLayouts.on_cpu`."""
         if kinds in self.programs:
             return
         rules = [step.rule for step in steps]
@@ -524,7 +546,8 @@ class JointPrograms:
     def start(
         self, steps: Sequence[SlotStep], gradients: Gradients, kinds: Kinds
     ) -> list[Any]:
-        """Hands the work to XLA, which may do it later; returns the new values."""
+        """Starts a joint update in XLA, which may compute it later; returns the new
+        values."""
         slots = [step.slots[self.optimizer] for step in steps]
         with steps[0].rule.tree.arithmetic():
             made = self.programs[kinds](

@@ -1,4 +1,4 @@
-"""The state that a parameter server leaves to its next process."""
+"""Hands the state of a parameter server to the next process of its task."""
 
 from __future__ import annotations
 

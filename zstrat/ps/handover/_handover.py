@@ -1,19 +1,22 @@
-"""Hands what a parameter server holds from a process that ends to the one after it.
+"""Hands the stores of a parameter server from a process that ends to the next process
+of its task.
 
-A process that has to stop finishes what it has accepted, falls silent, and writes what
-it holds to a state folder. Callers get no answer meanwhile, see the process leave, and
-ask again. The next process loads the state and removes it before it answers its first
-request. So a state is used once, and is the newest that its process had: a process that
-is killed later leaves none, and comes back empty.
+A process that has to stop finishes the requests that it has accepted, stops answering,
+and writes its stores to a state folder. Callers get no answer meanwhile, see the
+process leave, and ask again. The next process loads the state and removes it before it
+answers its first request. So a state is used once, and is the newest that its process
+had: a process that is killed later leaves no state, and its successor begins empty.
 
-Peers know a parameter server by its incarnation, which stands for what it holds. It is
-handed over with the state, and so are those of the copies that it keeps for others, at
-their addresses. Law of the file: **an incarnation answers for one state at a time**:
-the old process is silent before the state is complete, and the new one answers when it
-is removed. All that a process had is handed over, or nothing.
+Peers identify the content of a parameter server by its incarnation. The incarnation is
+handed over with the state, and so are incarnations and addresses of the copies that the
+process hosts for other processes. Law of the file: **an incarnation answers for one
+state at a time**: the old process is silent before the state is complete, and the new
+process answers only when it has removed the state. All stores of a process are handed
+over, or none.
 
-With backups another process may have served the store meanwhile. So such a store
-is not served until the coordinator, which knows the views, says so: see `StoreRole`.
+If the store has a backup, another process may have served the store meanwhile. Such a
+store is not served until the coordinator, which knows the current view, orders so: see
+`StoreRole`.
 """
 
 from __future__ import annotations
@@ -64,18 +67,19 @@ log = logging.getLogger("zstrat.ps")
 
 
 class StoreRole(enum.Enum):
-    """The role of a process for a store when it ended."""
+    """The role of a process for a store when the process ended."""
 
     ALONE = "alone"
     """No other process had a copy with all that was acknowledged: the next process
     serves the store."""
     PRIMARY = "primary"
-    """Another process had one, and may serve the store: the next process waits for
-    `DetachBackup`."""
+    """Another process had a copy with all that was acknowledged, and may serve the
+    store: the next process waits for `DetachBackup`."""
     BACKUP = "backup"
-    """It had a copy with all that was acknowledged: the next process may serve."""
+    """The process had a backup with all that was acknowledged: the next process may
+    serve the store, if ordered."""
     NOTHING = "nothing"
-    """Nothing of it is left, or nothing that is whole."""
+    """The process had no usable copy of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,11 @@ class HandedOverStore:
     """The state of one store that a process leaves to the next.
 
     Args:
-        number: Of the store.
-        view: The newest one of the store that the process knew of.
-        store: What the process holds of it, if anything.
-        address, incarnation: Of a copy that it keeps for another process; its own store
-            has those of the process.
+        number: The number of the store.
+        view: The newest view of the store that the process knew.
+        store: The content of the store; None if the process had none.
+        address, incarnation: Those of a copy that the process hosts for another
+            process. Empty for its own store, which has those of the process.
     """
 
     number: int
@@ -99,8 +103,8 @@ class HandedOverStore:
 
 
 class Inherited(NamedTuple):
-    """The state of the process before: its own store, and the copies that it kept.
-    ``owner`` has no connection yet."""
+    """The state that the process before has left: its own store, and the copies that it
+    hosted. ``owner`` is the owner of the session, not connected yet."""
 
     incarnation: int
     owner: Owner
@@ -110,13 +114,15 @@ class Inherited(NamedTuple):
 
 @final
 class Handover:
-    """Hands over what one parameter server holds.
+    """Writes and loads the state of one parameter server for its next process.
 
     Args:
-        folder: Its state folder, which other users may not write to.
-        task: Names it in errors.
-        make_thread: Makes the thread that writes.
-        spill: Where tables of any id are kept, as in `HeldVariables`.
+        folder: The state folder of the server, which other users must not be able to
+            write to.
+        task: Names the server in errors.
+        make_thread: Makes the thread that writes the state.
+        spill: The folder in which rows of tables of any id are kept, as in
+            `HeldVariables`.
 
     Raises:
         PermissionDeniedError, OSError: As `StateFiles`.
@@ -137,9 +143,10 @@ class Handover:
         """Writes the state for the next process.
 
         Returns:
-            False if it could not be written within ``seconds``; the log says why.
+            False if the state could not be written within ``seconds``; the log says
+            why.
 
-        Cancellation: there is no state.
+        Cancellation: no state is left.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -157,12 +164,12 @@ class Handover:
         return False
 
     async def write(self, left: Inherited) -> None:
-        """Writes what the stores hold, which no longer change.
+        """Writes the content of all stores, which no longer change.
 
         Raises:
-            ZstratError, OSError: It could not be written; there is no state.
+            ZstratError, OSError: The state could not be written; no state is left.
 
-        Cancellation: there is no state.
+        Cancellation: no state is left.
         """
         # Not the compute thread, which `drain` has ended by now.
         thread = self._make_thread(f"state {self._task}")
@@ -199,14 +206,14 @@ class Handover:
     def take(
         self, load_code: Callable[[bytes], object], *, largest: int
     ) -> Inherited | None:
-        """Loads the state of the process before; None if there is none. A state that
-        cannot be used is removed, and logged. Any other stays until `took`, for the
-        next process, in case this one dies before.
+        """Loads the state of the process before; None if there is none. An unusable
+        state is removed, and logged. A state that was loaded stays in the folder until
+        `took`, for the next process in case this one dies before.
 
         Blocks: call it before the first request.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: An unusable state cannot be removed.
         """
         try:
             with self._files.open() as state:
@@ -228,10 +235,10 @@ class Handover:
         return None
 
     def took(self) -> None:
-        """Removes the state, which may be used only once.
+        """Removes the loaded state, which may be used only once.
 
         Raises:
-            OSError: It cannot be removed, so no request may be answered.
+            OSError: The state cannot be removed, so no request may be answered.
         """
         self._files.remove()
 
@@ -274,7 +281,8 @@ def _plain_store(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
 
 
 def _words(left: Inherited) -> str:
-    """Describes the stores for the log: roles, views, the number of variables."""
+    """Describes the stores of a state for the log: roles, views, the number of
+    variables."""
     own = left.own
     held = 0 if own.store is None else len(own.store)
     if own.role is StoreRole.ALONE:
@@ -306,25 +314,26 @@ def _owner(plain: dict[str, Any]) -> Owner:
 
 
 Facts = dict[str, Any]
-"""Values that JSON can hold."""
+"""Data that can be encoded as JSON."""
 
 
 @final
 class StoreWriting:
-    """Stores on their way to a file, each as the messages that a backup gets.
+    """Collects the arrays of stores for a file, each store as the messages that a
+    backup gets.
 
-    The messages of a `StoreCopy` are arrays of the file, a header and its frames each;
-    what is pinned follows in parts, as values of the file. Used by the owner of the
-    stores, while no request is under way.
+    The messages of a `StoreCopy` become arrays of the file, one for the header of a
+    message and one for each frame; pinned values and slots become further arrays. Used
+    by the owner of the stores, while no request is under way.
     """
 
     def __init__(self) -> None:
         self.tensors: list[SnapshotTensor] = []
-        """The arrays, in order. Their user releases them."""
+        """The arrays of the file, in order. The caller releases them."""
 
     def add(self, store: Store) -> Facts:
-        """Adds a store as it is now, without a copy; returns the facts by which
-        `restore` finds its arrays."""
+        """Adds a store as it is now, without a copy; returns the facts with which
+        `restore` finds the arrays of the store."""
         # In no turn: nobody uses a store that is left.
         copy, at = StoreCopy(store), len(self.tensors)
         # Values first: they start where the disk takes them from memory as they are.
@@ -340,13 +349,14 @@ class StoreWriting:
 
 
 def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
-    """Fills an empty store that serves no requests yet. Replays the messages as a
-    backup does, so later answers depend only on what a backup has, and on the counts.
+    """Fills an empty store, which serves no requests yet, from a state. Replays its
+    messages as a backup does, so later answers depend only on what a backup has, and on
+    the counts.
 
     Raises:
-        KeyError, TypeError, ValueError, ProtocolError: The arrays do not belong to the
+        KeyError, TypeError, ValueError, ProtocolError: The arrays do not match the
             facts.
-        Exception: Whatever loading an optimizer raises.
+        Exception: Any error of loading an optimizer.
     """
     values, at = facts["values"], facts["at"]
     # After all values, where `add` has put the frames of messages.
@@ -380,6 +390,6 @@ def _frames(message: Message) -> list[SnapshotTensor]:
 
 
 def _bytes(data: np.ndarray) -> SnapshotTensor:
-    """Returns a tensor of bytes that are no longer written to."""
+    """Returns a snapshot tensor of bytes that nobody writes to any longer."""
     entry = TensorEntry(0, 0, "", data.dtype.name, list(data.shape), True)
     return SnapshotTensor(entry, Pin(data, frozen=True))

@@ -1,14 +1,15 @@
-"""The files of a state: arrays in one, and a small one that says that they are all.
+"""The files of a state: one with arrays, and a small one that says that the arrays are
+complete.
 
     STATE/ps-0.5f0c12.safetensors   the arrays
     STATE/ps-0.json                 which file that is, the digests of all its arrays
 
-The small one gets its name last, by a rename, and is removed first. Law of the file:
-**a state is there while the small file is, and what was removed never comes back**, not
-by a power cut either. Files that it does not name were left by a process that was
-killed while it wrote.
+The small file gets its name last, by a rename, and is removed first. Law of the file:
+**a state exists while its small file does, and a removed state never comes back**, not
+even after a power cut. Files of arrays that no small file names were left by a process
+that was killed while it wrote.
 
-What is there is code, too (of optimizers), so a folder that others may write to is
+A state contains code, too (of optimizers), so a folder that other users may write to is
 refused. For any thread.
 """
 
@@ -33,12 +34,13 @@ FORMAT: Final = "zstrat.ps.state"
 VERSION: Final = 2
 
 _WRITABLE: Final = 0o022
-"""What others than the owner may not do."""
+"""The bits of a folder's mode that let other users than the owner write."""
 
 
 @final
 class StateReader:
-    """A state that is there: facts, and arrays by number, as bytes."""
+    """A state that exists: its facts (data of JSON), and its arrays, which are read by
+    number as bytes."""
 
     def __init__(
         self, facts: Any, reader: TensorReader, digests: Sequence[str]
@@ -51,13 +53,13 @@ class StateReader:
 
         Raises:
             NotFoundError: No array has the number.
-            DataLossError: It is damaged.
+            DataLossError: The array is damaged.
         """
         return b"".join(map(bytes, self.parts(number)))
 
     def parts(self, number: int) -> Iterator[memoryview]:
-        """Returns the bytes of an array, a few MiB at a time. Each part is overwritten
-        by the next one, and only after the last is it known that the array is intact.
+        """Yields the bytes of an array, a few MiB at a time. Each part is overwritten
+        by the next one. The array is known to be intact only after the last part.
 
         Raises: As `read`.
         """
@@ -66,18 +68,19 @@ class StateReader:
 
 @final
 class StateFiles:
-    """The state files of the parameter server ``index`` in ``folder``, which is made.
+    """The state files of the parameter server ``index`` in ``folder``, which is created
+    if need be.
 
     Raises:
-        PermissionDeniedError: Others may write there.
-        OSError: It cannot be made.
+        PermissionDeniedError: Other users may write to the folder.
+        OSError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, index: int) -> None:
         self.folder = folder.absolute()
         self._name = f"ps-{index}"
         self.path = str(self.folder / f"{self._name}.json")
-        """Where the small file is."""
+        """The path of the small file."""
         try:
             os.makedirs(self.folder, 0o700, exist_ok=True)
             found = os.stat(self.folder)
@@ -94,22 +97,22 @@ class StateFiles:
             )
 
     def new_path(self) -> str:
-        """Returns a path for a new file of arrays, which no other file has."""
+        """Returns an unused path for a new file of arrays."""
         mark = secrets.token_hex(4)
         return str(self.folder / f"{self._name}.{mark}.safetensors")
 
     def commit(self, arrays: str, digests: Sequence[str], facts: object) -> None:
-        """Writes the small file, from which on the state is there.
+        """Writes the small file, which makes the state exist.
 
         Args:
-            arrays: The path of the other file, which is whole. Its arrays are called
-                "0", "1" and so on.
-            digests: Of the arrays, in this order.
-            facts: Further facts to write, as JSON.
+            arrays: The path of the file of arrays, which is complete. Its arrays are
+                called "0", "1" and so on.
+            digests: The digests of the arrays, in this order.
+            facts: Further data to write, as JSON.
 
         Raises:
             ResourceExhaustedError: The disk is full.
-            OSError: Anything else that the system says.
+            OSError: Any other error of the system.
         """
         said = {
             "format": FORMAT,
@@ -125,11 +128,11 @@ class StateFiles:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StateReader | None]:
-        """Opens the state for the body to read, if there is one.
+        """Opens the state for reading in the body; yields None if there is no state.
 
         Raises:
-            DataLossError: It is damaged, or of another version.
-            NotFoundError, OSError: As the system says.
+            DataLossError: The state is damaged, or of another version.
+            NotFoundError, OSError: A file cannot be read.
         """
         try:
             with open(self.path, "rb") as file:
@@ -148,7 +151,7 @@ class StateFiles:
         """Removes the state, if there is one.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: The state cannot be removed.
         """
         # The small file first: arrays without it are ignored, but it must not name what
         # is gone.
@@ -159,7 +162,8 @@ class StateFiles:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Removes files of arrays that no state names, as there is no state now."""
+        """Removes all files of arrays; called when there is no state, so none is in
+        use."""
         endings = r"(\.[0-9a-f]{8}\.safetensors|\.json\.[0-9a-f]+\.tmp)"
         ours = re.compile(re.escape(self._name) + endings)
         for name in os.listdir(self.folder):

@@ -1,4 +1,4 @@
-"""The backup of a parameter server's store, in another process."""
+"""Keeps a backup of a parameter server's store in another process."""
 
 from __future__ import annotations
 

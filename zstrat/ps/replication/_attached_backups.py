@@ -1,14 +1,16 @@
-"""The copies that a primary keeps, and whether a copy is complete.
+"""The copies of a store that its primary keeps up to date, and whether a copy is
+complete.
 
-A primary keeps a backup up to date, and maybe a third copy. The third copy is made
-beside the backup, when a store moves, and takes its place when it is whole. Law: until
-the third copy has been asked to be the backup, the old backup has everything, and the
-third copy may be given up at any time. From then on only a coordinator may end it,
-because the third copy may count already.
+A primary keeps a backup up to date, and maybe a third copy (its own store is the
+first). The third copy is made in addition to the backup when a store moves to another
+process, and replaces the backup when it is whole. Law: until the third copy has been
+asked to be the backup, the old backup has everything, and the third copy may be given
+up at any time. From then on only a coordinator may end the third copy, because it may
+count as the backup already.
 
 A copy is complete if it lacks nothing that was acknowledged. Of two copies that were
 left by a lost program, either one may have continued alone, by an order that the other
-one did not get. A copy is *sure* if that cannot be so.
+copy did not get. A copy is *sure* if the other one cannot have continued without it.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ if TYPE_CHECKING:
 
 @final
 class AttachedBackups:
-    """The copies of the store ``task`` in other processes. Lives on the loop.
+    """The copies of the store ``task`` in other processes, as seen by its primary.
+    Lives on the event loop.
 
     Args:
         connect: Makes a link to a backup; None: the store cannot have one.
-        fill_timeout: Seconds within which a backup that will be filled has to appear.
-        silence: Seconds that a backup has to appear which is whole already.
+        fill_timeout: Seconds within which a backup that will be filled has to connect.
+        silence: Seconds within which a backup that is whole already has to connect.
         on_lost: Receives the session and the reason when a whole backup is lost.
         on_replaced: Called when a backup has become the primary.
     """
@@ -64,12 +67,12 @@ class AttachedBackups:
         self._backup: LogShipping | None = None
         self._third: LogShipping | None = None
         self._third_may_count = False
-        """The third copy was asked to be the backup, and may know it."""
+        """The third copy was asked to be the backup, and may have got that message."""
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def is_any(self) -> bool:
-        """Whether there is a backup, whole or not."""
+        """Whether there is a backup, complete or not."""
         return self._backup is not None
 
     @property
@@ -79,24 +82,24 @@ class AttachedBackups:
 
     @property
     def partner(self) -> int:
-        """The incarnation of a whole backup; 0 if there is none."""
+        """The incarnation of a backup that has everything; 0 if there is none."""
         backup = self._backup
         whole = backup is not None and backup.is_whole
         return backup.attached.incarnation if backup is not None and whole else 0
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns where the backup is, and how far behind; an empty address if there is
-        none."""
+        """Returns the address of the backup (empty if there is none), and how many
+        changes it lacks."""
         values: dict[str, PlainTree] = {"backup": ""}
         if self._backup is not None:
             values.update(self._backup.statistics())
         return values
 
     def validate(self) -> None:
-        """Checks what holds between two events.
+        """Checks the invariants that hold between two events.
 
         Raises:
-            AssertionError: It does not hold.
+            AssertionError: An invariant is violated.
         """
         third = self._third
         assert third is None or self._backup is not None, "a third copy of two"
@@ -116,8 +119,8 @@ class AttachedBackups:
 
         Raises:
             BusyError: The store cannot have a backup.
-            UnavailableError: A third copy without a backup, or one that is not whole
-                and is to be the backup.
+            UnavailableError: The order asks for a third copy while there is no backup,
+                or to make a third copy the backup that is not whole.
         """
         if self._connect is None:
             raise BusyError(f"{self._task} cannot have a backup")
@@ -138,22 +141,23 @@ class AttachedBackups:
         return self._wait_filled(backup)
 
     def attach_whole(self, message: AttachBackup) -> None:
-        """Attaches a backup that has everything already."""
+        """Attaches a backup that has everything already, after a swap of roles."""
         self._backup = self._ship_to(message, is_whole=True)
         deadline = asyncio.get_running_loop().time() + self._silence
         self._backup.work_on(self._backup.follow(deadline), f"backup of {self._task}")
 
     async def hand_over(self, stand_aside: Callable[[], None]) -> None:
-        """Waits until the backup has everything, and ends the log shipping.
+        """Waits until the backup has everything, and ends the log shipping; the backup
+        will be the primary.
 
         Args:
-            stand_aside: Called when nothing is computed any longer; it refuses whatever
-                comes from then on.
+            stand_aside: Called when no request is computed any longer; makes the store
+                refuse all further requests.
 
         Raises:
-            UnavailableError: There is no whole backup, or it is lost.
+            UnavailableError: There is no whole backup, or the backup is lost.
 
-        Cancellation: as an error.
+        Cancellation: this process stays the primary.
         """
         backup = self._backup
         if backup is None or not backup.is_whole:
@@ -164,28 +168,28 @@ class AttachedBackups:
         self._keep_ending(backup)
 
     def detach(self) -> None:
-        """Ends the copies and releases the answers that wait for them, as the primary
-        continues alone."""
+        """Ends all copies and releases the answers that wait for them, because the
+        primary continues alone."""
         if (backup := self._take_backup()) is not None:
             backup.release()
             self._keep_ending(backup)
 
     def refuse(self, error: ZstratError) -> None:
-        """Ends the copies, and fails the answers that wait for them."""
+        """Ends all copies, and fails the answers that wait for them with the error."""
         if (backup := self._take_backup()) is not None:
             backup.refuse(error)
             self._keep_ending(backup)
 
     def abandon(self) -> None:
-        """Ends the copies without a message, as another process takes over the
-        store."""
+        """Ends all copies without a message to them or to waiting callers, because
+        another process takes over the store."""
         if (backup := self._take_backup()) is not None:
             backup.abandon()
             self._keep_ending(backup)
 
     def report_losses(self) -> None:
-        """Reports again that a whole copy is lost: the coordinator was away, and may
-        have missed it."""
+        """Reports the loss of a whole copy again: the coordinator was away, and may
+        have missed the report."""
         for shipping in (self._backup, self._third):
             if shipping is not None and shipping.is_whole and shipping.failure:
                 self._report_lost(shipping.failure)
@@ -199,7 +203,7 @@ class AttachedBackups:
                     await self._backup.settled()
 
     async def wait_closed(self) -> None:
-        """Waits until the links of copies that have ended are closed."""
+        """Waits until the links to copies that have ended are closed."""
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -231,8 +235,8 @@ class AttachedBackups:
         return self._wait_third_filled(third)
 
     async def _wait_third_filled(self, third: LogShipping) -> None:
-        """Waits until the third copy is filled. If that is lost the backup is still
-        there, so the third copy is given up without an order of the coordinator."""
+        """Waits until the third copy is filled. If the third copy is lost, gives it up
+        without an order of the coordinator, because the backup still has everything."""
         assert third.work is not None, "a third copy is always filled"
         try:
             await asyncio.shield(third.work)
@@ -305,13 +309,14 @@ class AttachedBackups:
             self._keep_ending(third)
 
     def _take_backup(self) -> LogShipping | None:
-        """Removes the backup, and ends the third copy, which is nothing without it."""
+        """Detaches and returns the backup, and ends the third copy, which is of no use
+        without a backup."""
         self._end_third()
         backup, self._backup = self._backup, None
         return backup
 
     def _keep_ending(self, shipping: LogShipping) -> None:
-        """Keeps the task that closes the link, until it is done."""
+        """Keeps a reference to the task that closes a link, until the task is done."""
         if shipping.ending is not None:
             self._ending.add(shipping.ending)
             shipping.ending.add_done_callback(self._ending.discard)
@@ -319,47 +324,51 @@ class AttachedBackups:
 
 @final
 class Completeness:
-    """Tracks whether the copy of one process is complete. Decides without I/O.
+    """Tracks whether one process's copy of a store is complete. Decides without I/O.
 
     Args:
-        timeouts: Those after which a lost program cannot have acted without notice.
+        timeouts: Their sum of liveness and reconnect is the time after which a lost
+            program can no longer have given orders unnoticed.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._grace = timeouts.liveness + timeouts.reconnect
         self.parted_at: float | None = None
-        """When it last lost the other one of two copies; seconds."""
+        """When this process last lost the other one of two copies, in seconds."""
         self.needs_backup = False
-        """The session was opened with backups, or the one before it was."""
+        """Whether this session, or the one before it, was opened with backups."""
         self._was_unreplicated = False
-        """An earlier program had no backups."""
+        """Whether an earlier program of the session had no backups."""
         self._sure_view: int | None = None
-        """The view in which it was sure when another program came."""
+        """The view in which the copy was sure when another program took over; None if
+        it was not sure."""
 
     def ordered(self) -> None:
-        """Forgets the time of another program, as a coordinator has given an order."""
+        """Forgets the view in which the copy was sure, because a coordinator has given
+        an order since."""
         self._sure_view = None
 
     def end_session(self) -> None:
-        """Forgets the session."""
+        """Resets what belongs to the session, because it is over."""
         # `parted_at` stays: compared with a later loss it proves nothing (`is_sure`).
         self.needs_backup = self._was_unreplicated = False
         self._sure_view = None
 
     def change_owner(self, view: int, *, is_sure: bool) -> None:
-        """Notes that another program has the process. If it is lost before it gives an
-        order, it has changed nothing: it may have waited for other processes."""
+        """Notes that another program takes over the process, and whether the copy is
+        sure. If that program is lost before it gives an order, it has changed nothing:
+        it may have waited for other processes."""
         self._sure_view = view if is_sure else None
         # A program without backups has acknowledged at once, whatever the view.
         self._was_unreplicated |= not self.needs_backup
 
     def is_sure(self, view: int, *, is_alone: bool, lost_at: float | None) -> bool:
-        """Returns whether no process can have acknowledged what is not here, although
-        the other one of two copies is gone.
+        """Returns whether no process can have acknowledged a change that this copy
+        lacks, although the other one of two copies is gone.
 
         Args:
-            view: The newest one known.
-            is_alone: It is a primary without a whole backup.
+            view: The newest view that the process knows.
+            is_alone: Whether the process is a primary without a whole backup.
             lost_at: When the program was lost, in seconds.
         """
         if is_alone or self._sure_view == view:
@@ -371,6 +380,6 @@ class Completeness:
         return self.parted_at - lost_at >= self._grace
 
     def may_hold(self, view: int) -> bool:
-        """Returns whether a primary may have acknowledged anything: not if it is to
-        have a backup, and never had one."""
+        """Returns whether a primary may have acknowledged anything. It has not if it is
+        to have a backup, and has never had one."""
         return bool(view) or not self.needs_backup or self._was_unreplicated

@@ -1,8 +1,9 @@
-"""A backup: makes the changes of its primary in their order, until it is promoted.
+"""A backup: replays the changes of its primary in their order, until it is promoted.
 
-Changes are made one after the other, long ones on the compute thread. A change counts
-as taken when it is in memory here and the changes that wait before it are not too many
-bytes: so the primary does not wait for the arithmetic, and cannot fill this process.
+Changes are made one after the other, long ones on the compute thread. The backup
+reports a change as taken when the change is in its memory, and the changes that wait
+before it are not too many bytes. So the primary does not wait for the arithmetic, and
+cannot fill the memory of this process.
 """
 
 from __future__ import annotations
@@ -49,18 +50,20 @@ if TYPE_CHECKING:
     from zstrat.ps.store._store import Store
 
 JUMP: Final = 2**40
-"""By how much versions grow when a backup becomes the primary. An old primary that is
-cut off would need weeks to give out so many, and a field has room for eight million
-jumps, or eight thousand of a set, whose version is a sum of up to a thousand."""
+"""The number by which all versions grow when a backup becomes the primary, so that no
+version is used twice. An old primary that is cut off would need weeks to give out so
+many, and the field of a version has room for eight million jumps, or eight thousand of
+a set, whose version is a sum of up to a thousand."""
 
 _AT_ONCE: Final = 4 * 2**20
-"""Bytes of changes that are made in one turn of the loop."""
+"""Bytes of changes that are made in one turn of the event loop."""
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
 
 class BackupState(enum.Enum):
-    """The states of a backup, which decide what it may be used for.
+    """The states of a backup, which decide whether it takes changes, and may be
+    promoted.
 
     FILLING ──`CopyWhole`, or it is given a whole store──▶ WHOLE
     FILLING ──a process before left all of it──▶ INHERITED
@@ -70,16 +73,18 @@ class BackupState(enum.Enum):
     """
 
     FILLING = "filling"
-    """It lacks a part of what its primary has acknowledged."""
+    """The backup lacks a part of what its primary has acknowledged."""
     WHOLE = "whole"
-    """All that its primary has acknowledged is here, or waits here."""
+    """The backup has all that its primary has acknowledged, made or waiting in its
+    queue."""
     INHERITED = "inherited"
-    """It is whole, but of a process before: it takes no further changes."""
+    """The backup is whole, but was handed over by a process before: it takes no further
+    changes."""
     PROMOTING = "promoting"
-    """It takes no further changes, and makes those that wait."""
+    """The backup takes no further changes, and makes those that wait."""
     PROMOTED = "promoted"
     FAILED = "failed"
-    """It differs from its primary, or was dropped."""
+    """The backup differs from its primary, or was dropped."""
 
 
 _WHOLE: Final = frozenset(BackupState) - {BackupState.FILLING, BackupState.FAILED}
@@ -90,10 +95,11 @@ class Backup:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
-        named: The incarnation of its primary, according to the coordinator.
-        on_promoted: Called with the coordinator and its order, when all changes of the
-            old primary are made.
-        on_made: Called with each change that was made, and when it was begun.
+        named: The incarnation of the primary, according to the coordinator.
+        on_promoted: Called with the coordinator and its order, when all changes from
+            the old primary are made.
+        on_made: Called with each change that was made, and the time at which it was
+            begun.
     """
 
     def __init__(
@@ -110,48 +116,55 @@ class Backup:
     ) -> None:
         self.session, self.view, self._named = session, view, named
         self.failure = ""
-        """Why it is FAILED; else empty."""
+        """Why the backup is FAILED; "" in all other states."""
         self.is_beside = False
-        """It is a third copy, and its primary has not said yet that it counts."""
+        """Whether this is a third copy, and its primary has not said yet that it counts
+        as the backup."""
         self._state = BackupState.FILLING
         self._task, self._store, self._thread = task, store, thread
         self._on_promoted = on_promoted
         self._clock, self._on_made = clock, on_made
         self._began = 0.0
-        """When the change that is being made was begun."""
+        """When the change that is being made now was begun."""
         self._primary: Caller | None = None
         self._promotion: asyncio.Future[None] | None = None
-        """Done when it is known whether this copy becomes the primary."""
+        """Done when it is known whether this copy becomes the primary; None before it
+        is promoted."""
         self._queue: deque[Message] = deque()
-        """Changes that were taken, and not made yet."""
+        """Changes that were received, and not made yet."""
         self._nbytes = 0
         self._received = self._reported = 0
-        """Changes that came, and how many of them the primary knows to be taken."""
+        """The number of changes received, and of those that were reported to the
+        primary as taken."""
         self._whole_at: int | None = None
-        """The number of `CopyWhole`, after which nothing of the copy is missing."""
+        """The number of the change `CopyWhole`, with which the copy is complete; None
+        before it is received."""
         self._is_computing = False
         # Callbacks that the loop runs next, once for all changes of a turn:
         self._reports_soon = self._makes_soon = False
         self._steps_of = session
-        """The session whose steps the store knows, when all changes are made."""
+        """The session whose steps the store remembers, when all changes are made."""
         self._earlier: set[int] = set()
-        """Sessions of programs that are lost."""
+        """Sessions of earlier programs, which are lost."""
         self._made_all = asyncio.Event()
         """Set when no change waits."""
         self._made_all.set()
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is here, or waits here, that the primary has acknowledged."""
+        """Whether the backup has all that the primary has acknowledged, made or waiting
+        in its queue."""
         return self._state in _WHOLE
 
     @property
     def partner(self) -> int:
-        """The incarnation of the primary that it follows; 0 if it follows none."""
+        """The incarnation of the primary that sends changes to this backup; 0 if none
+        does."""
         return self._named if self._state is BackupState.WHOLE else 0
 
     def statistics(self) -> dict[str, str | int | bool]:
-        """Returns its progress: ``changes`` were received, ``behind`` of them wait."""
+        """Returns the progress of the backup: ``changes`` were received, ``behind`` of
+        them wait to be made."""
         return {
             "whole": self.is_whole,
             "primary": "" if self._primary is None else self._primary.name,
@@ -161,10 +174,10 @@ class Backup:
         }
 
     def validate(self) -> None:
-        """Checks what holds between two events.
+        """Checks the invariants that hold between two events.
 
         Raises:
-            AssertionError: It does not hold.
+            AssertionError: An invariant is violated.
         """
         state = self._state
         assert (state is BackupState.FAILED) == bool(self.failure), state
@@ -182,13 +195,13 @@ class Backup:
     def handle(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """Handles what its primary and the coordinator send.
+        """Handles changes and logs from the primary, and orders of the coordinator.
 
         Raises:
-            NotPrimaryError: Any other request: a backup serves nobody.
+            NotPrimaryError: For any other request: a backup serves no variables.
             PermissionDeniedError: The sender is not the primary of this copy.
-            StaleSessionError: The view, or the session, is over.
-            UnavailableError: It cannot follow its primary, or be promoted.
+            StaleSessionError: There is a newer view or session.
+            UnavailableError: The backup cannot take changes, or be promoted.
         """
         if type(message) in CHANGES and remote is self._primary:
             # Dropped and not refused: the promotion notifies the old primary.
@@ -209,7 +222,7 @@ class Backup:
         """Refuses an order for an older view, or for another session.
 
         Raises:
-            StaleSessionError: The view, or the session, is over.
+            StaleSessionError: There is a newer view or session.
         """
         if session != self.session or view < self.view:
             raise StaleSessionError(
@@ -250,8 +263,8 @@ class Backup:
         return LogTaken(self._received)
 
     async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
-        """Answers a primary that asks while this copy is promoted, when it is known
-        whether it is. Always raises."""
+        """Answers a primary that opens its log while this copy is promoted: waits for
+        the promotion, and always raises."""
         # Shielded, as the coordinator waits for the same promotion.
         await asyncio.shield(promotion)
         if self.failure:
@@ -276,7 +289,8 @@ class Backup:
             self._make_soon()
 
     def _report(self) -> None:
-        """Reports what was taken, once for all changes of a turn of the loop."""
+        """Reports to the primary which changes were taken, once for all changes of a
+        turn of the loop."""
         # Above the window nothing is reported, so that the primary stops sending.
         if self._nbytes <= WINDOW and not self._reports_soon:
             self._reports_soon = True
@@ -300,7 +314,8 @@ class Backup:
             asyncio.get_running_loop().call_soon(self._make_changes)
 
     def _make_changes(self) -> None:
-        """Makes changes until one has to be computed, or `_AT_ONCE` bytes are made."""
+        """Makes waiting changes until one has to be computed on the thread, or
+        `_AT_ONCE` bytes are made."""
         self._makes_soon = False
         left = _AT_ONCE
         while self._queue and left > 0 and not self._is_computing:
@@ -356,7 +371,7 @@ class Backup:
             self._settle_promotion()
 
     def _fail_change(self, change: Message, error: BaseException) -> None:
-        """Notes that a change cannot be made here: from here on the copy differs from
+        """Notes that a change cannot be made here: from now on this copy differs from
         the primary's store, and is of no use."""
         what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
         self._fail(what)
@@ -365,33 +380,33 @@ class Backup:
         self._notify(BackupLost(self.session, self.view, what))
 
     def inherit(self, *, is_whole: bool) -> None:
-        """Notes that a process before has had this copy: if whole, it may be promoted,
-        but it cannot follow its primary any further."""
+        """Notes that the copy was handed over by a process before. If ``is_whole``, it
+        may be promoted, but it can take no further changes."""
         if is_whole:
             self._state = BackupState.INHERITED
         else:
             self._fail("a process before has left only a part of this copy")
 
     def be_whole(self) -> None:
-        """Counts it as whole: the store was given all that the primary has. Versions
-        jump."""
+        """Counts the copy as whole, because its store was given all that the primary
+        has. Versions jump."""
         self._state = BackupState.WHOLE
         # As those of the new primary when it was promoted: copies have equal versions.
         self._store.variables.jump(JUMP)
 
     def is_primary(self, remote: object) -> bool:
-        """Returns whether the changes come from that peer."""
+        """Returns whether a peer is the primary that sends changes to this backup."""
         return remote is self._primary
 
     def follow_new_owner(self, session: int) -> None:
-        """Notes that another program takes over, in this session. Its steps are counted
-        from the start when the primary says so (`ChangeProgram`), or at a promotion
-        before that."""
+        """Notes that another program takes over, in this session. Steps of its session
+        are counted from the start when the primary sends `ChangeProgram`, or at a
+        promotion before that."""
         self._earlier.add(self.session)
         self.session = session
 
     async def finish(self, deadline: float) -> None:
-        """Waits until all changes are made that were taken, while no more come. At the
+        """Waits until all received changes are made, while no more arrive. At the
         deadline (loop time) drops the copy.
 
         Cancellation: the changes are made all the same.
@@ -403,7 +418,7 @@ class Backup:
             self.close()
 
     def close(self) -> None:
-        """Drops the copy: makes no further changes."""
+        """Drops the copy: the backup makes no further changes."""
         self._fail(self.failure or "it was dropped")
         self._primary = None
         self._stop()
@@ -419,8 +434,8 @@ class Backup:
         self._settle_promotion()
 
     async def _promote(self, remote: Caller, message: PromoteBackup) -> Message:
-        """Takes no changes from now on. When all are made that were taken, notifies the
-        primary: that it is replaced, or that this copy is of no use."""
+        """Takes no changes from now on. When all received changes are made, notifies
+        the primary: that it is replaced, or that this copy is of no use."""
         if self.is_beside:
             raise InvalidArgumentError(
                 f"{self._task} cannot become the primary: this is a third copy, and "

@@ -1,6 +1,6 @@
-"""The log of the changes of a store, and the link over which it reaches one backup.
+"""The log of the changes of a store, and the link that sends the log to one backup.
 
-The link may break and come back: the backup then says which changes it has, and the
+The link may break and reconnect: the backup then reports which changes it has, and the
 rest is sent again. A copy that differs from the store is of no use, however well its
 link works: `LogLinkState.DIVERGED` is final.
 """
@@ -41,20 +41,22 @@ if TYPE_CHECKING:
     ``on_lost``."""
 
 WINDOW: Final = 32 * 2**20
-"""Bytes that may be under way: several hundred usual pushes, more than 100 Gb/s
-carry in a millisecond, and next to nothing beside a store."""
+"""The most bytes of changes that may be sent and not acknowledged: several hundred
+usual pushes, more than 100 Gb/s carry in a millisecond, and little compared with a
+store."""
 
 MAX_CHANGES_UNDER_WAY: Final = 8192
-"""Changes that may be under way: an eighth of the messages that a connection takes."""
+"""The most changes that may be sent and not acknowledged: an eighth of the messages
+that a connection takes."""
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
 _OBJECT: Final = 512
-"""About the bytes that a change costs beside its arrays."""
+"""Approximate bytes of memory that a change takes besides its arrays."""
 
 
 class _Change(NamedTuple):
-    """A change that the backup may lack, with the memory that it takes."""
+    """A change that the backup may lack, and the bytes of memory that it takes."""
 
     message: Message
     nbytes: int
@@ -65,24 +67,25 @@ class ReplicationLog:
     """The changes of a store that its backup does not have yet. Decides without I/O.
 
     Changes are numbered from 1 on in the order in which they were made. They are sent
-    in that order, and kept until the backup has them. Bytes under way are bounded; what
-    waits besides is bounded by the requests that wait (`_log_shipping`).
+    in that order, and kept until the backup has them. The bytes sent and not
+    acknowledged are bounded; the bytes that wait to be sent are bounded by the number
+    of requests that wait (`_log_shipping`).
     """
 
     def __init__(self) -> None:
         self._kept: deque[_Change] = deque()
         self.head = 0
-        """The number of the last change."""
+        """The number of the last change that was made."""
         self.taken = 0
         """The number of the last change that the backup has."""
         self._sent = 0
         self.nbytes = 0
-        """Bytes of all changes that are kept."""
+        """Bytes of all changes in the log."""
         self._under_way = 0
 
     @property
     def is_taken(self) -> bool:
-        """Whether the backup has everything."""
+        """Whether the backup has every change."""
         return self.taken == self.head
 
     def append(self, message: Message) -> int:
@@ -94,7 +97,8 @@ class ReplicationLog:
         return self.head
 
     def next_change(self) -> Message | None:
-        """Returns the next change to send, unless too much is under way."""
+        """Returns the next change to send; None if there is none, or too many bytes or
+        changes are not acknowledged."""
         # `_kept` begins with the first change that the backup lacks.
         place = self._sent - self.taken
         if place == len(self._kept) or place >= MAX_CHANGES_UNDER_WAY:
@@ -113,7 +117,7 @@ class ReplicationLog:
         numbers.
 
         Raises:
-            ProtocolError: It was not sent.
+            ProtocolError: The change was not sent.
         """
         if number > self._sent:
             raise ProtocolError(
@@ -130,7 +134,8 @@ class ReplicationLog:
         later changes are sent again.
 
         Raises:
-            ProtocolError: It was not sent, or is older than what was acknowledged.
+            ProtocolError: The change was not sent, or is older than the last
+                acknowledged one.
         """
         if number < self.taken:
             raise ProtocolError(
@@ -141,7 +146,7 @@ class ReplicationLog:
 
 
 def nbytes_of(message: Message) -> int:
-    """Returns about the memory that a message takes."""
+    """Returns the approximate bytes of memory that a message takes."""
     arrays: Sequence[object] = getattr(message, "arrays", ())
     code: bytes = getattr(message, "code", b"")
     return _OBJECT + len(code) + sum([array.nbytes for array in arrays])  # type: ignore[attr-defined]
@@ -150,10 +155,10 @@ def nbytes_of(message: Message) -> int:
 class LogLinkState(enum.Enum):
     """Whether changes reach the backup.
 
-    OPENING ──the backup says what it has──▶ FLOWING
+    OPENING ──the backup reports the changes it has──▶ FLOWING
     FLOWING ──the log is opened again, or a message cannot be sent──▶ OPENING
     OPENING, FLOWING ──the link is lost, or the backup refuses the log──▶ LOST
-    LOST ──the backup says what it has──▶ FLOWING
+    LOST ──the backup reports the changes it has──▶ FLOWING
     OPENING, FLOWING, LOST ──the copy differs, or its process has lost it──▶ DIVERGED
     any ──`close`──▶ CLOSED
     """
@@ -170,11 +175,12 @@ _FINAL: Final = (LogLinkState.DIVERGED, LogLinkState.CLOSED)
 
 @final
 class LogLink:
-    """Sends numbered changes to one backup, and knows which of them it has.
+    """Sends numbered changes to one backup, and tracks which of them the backup has.
 
     Args:
         attached: The order that asked for the backup.
-        on_progress: Called when the backup has more changes, has made more, or is lost.
+        on_progress: Called when the backup has received or made more changes, or is
+            lost.
         on_lost: Receives the reason, each time that the backup becomes unreachable.
         on_replaced: Called when the backup has become the primary.
     """
@@ -191,14 +197,15 @@ class LogLink:
         self.attached = attached
         self.state = LogLinkState.OPENING
         self.failure = ""
-        """Why the state is LOST or DIVERGED, or was so when the link was closed."""
+        """Why the state is LOST or DIVERGED, or was when the link was closed; else
+        ""."""
         self.log = ReplicationLog()
         self.made = 0
-        """The number of changes that the backup has made, as far as it has said."""
+        """The number of the last change that the backup is known to have made."""
         self._on_progress = on_progress
         self._on_lost, self._on_replaced = on_lost, on_replaced
         self._opening: asyncio.Future[Message] | None = None
-        """The newest `OpenLog`: an answer to an older one says nothing."""
+        """The answer to the newest `OpenLog`; answers to older ones are ignored."""
         self._link = connect(
             attached.address,
             on_notice=self._noticed,
@@ -217,14 +224,14 @@ class LogLink:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the backup has sent something recently."""
+        """Whether the backup has sent a message recently."""
         return self._link.is_heard
 
     def validate(self) -> None:
-        """Checks what holds between two events.
+        """Checks the invariants that hold between two events.
 
         Raises:
-            AssertionError: It does not hold.
+            AssertionError: An invariant is violated.
         """
         if self.state is not LogLinkState.CLOSED:
             failed = self.state in (LogLinkState.LOST, LogLinkState.DIVERGED)
@@ -235,10 +242,10 @@ class LogLink:
         """Connects to the backup.
 
         Args:
-            deadline: Loop time at which the backup has to have appeared.
+            deadline: Loop time by which the backup has to be connected.
 
         Raises:
-            ZstratError: As of `Link.wait_open`.
+            ZstratError: As in `Link.wait_open`.
 
         Cancellation: the link still connects.
         """
@@ -246,7 +253,8 @@ class LogLink:
         await self._link.wait_open(deadline)
 
     def open_log(self, attached: AttachBackup) -> None:
-        """Asks the backup in the view of this order which changes it has."""
+        """Asks the backup, in the view of the order ``attached``, which changes it
+        has."""
         self.attached = attached
         # Until the answer is here it is not known what the backup has, so nothing is
         # sent.
@@ -255,20 +263,22 @@ class LogLink:
         self._opening.add_done_callback(self._resumed)
 
     def append(self, change: Message) -> None:
-        """Numbers a change, and sends it when its turn comes."""
+        """Numbers a change, and sends it when it is next."""
         self.log.append(change)
         self._send()
 
     def lose(self, why: str) -> None:
-        """Counts the backup as lost until its link opens again."""
+        """Marks the backup as lost until its link opens again."""
         self._fail(LogLinkState.LOST, why)
 
     def mark_diverged(self, why: str) -> None:
-        """Counts the backup as lost for good."""
+        """Marks the backup as lost for good, because its copy differs from the
+        store."""
         self._fail(LogLinkState.DIVERGED, f"it can no longer follow: {why}")
 
     def close(self) -> asyncio.Task[None]:
-        """Closes the link; returns the task that does so, for the caller to keep."""
+        """Closes the link; returns the task that does so, to which the caller keeps a
+        reference."""
         # First: from now on nothing that the link reports has an effect.
         self.state = LogLinkState.CLOSED
         return asyncio.get_running_loop().create_task(
@@ -322,7 +332,8 @@ class LogLink:
                 self._on_replaced()
 
     def _acknowledged(self, number: int, *, resumed: bool = False) -> bool:
-        """Returns False if the backup says what cannot be."""
+        """Handles the backup's report that it has the changes up to ``number``. Returns
+        False if the report is impossible."""
         try:
             if resumed:
                 self.log.resume(number)

@@ -1,14 +1,15 @@
-"""Ships the changes of a primary to one backup: first a copy, then each change.
+"""Ships the changes of a primary to one backup: first a copy of the store, then each
+change.
 
-Law of the file: from the moment at which the backup receives `CopyWhole`, no answer
-leaves unless the backup has every change for which the answer stands. Only a
+Law of the file: from the moment at which the backup receives `CopyWhole`, the primary
+sends no answer unless the backup has every change that the answer acknowledges. Only a
 coordinator may end that, because only a coordinator knows that nobody promotes the
 backup meanwhile.
 
-While the backup is filled, changes are held here, and nobody waits for them unless they
-are too many bytes. The backup compiles what the changes need before it counts as whole,
-so nobody waits for that either, then or after a promotion. The link may break and come
-back: the backup then says which changes it has.
+While the backup is filled, changes are held here, and answers do not wait for them
+unless they are too many bytes. The backup compiles the programs that the changes need
+before it counts as whole, so no answer waits for compiling, then or after a promotion.
+The link may break and reconnect: the backup then reports which changes it has.
 """
 
 from __future__ import annotations
@@ -50,23 +51,24 @@ if TYPE_CHECKING:
 
     AreFree = Callable[[Iterable[Hashable]], bool]
     Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[AreFree]]
-    """Keeps names from others while its body runs; yields whether names are free."""
+    """Holds names, so that no other request uses them, while its body runs; yields a
+    function that returns whether names are free."""
 
 HELD: Final = 256 * 2**20
 """Bytes of changes that are held while a backup is filled; above that, answers to
 further changes wait."""
 
 REHEARSAL: Final = 1.0
-"""Seconds to wait for a push, for which the backup then compiles before anybody waits
-for it. If no push comes, nobody waits."""
+"""Seconds to wait for a push, for which the backup then compiles before any answer
+waits for the backup. If no push comes, no answer waits."""
 
 ROUNDS: Final = 16
-"""Rounds in which a backup may catch up that is slower than its primary. After them,
-pushes wait for the backup."""
+"""The most rounds in which a backup that is slower than its primary may catch up. After
+them, pushes wait for the backup."""
 
 
 class _Answer(NamedTuple):
-    """An answer that leaves when the backup has the change ``number``."""
+    """An answer that is sent when the backup has the change ``number``."""
 
     number: int
     future: asyncio.Future[Message]
@@ -82,7 +84,8 @@ class ShippingStage(enum.Enum):
 
     FILLING = "copying"
     WHOLE = "attached"
-    """It has everything that answers stand for; only a coordinator may end that."""
+    """The backup has every change that an answer acknowledged; only a coordinator may
+    end that."""
     OVER = "over"
 
 
@@ -91,10 +94,11 @@ class LogShipping:
     """Ships the changes of one store to one backup, which is empty at first.
 
     Args:
-        turn: Keeps names from others while its body runs.
+        turn: Holds names, so that no other request uses them, while its body runs.
         on_lost: Receives the reason, each time that the backup becomes unreachable.
         on_replaced: Called when the backup has become the primary.
-        is_whole: The backup has everything, and gets each change from now on.
+        is_whole: Whether the backup has everything already, and gets each change from
+            now on.
     """
 
     def __init__(
@@ -109,23 +113,24 @@ class LogShipping:
         is_whole: bool = False,
     ) -> None:
         self.work: asyncio.Task[None] | None = None
-        """Fills the backup, or connects to one that is whole. See `work_on`."""
+        """The task that fills the backup, or connects to one that is whole. See
+        `work_on`."""
         self.ending: asyncio.Task[None] | None = None
-        """Closes the link after `release`, `refuse` or `abandon`. Their callers keep
-        it."""
+        """The task that closes the link after `release`, `refuse` or `abandon`, whose
+        callers keep a reference to it."""
         self._store, self._turn = store, turn
         self._stage = ShippingStage.FILLING
         self._held: list[Message] = []
-        """Changes since the copy was cut, while the backup is filled."""
+        """Changes made since the store was copied, while the backup is filled."""
         self._held_bytes = 0
         self._answers: deque[_Answer] = deque()
-        """Answers that wait for the backup."""
+        """Answers that wait until the backup has a change."""
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
-        """Answers that wait because `HELD` bytes of changes are held."""
+        """Answers that wait because more than `HELD` bytes of changes are held."""
         self._progress = asyncio.Event()
-        """Set when what `_until` waits for may have become true."""
+        """Set when a condition that `_until` waits for may have become true."""
         self._has_pushes = False
-        """A push came since the copy was cut."""
+        """Whether a push was applied since the store was copied."""
         self._link = LogLink(
             attached,
             connect,
@@ -139,7 +144,7 @@ class LogShipping:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the backup has everything for which answers stand."""
+        """Whether the backup has every change that an answer acknowledged."""
         return self._stage is ShippingStage.WHOLE
 
     @property
@@ -153,12 +158,13 @@ class LogShipping:
 
     @property
     def failure(self) -> str:
-        """Why the backup is lost; empty if it is not."""
+        """Why the backup is lost; "" if it is not lost."""
         return self._link.failure
 
     def statistics(self) -> dict[str, str | int]:
-        """Returns the state of the backup: it lacks ``behind`` changes, in
-        ``log_bytes`` of memory, and ``unacknowledged`` answers wait for it."""
+        """Returns the state of the backup: how many changes it lacks (``behind``),
+        their memory (``log_bytes``), and how many answers wait for it
+        (``unacknowledged``)."""
         state = self._stage.value
         if self.failure:
             state = "lost"
@@ -174,10 +180,10 @@ class LogShipping:
         }
 
     def validate(self) -> None:
-        """Checks what holds between two events.
+        """Checks the invariants that hold between two events.
 
         Raises:
-            AssertionError: It does not hold.
+            AssertionError: An invariant is violated.
         """
         self._link.validate()
         if self._stage is not ShippingStage.FILLING:
@@ -189,11 +195,13 @@ class LogShipping:
             assert self._answers[0].number > self._link.log.taken, "it may leave"
 
     def work_on(self, work: Coroutine[None, None, None], name: str) -> None:
-        """Runs `fill` or `follow` in a task, which ends with the log shipping."""
+        """Runs the coroutine `fill` or `follow` in a task, which is cancelled when the
+        log shipping ends."""
         self.work = asyncio.get_running_loop().create_task(work, name=name)
 
     def append(self, change: Message) -> None:
-        """See `ChangeLog`."""
+        """Ships a change to the backup, or holds it while the backup is filled. See
+        `ChangeLog`."""
         match self._stage:
             case ShippingStage.WHOLE:
                 self._link.append(change)
@@ -205,11 +213,13 @@ class LogShipping:
                     self._progress.set()
 
     def mark_diverged(self, why: str) -> None:
-        """See `ChangeLog`."""
+        """Gives up the backup, because no message describes a change of the store. See
+        `ChangeLog`."""
         self._link.mark_diverged(why)
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
-        """See `ChangeLog`."""
+        """Returns the answer to a change, or a future of it that waits for the backup.
+        See `ChangeLog`."""
         if self._may_leave:
             return message
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -217,7 +227,8 @@ class LogShipping:
         return future
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:
-        """See `ChangeLog`."""
+        """Sets the future to the answer when the backup has the change. See
+        `ChangeLog`."""
         if self._may_leave:
             future.set_result(message)
         else:
@@ -252,15 +263,15 @@ class LogShipping:
             await self._until(lambda: not self._answers and not self._slowed)
 
     def release(self) -> None:
-        """Ends the log shipping and releases the answers that wait for the backup, as
-        the primary continues alone."""
+        """Ends the log shipping and releases the answers that wait for the backup,
+        because the primary continues alone."""
         for future, message in self._end():
             if not future.done():
                 future.set_result(message)
 
     def abandon(self) -> None:
-        """Ends the log shipping without a message: callers whose answers wait learn
-        from their connections that these end."""
+        """Ends the log shipping without answering: callers whose answers wait see their
+        connections end."""
         self._end()
 
     def refuse(self, error: ZstratError) -> None:
@@ -270,7 +281,7 @@ class LogShipping:
                 future.set_exception(error)
 
     def _end(self) -> list[tuple[asyncio.Future[Message], Message]]:
-        """Returns the answers that wait."""
+        """Ends the log shipping; returns the answers that wait."""
         if self.is_over:
             return []
         waiting = [(each.future, each.message) for each in self._answers]
@@ -286,7 +297,7 @@ class LogShipping:
         return waiting
 
     def _progressed(self) -> None:
-        """Lets answers leave for which the backup has everything."""
+        """Sends the answers whose changes the backup now has."""
         answers, taken = self._answers, self._link.log.taken
         while answers and answers[0].number <= taken:
             _, future, message = answers.popleft()
@@ -295,10 +306,11 @@ class LogShipping:
         self._progress.set()
 
     async def keep(self, attached: AttachBackup) -> None:
-        """Keeps the backup, in a newer view, for another program.
+        """Keeps the backup for another program, in the newer view of the order
+        ``attached``.
 
         Raises:
-            UnavailableError: It is lost, or is no longer wanted.
+            UnavailableError: The backup is lost, or is no longer wanted.
 
         Cancellation: the backup may know of the newer view already.
         """
@@ -310,14 +322,15 @@ class LogShipping:
         await self._until(lambda: self._link.is_flowing)
 
     async def fill(self, deadline: float) -> None:
-        """Makes the backup whole, and waits until it has made all changes.
+        """Copies the store to the backup, and waits until the backup is whole and has
+        made all changes.
 
         Args:
-            deadline: Loop time at which the backup has to have appeared.
+            deadline: Loop time by which the backup has to be connected.
 
         Raises:
-            UnavailableError: It is lost, or is no longer wanted.
-            ZstratError: As of `Link.wait_open`.
+            UnavailableError: The backup is lost, or is no longer wanted.
+            ZstratError: As in `Link.wait_open`.
 
         Cancellation: the backup is not whole; `release` ends it.
         """
@@ -351,10 +364,10 @@ class LogShipping:
         """Connects to a backup that has everything.
 
         Args:
-            deadline: Loop time at which the backup has to have appeared; else it is
-                lost.
+            deadline: Loop time by which the backup has to be connected; else it counts
+                as lost.
 
-        Cancellation: `release` ends it.
+        Cancellation: the link stays; `release` ends it.
         """
         try:
             await self._link.open(deadline)
@@ -362,16 +375,16 @@ class LogShipping:
             self._link.lose(str(error))
 
     async def hand_over(self, stand_aside: Callable[[], None]) -> None:
-        """Waits until the backup has everything, while nothing is computed; then the
-        log shipping is over.
+        """Waits, while no request is computed, until the backup has everything; then
+        ends the log shipping.
 
         Args:
-            stand_aside: Called first; it refuses whatever comes from then on.
+            stand_aside: Called first; makes the store refuse all further requests.
 
         Raises:
             UnavailableError: The backup is lost, or is no longer wanted.
 
-        Cancellation: as an error.
+        Cancellation: the log shipping continues.
         """
         names = self._names()
         # All names: nothing is computed, and nothing that was accepted is left out.
@@ -382,9 +395,10 @@ class LogShipping:
             self.release()
 
     async def _rehearse(self) -> None:
-        """Sends what was held, in rounds, and waits until the backup has made it. Where
-        pushes are computed, waits for one first, so that the backup compiles for it
-        before anybody waits."""
+        """Sends the changes that were held, in rounds, and waits until the backup has
+        made them. If pushes to this store run compiled programs, waits for a push
+        first, so that the backup compiles its programs before any answer waits for the
+        backup."""
         if self._store.engine.programs:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REHEARSAL):
@@ -420,8 +434,8 @@ class LogShipping:
             self._wait(future, message)
 
     async def _cut(self) -> StoreCopy:
-        """Copies the store at a moment between two changes. From then on changes are
-        held for the backup."""
+        """Copies the store at a moment between two changes. Changes after that are held
+        for the backup."""
         while True:
             names = self._names()
             async with self._turn(names) as are_free:

@@ -1,15 +1,15 @@
-"""Copies a store by messages, and replays changes on the copy.
+"""Copies a store as messages, and replays changes on the copy.
 
-A replay decides nothing: the primary has decided, and this store has had all earlier
-changes. `CHANGES` has a row for each kind of change; long ones are computed on another
-thread, and then committed by the code that the primary has run, too.
+A replay decides nothing: the primary has decided, and this store has made all earlier
+changes. `CHANGES` has an entry for each kind of change; long changes are computed on
+another thread, and then committed by the same code that the primary has run.
 
-A copy is a store at one moment, as messages that fill an empty one: for a backup, and
-for a file (`zstrat.ps.handover`).
+A copy is the content of a store at one moment, as messages that fill an empty store:
+for a backup, and for a file (`zstrat.ps.handover`).
 
-Small things are messages at once; values and slots are pinned, and follow in parts
-while updates continue. Slots come without a layout: the backup treats them as restored
-from a checkpoint, and its optimizers bind them (`Unbound`).
+Small content is copied to messages at once; values and slots are pinned, and sent later
+in parts while updates continue. Slots are sent without a layout: the backup treats them
+as restored from a checkpoint, and its optimizers bind them (`Unbound`).
 """
 
 from __future__ import annotations
@@ -84,22 +84,22 @@ if TYPE_CHECKING:
 
 
 _ENTRIES: Final = 256
-"""Variables or slots that one message describes: with long names they fit into a
-header."""
+"""The most variables or slots that one message describes: with long names they fit into
+a header."""
 
 
 @final
 class StoreCopy:
-    """A store as it is now. Its maker has the turn of all names, and calls `release`
-    in the end.
+    """The content of a store at this moment. The caller has exclusive use of the whole
+    store while it makes the copy, and calls `release` in the end.
 
     Raises:
-        Exception: Whatever pinning raises; nothing stays pinned.
+        Exception: Any error of pinning; nothing stays pinned.
     """
 
     def __init__(self, store: Store) -> None:
         self.tensors: list[SnapshotTensor] = []
-        """Values and slots, which follow in parts."""
+        """Pinned values and slots, which are sent in parts."""
         try:
             for held in store.variables.values():
                 self.tensors += _pinned(held)
@@ -119,7 +119,7 @@ class StoreCopy:
             *_kept(store),
             *store.rounds.messages(),
         ]
-        """Messages that make the rest, in order."""
+        """Messages that fill the rest of an empty store, in order."""
 
     def release(self) -> None:
         for tensor in self.tensors:
@@ -140,12 +140,12 @@ _CONTENT: Final = (
     "kept",
     "kept_optimizers",
 )
-"""The attributes that are the content of a `Store`."""
+"""Names of the attributes that are the content of a `Store`."""
 
 
 def hand_over(source: Store, target: Store) -> None:
-    """Moves the content of a store to an empty one. Neither may have a log, nor a
-    request that is computed."""
+    """Moves the content of a store to an empty one. Neither may have a log, or a
+    request that is being computed."""
     for name in _CONTENT:
         content = getattr(source, name)
         setattr(source, name, getattr(target, name))
@@ -213,8 +213,8 @@ def _variables(store: Store) -> Iterator[Message]:
 
 
 def optimizer_code(store: Store) -> list[Message]:
-    """Returns the messages that make the optimizers, bound to nothing. A store that has
-    them already may get them again."""
+    """Returns the messages that create the optimizers of a store, without bound
+    variables. A store that has the optimizers already may get the messages again."""
     return [
         CreateOptimizer(0, known.optimizer, known.name, known.code)
         for known in store.engine
@@ -265,10 +265,11 @@ def _leaves(key: int, optimizer: int, slots: Slots) -> Iterator[CopiedSlot]:
 
 
 def replay(store: Store, change: Message) -> Running[None]:
-    """Makes a change again (`advance`).
+    """Makes a change of the primary again on this store. Run it with `advance`.
 
     Raises:
-        ZstratError: The primary had no such error: the two stores differ.
+        ZstratError: The change failed, which it did not on the primary: the two stores
+            differ.
     """
     make = CHANGES.get(type(change))
     if make is None:
@@ -303,20 +304,20 @@ def _contribute(store: Store, message: Contribute) -> None:
 
 
 def _loading(store: Store, forgotten: LoadTensors) -> Loading:
-    """Forgets slots, as the primary has."""
+    """Drops the slots that the primary has dropped when it loaded others."""
     variables = store.variables
     slots = [(variables[entry.key], entry.optimizer) for entry in forgotten.entries]
     return Loading((), slots)
 
 
 def _storing(store: Store, message: StoreTensors) -> Loading:
-    """Stores values and slots that the primary has loaded."""
+    """Stores values and slots that the primary has loaded or received."""
     places = zip(message.entries, message.arrays, strict=True)
     return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
 
 
 def _storing_table(store: Store, message: StoreTable) -> Running[None]:
-    """Stores rows of a table that the primary has loaded."""
+    """Stores rows of a table that the primary has loaded or received."""
     rows = sent_rows(message, store.variables.task)
     loading = TableLoading(store, message.key, rows.kinds, message.replaces)
     yield RowsToAdd(rows, loading)
@@ -415,7 +416,8 @@ def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """Makes the indices of tables whose ids were copied; on any thread."""
+    """Makes the indices (from ids to rows) of tables whose ids were copied. May run on
+    any thread."""
 
     tables: Sequence[IdTable]
 
@@ -425,13 +427,15 @@ class Indexing:
 
 
 def index_tables(store: Store) -> Indexing:
-    """Returns what is left to do when a store was copied."""
+    """Returns the computation that completes a copied store: the indices of its
+    tables."""
     variables = store.variables.values()
     return Indexing([held.table for held in variables if held.table is not None])
 
 
 def _copied(store: Store, whole: CopyWhole) -> Running[None]:
-    """Makes what is left to do, as the copy has everything."""
+    """Completes a copied store, because the last message of the copy has arrived: makes
+    the indices of its tables."""
     del whole
     # Now, on the thread: a promoted copy must not begin with that in its first request.
     indexing = index_tables(store)
@@ -482,5 +486,5 @@ CHANGES: Final[
     HeldRounds: lambda store, copied: store.rounds.copy(copied),
     CopyWhole: _copied,
 }
-"""By the kind of a change, a function that makes it at once, or returns what has to be
-computed for it, or makes it in several steps."""
+"""By the class of a change, a function that makes the change at once, or returns what
+has to be computed for it, or is a generator that makes it in several steps."""

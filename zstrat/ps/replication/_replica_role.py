@@ -1,7 +1,9 @@
-"""What one process is to its store: its primary, its backup, or what was its primary.
+"""The role of one process for its store: its primary, its backup, or its former
+primary.
 
-A process learns its role; it decides two things alone: that its backup answers when it
-ends, and that it falls silent before it hands its store to the next process.
+Coordinators decide the role of a process. The process itself decides two things alone:
+to let its backup answer when it ends, and to stop answering before it hands its store
+to the next process.
 
 Views are kept here. A view is a number that a coordinator draws and that only grows;
 orders for an older view than the newest known one are refused.
@@ -53,27 +55,28 @@ class Role(enum.Enum):
     BACKUP ──promoted──▶ PRIMARY
     PRIMARY ──it swaps with its backup──▶ HANDING_OVER
     HANDING_OVER ──the backup has everything──▶ DROPPED
-    HANDING_OVER ──that fails──▶ PRIMARY
+    HANDING_OVER ──the handover fails──▶ PRIMARY
     PRIMARY, HANDING_OVER ──a newer view has another primary──▶ REPLACED
     REPLACED ──a coordinator has it serve after all──▶ PRIMARY
-    any but BACKUP ──a coordinator drops what is here──▶ DROPPED
+    any but BACKUP ──a coordinator drops the store here──▶ DROPPED
     any but BACKUP ──the session ends──▶ PRIMARY
     """
 
     PRIMARY = "primary"
-    """It serves the store."""
+    """The process serves the store."""
     BACKUP = "backup"
-    """It takes the changes of its primary, and refuses all other requests."""
+    """The process takes the changes of its primary, and refuses all other requests."""
     HANDING_OVER = "handing over"
-    """It is a primary that takes no more requests, until its backup has everything."""
+    """The process is a primary that takes no more requests, until its backup has
+    everything."""
     REPLACED = "replaced"
-    """Another process may serve the store; what was here is still here."""
+    """Another process may serve the store; the content is still here."""
     DROPPED = "dropped"
-    """Another process serves the store; nothing of it is here."""
+    """Another process serves the store; the content was dropped here."""
 
 
 class Shutdown(enum.Enum):
-    """The states of a process up to its end, which decide how it answers requests.
+    """The stages of the end of a process, which decide how it answers requests.
 
     RUNNING ──it ends, and has a whole backup──▶ GIVING_WAY
     GIVING_WAY ──promoted, or the session ends──▶ RUNNING
@@ -82,7 +85,7 @@ class Shutdown(enum.Enum):
 
     RUNNING = "running"
     GIVING_WAY = "giving way"
-    """Requests are refused: the backup serves from now on."""
+    """Requests are refused: the backup serves the store from now on."""
     SILENT = "silent"
     """Requests are not answered: callers ask the next process."""
 
@@ -92,16 +95,18 @@ _REPLACED: Final = (Role.HANDING_OVER, Role.REPLACED, Role.DROPPED)
 
 @final
 class ReplicaRole:
-    """The role of one process for the store ``task``. Lives on the loop.
+    """The role of one process for the store ``task``. Lives on the event loop.
 
     Args:
-        ownership: Whose session the process serves.
-        turn: Keeps names from others while its body runs.
-        timeouts: Those after which a lost program cannot have acted without notice.
-        incarnation: Of the process, or of the copy that it keeps for another one.
+        ownership: The session that the process serves, and its owner.
+        turn: Holds names, so that no other request uses them, while its body runs.
+        timeouts: Decide when a lost program can no longer have given orders unnoticed
+            (`Completeness`).
+        incarnation: That of the process, or of the copy that it hosts for another
+            process.
         notify: Sends a notice to the coordinator that holds the session.
         connect: Makes a link to a backup; None: the store cannot have one.
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -124,11 +129,12 @@ class ReplicaRole:
         self.on_change: Callable[[], None] = lambda: None
         """Called when the role has changed."""
         self._view = 0
-        """The newest one known to a process that is not a backup."""
+        """The newest view known to a process that is not a backup."""
         self.backup: Backup | None = None
-        """What it does as a backup; None in every other role."""
+        """The backup, while the role is BACKUP; None in every other role."""
         self._host: Owner | None = None
-        """Whose process keeps this copy, if it began as a backup."""
+        """The owner of the process that hosts this copy, if the copy began as a
+        backup."""
         self.backups = AttachedBackups(
             task,
             store,
@@ -139,9 +145,11 @@ class ReplicaRole:
             on_lost=self._backup_lost,
             on_replaced=self._step_aside,
         )
-        """The copies that it keeps up to date as a primary."""
+        """The copies in other processes that this process keeps up to date as a
+        primary."""
         self.silence: asyncio.Future[Message] | None = None
-        """What callers wait for in vain while it is SILENT."""
+        """The future that callers get, which is never done, while the process is
+        SILENT."""
         self.completeness = Completeness(timeouts)
 
     def _become(self, role: Role) -> None:
@@ -150,7 +158,7 @@ class ReplicaRole:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it answers requests for the store."""
+        """Whether this process answers requests for the store."""
         return self._role is Role.PRIMARY and self._shutdown is Shutdown.RUNNING
 
     @property
@@ -171,12 +179,12 @@ class ReplicaRole:
 
     @property
     def view(self) -> int:
-        """The newest one of the store that the process knows of."""
+        """The newest view of the store that the process knows."""
         return self._view if self.backup is None else self.backup.view
 
     @property
     def refusal(self) -> NotPrimaryError:
-        """The error for requests that another process serves by now."""
+        """The error for requests to a store that another process serves by now."""
         return NotPrimaryError(
             f"{self.task}: another process serves its variables, which has taken over "
             "while this one could not be reached"
@@ -184,23 +192,24 @@ class ReplicaRole:
 
     @property
     def objection(self) -> NotPrimaryError | None:
-        """The error that replaces the answer to what was under way when another process
-        took over, which does not have it; None: the answer may leave."""
+        """The error that replaces the answer to a request that was under way when
+        another process took over, because that process lacks its change; None: the
+        answer may be sent."""
         return self.refusal if self.is_replaced else None
 
     @property
     def shutdown_error(self) -> UnavailableError:
-        """The error for requests to a process that shuts down."""
+        """The error for requests to a process that is shutting down."""
         problem = f"{self.task} is shutting down"
         if self.is_replaced or self.backups.has_backup:
             return NotPrimaryError(f"{problem}: its backup takes over")
         return UnavailableError(problem)
 
     def validate(self) -> None:
-        """Checks what holds between two events.
+        """Checks the invariants that hold between two events.
 
         Raises:
-            AssertionError: It does not hold.
+            AssertionError: An invariant is violated.
         """
         role, backups = self._role, self.backups
         assert (role is Role.BACKUP) == (self.backup is not None), role
@@ -214,7 +223,7 @@ class ReplicaRole:
             self.backup.validate()
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns its role for the store, the view, and how far its backup is."""
+        """Returns the role, the view, and the progress of the backup."""
         if (backup := self.backup) is not None:
             return {
                 "role": "backup",
@@ -229,7 +238,7 @@ class ReplicaRole:
         """Refuses an order for an older view than the newest known one.
 
         Raises:
-            StaleSessionError: The view is over.
+            StaleSessionError: There is a newer view.
         """
         if view < self.view:
             raise StaleSessionError(
@@ -242,11 +251,12 @@ class ReplicaRole:
         """Carries out an order of a coordinator to the primary.
 
         Raises:
-            NotPrimaryError: Another process serves the store, or nothing of it is here.
-            StaleSessionError: The view is over.
+            NotPrimaryError: Another process serves the store, or this process has
+                dropped it.
+            StaleSessionError: There is a newer view.
             ZstratError: The backup could not be made whole.
 
-        Cancellation: a copy continues.
+        Cancellation: copying to a backup continues.
         """
         # First: the order may come from a program that was replaced.
         self.require(message.view)
@@ -276,13 +286,14 @@ class ReplicaRole:
         thread: JobThread,
         on_made: Callable[[Message, float], None],
     ) -> None:
-        """Makes this a copy that the process of ``host`` keeps for another one.
+        """Makes this store a copy that the process of ``host`` hosts for another
+        process.
 
         Args:
             view: The view in the session of ``host``.
             primary: The incarnation of the primary.
-            thread: Computes changes.
-            on_made: As of `Backup`.
+            thread: The thread that computes changes.
+            on_made: As in `Backup`.
         """
         self._role, self._host = Role.BACKUP, host
         self.backup = Backup(
@@ -298,18 +309,20 @@ class ReplicaRole:
         )
 
     def be_whole(self) -> None:
-        """Counts the backup as whole: it was given everything that its primary has."""
+        """Counts this backup as whole, because it was given everything that its primary
+        has."""
         assert self.backup is not None, "only a backup is given a store"
         self.backup.be_whole()
 
     def be_third(self) -> None:
-        """Counts the copy as a third one, up to a newer view."""
+        """Counts this copy as a third copy (not yet as the backup), until there is a
+        newer view."""
         assert self.backup is not None, "only a backup can be the third copy"
         self.backup.is_beside = True
 
     def inherit(self, left: HandedOverStore) -> None:
-        """Takes over what the process before has left, in its role: it serves only if
-        no other process can have the store."""
+        """Takes over the role in which the process before has left the store: serves it
+        only if no other process can have it."""
         if self.backup is not None:
             self.backup.inherit(is_whole=left.role is StoreRole.BACKUP)
             return
@@ -320,7 +333,7 @@ class ReplicaRole:
             self._become(Role.REPLACED)
 
     def promoted(self, remote: Caller, message: PromoteBackup) -> None:
-        """Makes the process the primary, for the coordinator that has asked for it."""
+        """Makes the process the primary, by order of the coordinator ``remote``."""
         backup, host, session = self.backup, self._host, self._ownership.session
         # A backup knows the session from its host, as no coordinator has opened it
         # here.
@@ -344,13 +357,14 @@ class ReplicaRole:
         self._stop_giving_way()
 
     async def hand_over(self) -> None:
-        """Stops serving, for the backup, which has everything that is here.
+        """Stops serving the store, and lets the backup serve, which has everything by
+        then.
 
         Raises:
-            UnavailableError: There is no whole backup, or it is lost; this process
-                serves as before.
+            UnavailableError: There is no whole backup, or the backup is lost; this
+                process serves as before.
 
-        Cancellation: as an error.
+        Cancellation: this process serves as before.
         """
         if self.is_replaced:
             raise self.refusal
@@ -364,26 +378,27 @@ class ReplicaRole:
         self._become(Role.DROPPED)
 
     def give_up(self, view: int) -> None:
-        """Drops its role: another process serves the store, and nothing that is here is
-        needed.
+        """Gives up the role for the store: another process serves the store, and the
+        content here is not needed.
 
         Raises:
-            StaleSessionError: The view is over.
+            StaleSessionError: There is a newer view.
         """
         self.require(view)
         self._view = view
         self._step_aside(Role.DROPPED)
 
     def _return(self) -> None:
-        """Serves after all, alone, by order of a coordinator: the backup that had
-        refused it is gone, so no process has more than this one."""
+        """Serves the store again, alone, by order of a coordinator: the backup that had
+        replaced this process is gone, so no process has newer content."""
         if self._role is Role.DROPPED:
             raise self.refusal
         self._become(Role.PRIMARY)
 
     def _step_aside(self, role: Role = Role.REPLACED) -> None:
-        """Stops serving, as another process does, and refuses what waits for the
-        backup: it was not acknowledged, and never will be."""
+        """Stops serving, because another process serves the store, and refuses answers
+        that wait for the backup: their changes were not acknowledged, and never will
+        be."""
         # A dropped store stays dropped: there is nothing that it could serve.
         if self._role is not Role.DROPPED:
             self._become(role)
@@ -394,11 +409,12 @@ class ReplicaRole:
         self._notify(BackupLost(session, self.view, why))
 
     def primary_lost(self) -> None:
-        """Notes that the connection to its primary was lost."""
+        """Notes that the connection to the primary of this backup was lost."""
         self.completeness.parted_at = self._clock()
 
     def end_session(self, error: ZstratError) -> None:
-        """Ends what the session had here: answers that wait for a backup fail."""
+        """Ends the copies of the session: answers that wait for a backup fail with the
+        error."""
         self.backups.refuse(error)
         if self.backup is None:
             self._become(Role.PRIMARY)
@@ -407,7 +423,8 @@ class ReplicaRole:
         self._stop_giving_way()
 
     def give_way(self) -> None:
-        """Has the backup answer, if it is whole, as this process ends."""
+        """Lets the backup, if it is whole, answer requests, because this process
+        ends."""
         # With a backup that is not whole it is still the only process that can answer.
         if self._shutdown is Shutdown.RUNNING and self.backups.has_backup:
             self._shutdown = Shutdown.GIVING_WAY
@@ -417,16 +434,17 @@ class ReplicaRole:
             self._shutdown = Shutdown.RUNNING
 
     def fall_silent(self) -> None:
-        """Stops answering, as this process leaves what it holds to the next one."""
+        """Stops answering, because this process leaves its store to the next
+        process."""
         self._shutdown = Shutdown.SILENT
         self.silence = asyncio.get_running_loop().create_future()
 
     async def close(self, deadline: float) -> None:
-        """Waits until answers that wait for the backup have left, at most until the
-        deadline (loop time); refuses what is left. A process that is silent refuses
-        nothing, and as a backup first makes all changes that it has taken.
+        """Waits until answers that wait for the backup were sent, at most until the
+        deadline (loop time); refuses the rest. A silent process refuses nothing, and if
+        it is a backup it first makes all changes that it has received.
 
-        Cancellation: what waits is neither answered nor refused.
+        Cancellation: waiting answers are neither sent nor refused.
         """
         is_silent = self._shutdown is Shutdown.SILENT
         # What it has taken was acknowledged by its primary, so the next process must
@@ -448,7 +466,7 @@ class ReplicaRole:
         await self.backups.wait_closed()
 
     def change_owner(self, lost_at: float | None) -> None:
-        """Notes that another program has the process.
+        """Notes that another program takes over the process.
 
         Args:
             lost_at: When the process had lost the program before.
@@ -456,7 +474,8 @@ class ReplicaRole:
         self.completeness.change_owner(self.view, is_sure=self._is_sure(lost_at))
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
-        """Does what `change_owner` does, for the process that keeps this copy."""
+        """Notes that another program takes over the process that hosts this copy; else
+        as `change_owner`."""
         self.change_owner(lost_at)
         if self.backup is not None:
             self._host = owner
@@ -470,7 +489,8 @@ class ReplicaRole:
         )
 
     def state_for_successor(self, number: int) -> HandedOverStore:
-        """Returns what a silent process leaves of the store ``number``."""
+        """Returns the state of the store ``number`` that this process, which has
+        stopped answering, leaves to the next one."""
         backup, role = self.backup, StoreRole.NOTHING
         if backup is not None and backup.is_whole and not backup.is_beside:
             role = StoreRole.BACKUP
@@ -483,7 +503,8 @@ class ReplicaRole:
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
     ) -> OrphanedCopy | None:
-        """Returns what a lost program has left of the store ``number``, if anything.
+        """Describes the copy of the store ``number`` that a lost program has left here;
+        None if there is none.
 
         Args:
             lost_at: When the process had lost that program.

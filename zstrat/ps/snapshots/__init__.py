@@ -1,3 +1,3 @@
-"""Values of one moment on their way to files, and values that come from files."""
+"""Snapshots of values that are written to files, and loading of values from files."""
 
 from __future__ import annotations

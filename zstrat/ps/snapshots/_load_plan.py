@@ -1,12 +1,13 @@
-"""Values and slots that come from elsewhere: from files, or with a message.
+"""Loads values and slots from files, or from a message.
 
-A `Move` puts rows of a source into a value or a slot; slots that do not exist yet are
-made first. All moves of a request are checked before the first one changes anything: a
-source that does not fit, an optimizer that is not there. What can fail later is the
-disk, and then values that were loaded in place are partly old and partly new, which the
-error says; load them again.
+A `Move` writes rows of a source to a value or a slot; slots that do not exist yet are
+made first. All moves of a request are checked before the first one changes anything:
+that sources fit, and optimizers exist. Only the disk can fail later, and then values
+that were loaded in place are partly old and partly new, which the error says; load them
+again.
 
-`Loading` owns its variables and optimizers from `prepare` to `commit`, as a plan does.
+`Loading` owns its variables and optimizers from `prepare` to `commit`, as a plan does:
+no other request may use them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Rows that come from a file or a message. ``what`` names them in errors;
+    """Rows that are read from a file or a message. ``what`` names them in errors;
     ``read_into`` fills a C-order array of this shape and dtype."""
 
     what: str
@@ -41,14 +42,15 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, what: str, array: np.ndarray) -> Source:
-        """Returns a source that is in memory."""
+        """Returns a source that reads from an array."""
         return cls(what, array.dtype, array.shape, lambda out: np.copyto(out, array))
 
 
 class Move(NamedTuple):
-    """``source`` goes to rows from ``at`` on of the value, or of a leaf of the slots of
-    an optimizer; whole to what does not have the variable's rows. ``rows``: whether it
-    has them, as the sender says."""
+    """Writes the rows of ``source`` to the rows from ``at`` on of a variable's value
+    or, if ``optimizer`` is given, of its slot ``leaf``. A slot without the variable's
+    rows is written whole. ``rows``: whether the array has rows, according to the
+    sender."""
 
     held: HeldVariable
     optimizer: Registered | None
@@ -67,7 +69,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class _Target:
-    """One array, and the moves that go into it."""
+    """One array to load into, and the moves that write to it."""
 
     cell: Cell
     moves: list[Move]
@@ -77,8 +79,8 @@ class _Target:
     def fill(self) -> None:
         """Reads the sources of all moves into the array.
 
-        If that fails, an array that was filled in place is partly new; one that was
-        filled beside the value is dropped, and the value stays.
+        If that fails, an array that was filled in place is partly new. If the new value
+        was filled in other memory, that is dropped, and the value stays.
         """
         cell = self.cell
         # Whether `out` will be other memory than the value's.
@@ -105,7 +107,7 @@ class _Target:
                 self.unbound.fill(move.leaf, move.at, move.at + size)
 
     def place(self, out: np.ndarray, move: Move) -> np.ndarray:
-        """Returns the rows of the array that a move fills."""
+        """Returns the rows of the array ``out`` that a move fills."""
         if not self.rows:
             return out
         return out[move.at : move.at + move.source.shape[0]]
@@ -128,7 +130,7 @@ class Loading:
     event loop, even after a failure.
 
     ``forgotten``: pairs of variable and optimizer whose slots are dropped, unless the
-    request is refused. Loaded slots go to new ones.
+    request is refused. Loaded values of slots are written to new slots.
     """
 
     moves: Sequence[Move]
@@ -140,11 +142,12 @@ class Loading:
         return any(move.optimizer is not None for move in self.moves)
 
     def prepare(self) -> None:
-        """Makes slots, and refuses what does not fit.
+        """Makes missing slots, and checks all moves.
 
         Raises:
             NotFoundError: An optimizer's state has no such leaf.
-            InvalidArgumentError: A source has another shape or dtype than its place.
+            InvalidArgumentError: A source has another shape or dtype than the array
+                that it is for.
         """
         # By array: the moves into one array are made together.
         groups: dict[tuple[int, int, str], list[Move]] = {}
@@ -166,9 +169,9 @@ class Loading:
                 move.held.slots[optimizer] = self._slots_of(move, made)
 
     def compute(self) -> None:
-        """Reads everything, prepared or not.
+        """Reads all sources into their arrays, whether `prepare` was called or not.
 
-        Raises: What the sources do; some values may have changed.
+        Raises: Any error of the sources; some values may have changed.
         """
         if self._targets is None:
             self.prepare()
@@ -181,15 +184,15 @@ class Loading:
                 ) from None
 
     def commit(self) -> None:
-        """Makes readers see that values changed."""
+        """Gives the variables new versions, so that readers see that values changed."""
         for target in self._targets or ():
             # Slots have no versions.
             if target.moves[0].optimizer is None:
                 target.moves[0].held.version += 1
 
     def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
-        """Yields for each target its moves, with their rows and the loaded values. Call
-        it after `commit`."""
+        """Yields for each array the moves that wrote to it, each with its rows of the
+        loaded value. Call it after `commit`."""
         for target in self._targets or ():
             # A lease, as the log sends it while updates continue.
             value = target.cell.lease()
@@ -224,9 +227,9 @@ class Loading:
         return moves, rows
 
     def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
-        """Returns the slots that ``move`` writes: the variable's, or new ones, which
-        are kept in ``made``. If the optimizer's state is not traced yet, the new slots
-        have only the leaves that are loaded."""
+        """Returns the slots that ``move`` writes to: those of the variable, or new
+        ones, which are stored in ``made``. If the optimizer's tree is not traced yet,
+        new slots have only the arrays that are loaded."""
         assert move.optimizer is not None
         number, held = move.optimizer.optimizer, move.held
         key = (held.entry.key, number)
@@ -244,7 +247,7 @@ class Loading:
     def _target(
         self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]
     ) -> _Target:
-        """Returns the array that these moves go to, which has their dtype."""
+        """Returns the array that these moves write to, which has their dtype."""
         first = moves[0]
         if first.optimizer is None:
             return _Target(first.held.cell, moves, rows)
@@ -258,7 +261,7 @@ class Loading:
 
 
 def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move:
-    """Returns the move of a source to the place that an entry names.
+    """Returns the move of a source to the value or slot that an entry names.
 
     Raises:
         NotFoundError: The variable or the optimizer does not exist.
@@ -269,7 +272,8 @@ def move_to(store: Store, entry: LoadEntry | StoreEntry, source: Source) -> Move
 
 
 def _make_room(move: Move, slots: Unbound) -> None:
-    """Makes room for a leaf as it comes, whose final layout is not known yet."""
+    """Makes an array for a loaded slot whose final layout is not known yet, in the
+    dtype and shape in which it was saved."""
     source, cell = move.source, move.held.cell
     rows, shape = move.rows and bool(cell.shape), source.shape
     for leaf, known in zip(slots.leaves, slots.cells, strict=True):

@@ -1,8 +1,9 @@
-"""Requests to load: whose turn it is, which files are open, on which thread it happens.
+"""Schedules requests to load values: their turns, their threads, and the files they
+read.
 
-What is done with the rows is `_load_plan`. Files are opened, read and closed by
-the thread of the disk, slots are made by that of the optimizers, and the variables are
-nobody else's from the first to the last.
+`_load_plan` writes the rows. Files are opened, read and closed on the disk thread,
+slots are made on the thread of optimizers, and no other request uses the variables from
+the first step to the last.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
 
 
 class Loads:
-    """Carries out the requests of one parameter server to load.
+    """Carries out the requests to load values on one parameter server.
 
     Args:
-        turn: Holds off others from names: keys of variables, optimizers.
-        check: Raises unless the session is the one that is open.
+        turn: Holds names (keys of variables, optimizers), so that no other request uses
+            them.
+        check: Raises unless the session with this number is open.
         compute: The thread on which optimizers run.
     """
 
@@ -66,9 +68,10 @@ class Loads:
         self._compute, self._disk = compute, disk
 
     async def load(self, message: LoadTensors) -> Done:
-        """Reads files that this server can see.
+        """Loads values and slots from files that this server can read.
 
-        Cancellation: is raised when the disk is done with what it has begun.
+        Cancellation: is raised when the disk thread has finished the read that it has
+        begun.
         """
         forgotten = [e for e in message.entries if e.optimizer and not e.path]
         files = [e for e in message.entries if not (e.optimizer and not e.path)]
@@ -87,7 +90,7 @@ class Loads:
         return await acknowledged(self._store.log, Done())
 
     async def move(self, message: StoreTensors) -> Done:
-        """Stores the values and slots of the message. Cancellation: as of `load`."""
+        """Stores the values and slots of the message. Cancellation: as in `load`."""
         if len(message.entries) != len(message.arrays):
             raise InvalidArgumentError(
                 f"{self._task}: {len(message.entries)} places came with "
@@ -99,7 +102,7 @@ class Loads:
         return await acknowledged(self._store.log, Done())
 
     async def load_table(self, message: LoadTable) -> Done:
-        """Reads rows of a table from files. Cancellation: as of `load`."""
+        """Loads rows of a table from files. Cancellation: as in `load`."""
         for tensor in message.tensors:
             self._disk.require_absolute(tensor.path)
         readers: dict[str, TensorReader] = {}
@@ -117,7 +120,7 @@ class Loads:
         return await acknowledged(self._store.log, Done())
 
     async def store_table(self, message: StoreTable) -> Done:
-        """Stores the rows of the message in a table. Cancellation: as of `load`."""
+        """Stores the rows of the message in a table. Cancellation: as in `load`."""
         rows = sent_rows(message, self._task)
         await self._bring_table(message, rows.kinds, rows.add_to)
         self._check(message.session)
@@ -129,7 +132,8 @@ class Loads:
         leaves: Mapping[TableLeaf, Kind],
         read: Callable[[TableLoading], None],
     ) -> None:
-        """Loads a table with the turn of it and of all optimizers that it names."""
+        """Loads rows into a table, with exclusive use of the table and of all
+        optimizers that the request names."""
         names: set[Hashable] = {message.key}
         names |= {("optimizer", e.optimizer) for e in leaves if e.optimizer}
         async with self._turn(list(names)):
@@ -155,7 +159,8 @@ class Loads:
     def _open_table(
         self, tensors: Sequence[TableTensor], readers: dict[str, TensorReader]
     ) -> list[TableFile]:
-        """Opens the files, and finds the tensors in them; on the thread of the disk."""
+        """Opens files and finds the table's tensors in them; runs on the disk
+        thread."""
         files: dict[tuple[str, str], TableFile] = {}
         for tensor in tensors:
             path = tensor.path
@@ -177,11 +182,11 @@ class Loads:
         sources: Sequence[Source],
         forgotten: Sequence[LoadEntry] = (),
     ) -> None:
-        """Moves rows from the sources to their places, with the turn of all variables
-        and optimizers that they name.
+        """Loads rows from the sources to the values and slots that the entries name,
+        with exclusive use of all their variables and optimizers.
 
         Args:
-            forgotten: Slots to forget; the next gradient initializes them.
+            forgotten: Slots to drop; the next gradient initializes them.
         """
         places: list[LoadEntry | StoreEntry] = list(entries)
         used = [*places, *forgotten]
@@ -212,7 +217,8 @@ class Loads:
     def _open(
         self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
     ) -> list[Source]:
-        """Opens the files, and finds the tensors in them; on the thread of the disk."""
+        """Opens files and finds the tensors of the entries in them; runs on the disk
+        thread."""
         sources: list[Source] = []
         for entry in entries:
             path = entry.path
@@ -247,8 +253,9 @@ class Loads:
 def _log_loading(
     log: ChangeLog, loading: Loading, forgotten: Sequence[LoadEntry], *, whole: bool
 ) -> None:
-    """Sends the backup what was loaded, as values: files may be visible to this
-    server alone."""
+    """Logs loaded values and slots for the backup, as values: the files may be visible
+    to this server alone. If not ``whole``, the load has failed half way, and the backup
+    is marked as diverged."""
     if not whole:
         log.mark_diverged("a load failed half way")
         return
@@ -282,7 +289,8 @@ def _log_table(
     *,
     whole: bool,
 ) -> None:
-    """Sends the backup what was loaded."""
+    """Logs loaded rows of a table for the backup. If not ``whole``, the load has
+    failed; the backup is marked as diverged if the table may have changed."""
     if not whole:
         # A table that would have been replaced is as it was.
         if not loading.replaces:
@@ -301,8 +309,8 @@ def _close(readers: dict[str, TensorReader]) -> None:
 
 
 async def _shielded(done: asyncio.Future[None]) -> None:
-    """Waits for a job even if its outcome is no longer wanted: it works on variables
-    whose turn must not go to others meanwhile.
+    """Waits until a job is done, even if the caller is cancelled: the job works on
+    variables that no other request may use meanwhile.
 
     Cancellation: is raised when the job is done.
     """

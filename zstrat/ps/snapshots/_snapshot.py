@@ -1,13 +1,14 @@
-"""Snapshots of a parameter server, with the pinned rows of tables.
+"""Snapshots of the variables of a parameter server, including rows of tables.
 
 A snapshot pins the values and the optimizer slots of variables at one moment between
-two updates; nothing is copied (`zstrat.ps.store._pins`). Its tensors are numbered in
-the order of the variables, a value before its slots. Decides without I/O.
+two updates: they can be read later as they were then, and nothing is copied
+(`zstrat.ps.store._pins`). The tensors of a snapshot are numbered in the order of the
+variables, a value before its slots. Decides without I/O.
 
-Pinned rows of a table are in an order of their own: by bucket, then by id. In which
-order a table has its rows depends on all that happened to it. Saved in this order,
-equal tables are equal bytes, and a server that wants some buckets finds them side by
-side.
+Pinned rows of a table are read in sorted order: by bucket (a range of hashes of ids),
+then by id. The order of the rows in the table itself depends on its history. Saved in
+sorted order, equal tables are equal bytes, and a server that loads some buckets finds
+their rows next to each other.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
 
 @final
 class RowOrder:
-    """The order of the rows of one table, which `sort` finds once ``ids`` were copied:
-    their pin, int64 ``[n]``. ``chosen``: these rows alone; None: all."""
+    """The sorted order of the rows of one table. `sort` computes it when the pinned
+    ``ids`` (a pin of int64 ``[n]``) were copied. ``chosen``: the rows that are in the
+    snapshot; None: all."""
 
     def __init__(self, ids: Pin, chosen: np.ndarray | None = None) -> None:
         self.ids, self._chosen = ids, chosen
@@ -52,7 +54,7 @@ class RowOrder:
         return self._rows is not None
 
     def sort(self, ids: np.ndarray) -> None:
-        """Finds the order, from the ids that were pinned; on any thread."""
+        """Computes the order from the ids that were pinned. May run on any thread."""
         chosen = self._chosen
         if chosen is not None:
             ids = ids[chosen]
@@ -62,14 +64,16 @@ class RowOrder:
         self._rows = order if chosen is None else chosen[order]
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Returns the rows that are ``start`` to ``stop`` in this order."""
+        """Returns the table's row numbers of the rows ``start`` to ``stop`` in this
+        order."""
         assert self._rows is not None, "rows() before sort()"
         return self._rows[start:stop]
 
 
 @final
 class SortedPin:
-    """A `Pin` whose rows are in an order that is known before the first is copied."""
+    """A `Pin` that returns its rows in a `RowOrder`, which must be computed before the
+    first copy."""
 
     def __init__(self, pin: Pin, order: RowOrder) -> None:
         self._pin, self._order = pin, order
@@ -85,7 +89,8 @@ class SortedPin:
         return self._pin.log_bytes
 
     def copy(self, start: int, out: np.ndarray) -> None:
-        """See `Pin.copy`."""
+        """Fills ``out`` with bytes of the sorted value from ``start`` on; see
+        `Pin.copy`."""
         if not len(out):
             self.require()
             return
@@ -97,49 +102,52 @@ class SortedPin:
         np.copyto(out, found[at : at + len(out)])
 
     def require(self) -> None:
-        """See `Pin.require`."""
+        """Raises if rows are no longer kept; see `Pin.require`."""
         self._pin.require()
 
     def view(self, start: int, stop: int) -> None:
-        """Returns None: rows are copied to be in order."""
+        """Returns None: rows must be copied to be in order."""
         del start, stop
 
     def forget(self, stop: int) -> None:
-        """Keeps nothing once all was copied; until then any row may be needed."""
+        """Releases the pin if ``stop`` is the end; until then any row may be needed."""
         if stop >= self.nbytes:
             self.release()
 
     def release(self) -> None:
-        """See `Pin.release`."""
+        """Releases the pinned value; see `Pin.release`."""
         self._pin.release()
 
 
 MAX_SNAPSHOTS: Final = 16
-"""Snapshots at a time: each one may hold memory of the size of all that it pins."""
+"""The most snapshots at a time: each one may hold as much memory as all that it
+pins."""
 
 PIECE: Final = 4 * 2**20
-"""Bytes that are copied and written at a time: 1 ms of the loop, and long enough that
-the hand-over to the writing thread does not show."""
+"""Bytes that are copied and written at a time: copying them takes 1 ms of the event
+loop, and writing them takes so long that the hand-over to the writing thread does not
+matter."""
 
 
 class SnapshotTensor(NamedTuple):
-    """One tensor of a snapshot."""
+    """One tensor of a snapshot: a pinned value, or a pinned slot of an optimizer."""
 
     entry: TensorEntry
     pin: Pin | SortedPin
     order: RowOrder | None = None
-    """Of the rows of a table of any id."""
+    """The order of the rows, for a table of any id; else None."""
 
     @classmethod
     def of(
         cls, key: int, optimizer: int, leaf: str, cell: Cell, rows: bool
     ) -> SnapshotTensor:
-        """Pins a value, or a leaf of the slots of an optimizer."""
+        """Pins a value, or the array ``leaf`` of the slots of an optimizer, and returns
+        it as a tensor."""
         name, shape = cell.dtype.name, list(cell.shape)
         return cls(TensorEntry(key, optimizer, leaf, name, shape, rows), cell.pin())
 
     def sorted_by(self, order: RowOrder) -> SnapshotTensor:
-        """Returns this tensor with its rows in this order."""
+        """Returns this tensor with its rows in the given order."""
         assert isinstance(self.pin, Pin)
         shape = [order.count, *self.entry.shape[1:]]
         entry = self.entry._replace(shape=shape)
@@ -156,13 +164,14 @@ class TensorPart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ServerSnapshot:
-    """The tensors of one snapshot. ``is_released``: its readers have to stop."""
+    """The tensors of one snapshot. ``is_released``: the snapshot was released, so its
+    readers have to stop."""
 
     tensors: Sequence[SnapshotTensor]
     is_released: bool = False
 
     def release(self) -> None:
-        """Releases all pins, which frees old values that only they kept."""
+        """Releases all pins, which frees old values that only the pins kept."""
         # First: a writer that looks at it after its next piece stops.
         self.is_released = True
         for tensor in self.tensors:
@@ -173,7 +182,7 @@ class ServerSnapshot:
 
 
 class Snapshots:
-    """The snapshots of one session, by number. ``task`` names the server in errors."""
+    """The snapshots of one session, by number; errors name the server ``task``."""
 
     def __init__(self, task: str) -> None:
         self._task = task
@@ -184,7 +193,7 @@ class Snapshots:
 
     @property
     def log_bytes(self) -> int:
-        """Memory of what was overwritten since."""
+        """Bytes of memory that hold pinned rows which were overwritten since."""
         return sum(
             tensor.pin.log_bytes
             for snapshot in self._held.values()
@@ -198,16 +207,19 @@ class Snapshots:
         optimizers: Sequence[int],
         since: Sequence[int] = (),
     ) -> ServerSnapshot:
-        """Pins values, and the slots that are there, or nothing.
+        """Pins the values of all variables, and those of their slots that exist; or
+        nothing, if an error is raised.
 
         Args:
-            since: Of each variable as in `PinSnapshot`; or nothing.
+            since: For each variable a number of a change, as in `PinSnapshot`; or
+                empty.
 
         Raises:
-            AlreadyExistsError: There is a snapshot of this number.
-            BusyError: There are too many.
+            AlreadyExistsError: A snapshot has this number.
+            BusyError: There are `MAX_SNAPSHOTS` snapshots.
             UnavailableError: A value was lost.
-            InvalidArgumentError: It is not known what has changed since a cut.
+            InvalidArgumentError: It is not known which rows of a table have changed
+                since a number of ``since``.
         """
         if number in self._held:
             raise AlreadyExistsError(f"{self._task}: snapshot {number} exists already")
@@ -233,7 +245,8 @@ class Snapshots:
         """Returns the snapshot of this number.
 
         Raises:
-            NotFoundError: It was released, or its coordinator was lost meanwhile.
+            NotFoundError: The snapshot was released, or its coordinator was lost
+                meanwhile.
         """
         snapshot = self._held.get(number)
         if snapshot is None:
@@ -244,7 +257,7 @@ class Snapshots:
         return snapshot
 
     def tensor(self, number: int, place: int) -> SnapshotTensor:
-        """Returns the tensor at this place of a snapshot.
+        """Returns the tensor with the number ``place`` of a snapshot.
 
         Raises:
             NotFoundError: The snapshot or the tensor does not exist.
@@ -258,7 +271,7 @@ class Snapshots:
         return tensors[place]
 
     def release(self, number: int) -> None:
-        """Releases the snapshot, unless it is gone already."""
+        """Releases the snapshot with this number, unless it is gone already."""
         snapshot = self._held.pop(number, None)
         if snapshot is not None:
             snapshot.release()
@@ -269,8 +282,8 @@ class Snapshots:
 
 
 def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
-    """Cuts tensors into pieces of at most `PIECE` bytes, in order: large ones into
-    several of whole rows, small ones together in one."""
+    """Divides tensors into pieces of at most `PIECE` bytes, in order: a large tensor
+    into several pieces of whole rows, small tensors together in one piece."""
     piece: list[TensorPart] = []
     room = PIECE
     for tensor in tensors:

@@ -1,7 +1,9 @@
-"""Files as a parameter server knows them: on one thread of their own, blamed by name.
+"""Files that a parameter server writes and reads, all on one thread; errors name server
+and file.
 
-The coordinator names the files, and may be on another machine: so paths are absolute,
-a file that exists is never written, and an error says on which server it happened.
+The coordinator chooses the names of the files, and may be on another machine: so paths
+are absolute, an existing file is never overwritten, and an error says on which server
+it happened.
 """
 
 from __future__ import annotations
@@ -39,21 +41,23 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
     Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[object]]
-    """Names that the body has for itself."""
+    """Holds names, so that no other request uses them, while the body runs."""
 
 
 class DiskThread:
-    """The thread that touches files. ``task`` names the server in errors."""
+    """The thread on which one parameter server does all its file I/O. Errors name the
+    server ``task``."""
 
     def __init__(self, thread: JobThread, task: str) -> None:
         self._thread, self._task = thread, task
 
     def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
-        """Queues a job; jobs run in order."""
+        """Queues a job for the thread; jobs run in order."""
         return self._thread.submit(job)
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Returns the outcome of a job. Cancellation: it runs all the same."""
+        """Runs a job on the thread and returns its result. Cancellation: the job runs
+        all the same."""
         # Futures of the thread carry no outcome.
         outcome: list[T] = []
         await self._thread.submit(lambda: outcome.append(job()))
@@ -61,13 +65,15 @@ class DiskThread:
 
     @contextlib.contextmanager
     def blamed(self, path: str, what: str) -> Iterator[None]:
-        """Raises what fails in the body as an error that names server and file.
+        """Converts an error that is raised in the body to an error that names server
+        and file; ``what`` is what the body does: "writing".
 
         Raises:
-            AlreadyExistsError, NotFoundError, ResourceExhaustedError: With this server.
+            AlreadyExistsError, NotFoundError, ResourceExhaustedError: With the name of
+                the server added.
             PermissionDeniedError: The user of this server may not touch the file.
-            DataLossError: As it is.
-            UnavailableError: Anything else that the system says.
+            DataLossError: Unchanged.
+            UnavailableError: Any other error of the system.
         """
         try:
             yield
@@ -91,7 +97,8 @@ class DiskThread:
         """Refuses a relative path.
 
         Raises:
-            InvalidArgumentError: Where that is depends on where the server was started.
+            InvalidArgumentError: The path is relative, so the file would depend on the
+                folder in which the server was started.
         """
         if not os.path.isabs(path) or "\0" in path:
             raise InvalidArgumentError(
@@ -101,7 +108,7 @@ class DiskThread:
 
 
 class NewFile:
-    """A file of tensors that is being written; all methods are jobs of the disk."""
+    """A file of tensors that is being written; call all methods on the disk thread."""
 
     def __init__(
         self, disk: DiskThread, path: str, tensors: Sequence[TensorInfo]
@@ -127,7 +134,7 @@ class NewFile:
             self.digests = self._writer.finish()
 
     def abort(self) -> None:
-        """Removes it, unless it was finished."""
+        """Removes the file, unless it was finished."""
         if self._writer is not None:
             self._writer.abort()
 
@@ -136,16 +143,17 @@ BUFFERS: Final = 3
 
 
 class SnapshotWrite:
-    """Writes tensors of a snapshot to a file while requests continue, and
-    unpins each piece of a tensor once it is queued for the disk.
+    """Writes tensors of a snapshot to a file while requests continue, and unpins each
+    piece of a tensor once the piece is queued for the disk.
 
     The loop copies a piece whenever its variable is free, and a thread writes, hashes
-    and syncs. Three buffers: one is filled while another is written and a third one
-    waits, so that the disk never waits for the loop, and memory does not depend on the
-    tensors. What is no longer written is not copied at all.
+    and syncs. There are three buffers: one is filled while another is written and a
+    third one waits, so that the disk never waits for the loop, and memory does not
+    depend on the size of the tensors. Pinned memory that no update will write to any
+    longer is written without a copy.
 
     Args:
-        turn: What holds off updates of variables.
+        turn: Holds names of variables, so that no update runs.
     """
 
     def __init__(self, snapshot: ServerSnapshot, disk: DiskThread, turn: Turn) -> None:
@@ -156,9 +164,9 @@ class SnapshotWrite:
     async def run(
         self, path: str, tensors: Sequence[SnapshotTensor], names: Sequence[str]
     ) -> SnapshotWritten:
-        """Creates the file, fills it and syncs it.
+        """Creates the file, fills it and flushes it to the disk.
 
-        Raises: What `DiskThread.blamed` says, and then there is no file of ours.
+        Raises: The errors of `DiskThread.blamed`; the new file is removed then.
             NotFoundError: The snapshot was released meanwhile.
 
         Cancellation: the file is removed.
@@ -226,5 +234,5 @@ class SnapshotWrite:
 
 
 def _buffer() -> np.ndarray:
-    """Allocates a buffer that is aligned for the disk."""
+    """Allocates a buffer whose address is aligned for direct writes to the disk."""
     return aligned((PIECE,), np.dtype(np.uint8), BLOCK)

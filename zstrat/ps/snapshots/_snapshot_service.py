@@ -1,8 +1,10 @@
-"""Requests about snapshots: pinned, written, read, released (not loaded).
+"""Answers requests to pin, write, read and release snapshots, and passes on those to
+load values.
 
-Between two pieces all others have their turn, so requests here are coroutines that take
-the turns of variables again and again, where those of `zstrat.ps._serving` take them
-once. Files are touched by one thread that does nothing else.
+Other requests are served between two pieces of a tensor, so requests here are
+coroutines that take exclusive use of variables again and again, for one piece each;
+requests in `zstrat.ps._serving` do so once. One thread does all file I/O, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ if TYPE_CHECKING:
     from ._snapshot_files import Turn
 
 ENTRIES: Final = 1024
-"""Tensors that one answer describes: with long names they still fit into a header."""
+"""The most tensors that one answer describes: with long names they still fit into a
+header."""
 
 MAX_READ_BYTES: Final = 64 * 2**20
-"""Bytes of a tensor that one answer brings."""
+"""The most bytes of a tensor that one answer contains."""
 
 SnapshotRequest = (
     PinSnapshot
@@ -63,13 +66,14 @@ SnapshotRequest = (
 
 
 class SnapshotService:
-    """The snapshots of one parameter server.
+    """Serves requests about snapshots on one parameter server.
 
     Args:
-        turn: Holds off others from names: keys of variables, optimizers.
-        check: Raises unless the session is the one that is open.
+        turn: Holds names (keys of variables, optimizers), so that no other request uses
+            them.
+        check: Raises unless the session with this number is open.
         compute: The thread on which optimizers run.
-        make_thread: Makes another one, for files.
+        make_thread: Makes the thread for file I/O.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class SnapshotService:
         self._loads = Loads(task, store, turn, check, compute, self._disk)
         self._snapshots = Snapshots(task)
         self._epoch = 0
-        """Grows when the coordinator is lost: what it asked for before is not wanted.
+        """Grows when the coordinator is lost, so that requests from before can be given
+        up.
+
         """
         self._sorting = asyncio.Lock()
         self._busy = 0
@@ -96,7 +102,7 @@ class SnapshotService:
         self._idle.set()
 
     def handle(self, message: SnapshotRequest) -> Message | Awaitable[Message]:
-        """Answers one request of the session that is open."""
+        """Answers one request of the open session."""
         match message:
             case PinSnapshot():
                 # Now: a coroutine starts later, and its coordinator may be lost then.
@@ -118,18 +124,18 @@ class SnapshotService:
                 assert_never(message)
 
     def clear(self) -> None:
-        """Releases everything; what is being written is given up and removed."""
+        """Releases all snapshots; gives up and removes files that are being written."""
         # Before anything is released: what runs at the moment finds the epoch changed.
         self._epoch += 1
         self._snapshots.clear()
 
     async def close(self, deadline: float) -> bool:
-        """Finishes what is under way, or gives it up at the deadline (loop time).
+        """Finishes requests under way, or gives them up at the deadline (loop time).
 
         Returns:
-            False if the thread has not ended by then.
+            False if the file thread has not ended by the deadline.
 
-        Cancellation: gives it up at once.
+        Cancellation: gives requests up at once.
         """
         finished = True
         try:
@@ -150,8 +156,9 @@ class SnapshotService:
         }
 
     def _require(self, epoch: int) -> None:
-        """Raises UnavailableError if the coordinator was lost since, which then has no
-        snapshots here; those of its next connection may have the same numbers."""
+        """Raises UnavailableError if the coordinator was lost since ``epoch``: its
+        snapshots are gone, and snapshots of its next connection may have the same
+        numbers."""
         if epoch != self._epoch:
             raise UnavailableError(
                 f"{self._task}: the coordinator that asked for this snapshot was lost "
@@ -230,7 +237,7 @@ class SnapshotService:
         return SnapshotPart((part,))
 
     async def _sort(self, tensor: SnapshotTensor) -> None:
-        """Finds the order of the rows of a table, if it is not known yet."""
+        """Computes the order of the rows of a table, if it is not known yet."""
         order = tensor.order
         if order is None or order.is_known:
             return

@@ -1,8 +1,8 @@
-"""Rows of a table of any id that come from elsewhere, each with its id.
+"""Loads rows of a table of any id, each with its id, from files or a message.
 
-What replaces a table is made beside it, and takes its place when it is whole: until
-then the table is as it was. What is added to a table is written where it is, a block of
-rows at a time.
+A table that replaces another one is made in other memory, and takes its place when it
+is complete: until then the old table stays as it was. Rows that are added to a table
+are written in place, a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ VALUE: Final = TableLeaf(0, "", True)
 _USES, _CLOCK = TableLeaf(0, USES, True), TableLeaf(0, CLOCK, False)
 _TIMES: Final = TableLeaf(0, TIMES, False)
 _COUNTS: Final = TableLeaf(0, COUNTS, True)
-"""How often ids without rows were pushed: they come with ids of their own."""
+"""The leaf of counts: how often each waiting id, which has no row yet, was pushed.
+These have ids of their own."""
 _CHANGED, _CUT = TableLeaf(0, CHANGED, True), TableLeaf(0, CUT, False)
 _GONE: Final = TableLeaf(0, GONE, True)
-"""Ids that go, if they are there: their rows are these ids again."""
+"""The leaf of removed ids: its "rows" are the ids to remove, if the table has them."""
 _OWN: Final = (VALUE, _USES, _CLOCK, _TIMES, _COUNTS, _CHANGED, _CUT, _GONE)
 _APART: Final = (_COUNTS, _GONE)
 _SAME_RULES: Final = "create the table with the same admission= and eviction= as there"
 
 _BLOCK: Final = 4 * 2**20
-"""Bytes of rows that are read, and sent to a backup, at a time."""
+"""Bytes of rows that are read, and logged for a backup, at a time."""
 
 
 class Kind(NamedTuple):
-    """The kind of data that is loaded into a leaf; ``shape``: of one row, if it has
-    rows."""
+    """The dtype and shape of the data for one leaf; ``shape`` is that of one row, if
+    the leaf has rows."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     what: str
-    """Names it in errors."""
+    """The name of the data in errors."""
 
 
 @final
@@ -65,12 +66,14 @@ class TableLoading:
     `add` and `put` on any thread, and `commit` on the event loop, even after a failure.
 
     Args:
-        leaves: What comes.
-        replaces: The table has what comes, and nothing else, in the end.
+        leaves: The leaves for which data will be loaded: value, slots, counts and
+            others.
+        replaces: Whether the loaded rows replace all rows of the table; else they are
+            added.
 
     Raises:
         NotFoundError: No variable has the key.
-        InvalidArgumentError: It is not a table.
+        InvalidArgumentError: The variable is not a table.
     """
 
     def __init__(
@@ -95,11 +98,13 @@ class TableLoading:
         return any(leaf.optimizer for leaf in self._leaves)
 
     def prepare(self) -> None:
-        """Makes slots, and refuses what does not fit.
+        """Makes slots for the data, and checks that all of it fits the table.
 
         Raises:
-            NotFoundError: An optimizer does not exist, or keeps no such leaf.
-            InvalidArgumentError: Something has another shape or dtype than its place.
+            NotFoundError: An optimizer does not exist, or does not keep a slot that is
+                loaded.
+            InvalidArgumentError: The data for a leaf has another shape or dtype than
+                the leaf.
             UnavailableError: The value that rows are added to was lost.
         """
         self._target.cell.require()
@@ -110,11 +115,12 @@ class TableLoading:
             self._make_place(leaf, kind)
 
     def add(self, ids: np.ndarray, rows: Mapping[TableLeaf, np.ndarray]) -> None:
-        """Writes rows ``[n, ...]`` of ids ``[n]``. Those of which no value comes begin
-        as they are born, and those of which a slot does not come as new ones.
+        """Writes rows ``[n, ...]`` for ids ``[n]``. If the value is not loaded, ids
+        without a row get the initial value of the table; if a slot is not loaded, the
+        initial slot.
 
         Raises:
-            ResourceExhaustedError: There is no memory; the rows were not added.
+            ResourceExhaustedError: There is no memory for the rows; none was added.
         """
         target = self._target
         assert target.table is not None
@@ -154,7 +160,7 @@ class TableLoading:
             target.table.changed.settle()
 
     def put(self, leaf: TableLeaf, value: np.ndarray) -> None:
-        """Writes a slot that has no rows."""
+        """Writes a leaf that has no rows: one value for the whole table."""
         cell = self._cell(leaf)
         if leaf == _CLOCK:  # parts of a table may have had other pushes
             value = np.maximum(cell.look(), value)
@@ -165,7 +171,9 @@ class TableLoading:
         self._fill(leaf, 0, 1)
 
     def commit(self, *, whole: bool) -> None:
-        """Makes readers see what has changed; ``whole``: it did not fail."""
+        """Gives the table a new version, so that readers see what has changed. If
+        ``whole``, all was loaded, and a table that replaces another one takes its
+        place."""
         held, target = self._held, self._target
         if self.replaces and whole:
             assert target.table is not None
@@ -179,7 +187,7 @@ class TableLoading:
             held.version += 1
 
     def content(self) -> Iterator[StoreTable]:
-        """Yields messages that bring all of the table as it is; call it after
+        """Yields messages that transfer the whole table as it is now; call it after
         `commit`."""
         # Copies, as the log sends them while the table changes.
         held, alone = self._held, dict[TableLeaf, np.ndarray]()
@@ -292,7 +300,7 @@ class TableLoading:
 
 
 class SentRows(NamedTuple):
-    """Rows that came with a message, and slots without rows."""
+    """The rows that a message contains, and its slots without rows."""
 
     ids: np.ndarray
     rows: Mapping[TableLeaf, np.ndarray]
@@ -312,7 +320,8 @@ class SentRows(NamedTuple):
 
 
 class RowsToAdd(NamedTuple):
-    """Prepares to add rows, and adds them, where optimizers run."""
+    """Rows to add to a table on the thread of optimizers: its `compute` prepares and
+    adds them."""
 
     rows: SentRows
     loading: TableLoading
@@ -323,10 +332,10 @@ class RowsToAdd(NamedTuple):
 
 
 def sent_rows(message: StoreTable, task: str) -> SentRows:
-    """Returns what came with a message.
+    """Returns the rows and slots that a message contains.
 
     Raises:
-        InvalidArgumentError: The arrays are not ids and one for each leaf.
+        InvalidArgumentError: The arrays are not one of ids and one for each leaf.
     """
     ids, *values = message.arrays or (np.empty(0),)
     leaves = message.leaves
@@ -351,8 +360,8 @@ def sent_rows(message: StoreTable, task: str) -> SentRows:
 
 @final
 class TableFile:
-    """Tensors of one file whose rows belong to the same ids; or slots without rows,
-    then ``ids`` is "". On the thread of the disk."""
+    """Tensors of one file whose rows belong to the same ids; or slots without rows, if
+    ``ids`` is "". Used on the disk thread."""
 
     def __init__(
         self, path: str, reader: TensorReader, ids: str, disk: DiskThread
@@ -374,7 +383,7 @@ class TableFile:
 
         Raises:
             NotFoundError: The file has no such tensor.
-            InvalidArgumentError: It has not a row for each id.
+            InvalidArgumentError: The tensor does not have one row for each id.
         """
         info = self._reader.info(tensor.name)
         what, shape = f"{tensor.name!r} of {self._path}", info.shape
@@ -394,7 +403,7 @@ class TableFile:
         self.kinds[leaf] = Kind(info.numpy_dtype, shape, what)
 
     def add_to(self, loading: TableLoading, first: int, last: int) -> None:
-        """Adds the rows of buckets to a table."""
+        """Adds the rows in the buckets from ``first`` to before ``last`` to a table."""
         # Without ids there are no buckets to choose by.
         if not self._ids:
             for leaf, kind in self.kinds.items():

@@ -1,4 +1,5 @@
-"""The variables of one server: values, versions, what was applied already."""
+"""The variables of one parameter server: values, versions, and the updates that were
+applied."""
 
 from zstrat.doors import fetched_late
 

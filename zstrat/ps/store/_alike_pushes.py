@@ -1,9 +1,9 @@
-"""Pushes that are like the one before.
+"""Plans pushes that are like the one before, without checking each update again.
 
-A worker sends whole gradients of the same variables at each step, each by itself or
-those of small ones side by side. That they fit was checked when the first of these
-pushes came, and is so until variables, bindings, or the shapes and dtypes of the
-gradients change. So nothing is done in Python for each variable of a set.
+A worker sends whole gradients of the same variables at each step, each in an array of
+its own, or those of a set of small variables concatenated in one. The first of these
+pushes is checked; its result is valid until variables, bindings, or the shapes and
+dtypes of the gradients change. So no Python code runs for each variable of a set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._variables import HeldSet, HeldVariables
 
 MANY: Final = 16
-"""Updates that are worth remembering."""
+"""The fewest updates of a push that is worth remembering."""
 
 _WHOLE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_SET)
 
@@ -34,7 +34,7 @@ _OPERANDS: Final = int(UpdateOp.OPERANDS)
 
 @dataclass(slots=True)
 class AlikePushes:
-    """Remembers how the latest push of one store was planned, for pushes like it."""
+    """Remembers the plan of the latest push of one store, for pushes like it."""
 
     _updates: Sequence[Update] = ()
     _kinds: list[tuple[object, ...]] = field(default_factory=list)
@@ -43,13 +43,13 @@ class AlikePushes:
     _planned: Sequence[ServerUpdate] = ()
     _steps: list[SlotStep] = field(default_factory=list)
     _sets: Sequence[HeldSet | None] = ()
-    """Which set each update is of, if it is of one."""
+    """For each update the set of small variables that it belongs to, or None."""
     _work: int = 0
 
     def plan(
         self, push: Push, variables: HeldVariables, engine: OptimizerEngine
     ) -> PushPlan:
-        """Plans a push. Raises as `push_plan`."""
+        """Returns the plan of a push. Raises as `push_plan`."""
         known = self._again(push, variables, engine)
         if known is not None:
             return known
@@ -60,7 +60,8 @@ class AlikePushes:
     def _again(
         self, push: Push, variables: HeldVariables, engine: OptimizerEngine
     ) -> PushPlan | None:
-        """Returns the plan of a push that is like the latest one."""
+        """Returns a plan from the remembered one, if the push is like the latest push;
+        else None."""
         known = self._optimizer
         if (
             # Cheapest first: most servers get other pushes in between, which differ
@@ -92,8 +93,8 @@ class AlikePushes:
     def _note(
         self, plan: PushPlan, variables: HeldVariables, engine: OptimizerEngine
     ) -> None:
-        """Remembers a push, if it is of many whole gradients for one optimizer and of
-        nothing else."""
+        """Remembers the plan of a push, if it is of many whole gradients for one
+        optimizer and of nothing else."""
         # `runs_of` begins with a plain run, which is empty for such a push.
         runs = [run for run in plan.runs if run.optimizer or run.plain]
         if len(plan.updates) < MANY or len(runs) != 1 or runs[0].optimizer is None:
@@ -129,7 +130,8 @@ def _kinds_of(push: Push) -> list[tuple[object, ...]]:
 
 
 def _sets_of(push: Push, variables: HeldVariables) -> list[HeldSet | None]:
-    """Returns which set each update of a push is of, if it is of one."""
+    """Returns for each update of a push the set of small variables that it belongs to,
+    or None."""
     found: list[HeldSet | None] = []
     at = 0
     for update in push.updates:
@@ -143,6 +145,7 @@ def _sets_of(push: Push, variables: HeldVariables) -> list[HeldSet | None]:
 def _state_of(
     variables: HeldVariables, engine: OptimizerEngine, known: Registered
 ) -> tuple[object, ...]:
-    """Returns what changes when a push may have to be checked again."""
+    """Returns values that change when the remembered checks of a push may no longer be
+    valid."""
     is_there = known.optimizer in engine and engine.get(known.optimizer) is known
     return variables.changes, known.bindings.changes, is_there

@@ -1,10 +1,10 @@
-"""Where the value of one variable lives, and who may still be looking at it.
+"""Cells: the memory of the values of variables, and the leases of readers on it.
 
 The law: **memory that a reader can see is never written.** A reader gets the live
 buffer, without a copy, as a read-only array (a *lease*); an update writes in place if
-no lease is alive and into other memory if one is. How much memory the updates of a push
-need beside the value is decided without a cell being touched: it is what `Cell.reserve`
-has to have before the first of them begins.
+no lease is alive and into other memory (*beside* the value) if one is. How much other
+memory the updates of a push need is computed before any cell is changed: `Cell.reserve`
+allocates it before the first update begins.
 
 A cell is in one of two states:
 
@@ -14,7 +14,8 @@ A cell is in one of two states:
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
     buffer. XLA donates (writes in place) a buffer only while nothing else refers to it
     and otherwise computes into fresh memory: its own accounting keeps the law, and the
-    tests of this file hold it to that. Or it is a part of a `Flat`, which XLA reads.
+    tests of this file hold it to that. Or the value is a part of a `Flat`, the
+    concatenated values of several cells, which XLA reads.
 
 A lease of a host buffer is a view of a *window*, an array over a read-only memoryview
 of the buffer. numpy makes a view of a view point at the array that owns the memory,
@@ -22,13 +23,14 @@ which would hide views from a weak reference; but it stops at an array whose own
 not an ndarray (``PyArray_SetBaseObject``). So every view derived from a lease, by
 anybody, keeps the window alive, and one weak reference shows whether a reader has it.
 
-A host buffer that goes to XLA is read there, never donated: donation of memory that
-numpy owns is declined by XLA, and afterwards the cell is in the device state, where
-nobody writes the old buffer. Going back, a plain update computes from the device value
-into a new host buffer.
+XLA only reads a host buffer that it is given, and never writes to it: XLA declines
+donation of memory that numpy owns. After its update the cell is in the device state,
+where nobody writes the old buffer. In the other direction, a plain update computes from
+the device value into a new host buffer.
 
-A *pin* (`_pins`) keeps a value for longer than a lease, and for less: updates of rows
-go on in place while it saves what they overwrite, all others go beside.
+A *pin* (`_pins`) keeps a value for longer than a lease, and needs less memory: updates
+of rows continue in place while the pin saves the rows that they overwrite; all other
+updates write to other memory.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """A host buffer and the lease on it, if one is alive."""
+    """A host buffer, and the lease on it, if any reader holds one."""
 
     __slots__ = ("_bytes", "_rows", "_window", "array")
 
     def __init__(self, array: np.ndarray) -> None:
-        """``array``: of our own, writable and in C order."""
+        """``array``: memory of this process alone, writable and in C order."""
         self.array = array
         # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
         self._bytes = array.reshape(-1).view(np.uint8).data.toreadonly()
@@ -66,7 +68,8 @@ class Buffer:
 
     @property
     def rows(self) -> np.ndarray:
-        """The rows as opaque elements (`as_rows`): a view that is made once."""
+        """The buffer as a vector of opaque rows (`as_rows`): a view that is made
+        once."""
         if self._rows is None:
             self._rows = as_rows(self.array)
         return self._rows
@@ -76,8 +79,9 @@ class Buffer:
         return self._window is not None and self._window() is not None
 
     def lease(self) -> np.ndarray:
-        """Returns the value, read-only and without a copy. Leases that live at the same
-        time share one window, which therefore dies with the last of them."""
+        """Returns the value, read-only and without a copy. Leases that are alive at the
+        same time share one window (see the module), which is freed with the last of
+        them."""
         array = self.array
         if not array.size:
             return np.empty(array.shape, array.dtype)  # frombuffer wants a byte
@@ -90,7 +94,7 @@ class Buffer:
 
 
 class Write(Enum):
-    """What an update does to a value."""
+    """The ways in which an update writes to a value."""
 
     REPLACE = "numpy writes all of it, whatever it was"
     WHOLE = "numpy computes all of it from what it was"
@@ -101,11 +105,13 @@ class Write(Enum):
 def wanted_beside(
     cell: Cell, writes: Iterable[Write], is_lost: bool, on_device: bool
 ) -> int:
-    """Returns how many of these updates, in this order, go beside the value as it is by
-    then: ``is_lost`` if there is none to begin with, ``on_device`` if XLA has it.
+    """Returns how many of these updates, in this order, need other memory than the
+    present value's, given that before them the value ``is_lost``, or is XLA's
+    (``on_device``).
 
     Raises:
-        UnavailableError: The value was lost, and is not assigned first.
+        UnavailableError: The value was lost, and the first update does not assign a new
+            one.
     """
     wanted = 0
     for write in writes:
@@ -127,16 +133,16 @@ def wanted_beside(
 
 
 SPARE_KEPT_FOR: Final = 16
-"""Updates in place after which the second buffer is given up: readers that overlap
-updates come back within a few steps, a reader that came once does not."""
+"""Number of updates in place after which the second buffer is freed: readers that
+overlap updates return within a few steps, a reader that came once does not."""
 
 
 class Cell:
     """The value of one variable, with copy-on-write. One user at a time: no locks.
 
-    An update by numpy is ``source, out = begin()``, compute, ``settle()``; one of some
-    rows is ``out = begin_rows(indices)``, write those, ``settle()``; and one by XLA is
-    ``give()``, compute, ``take_back()``.
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; an update of
+    some rows is ``out = begin_rows(indices)``, write those rows, ``settle()``; and an
+    update by XLA is ``give()``, compute, ``take_back()``.
     """
 
     __slots__ = (
@@ -155,10 +161,10 @@ class Cell:
     )
 
     grows: ClassVar[bool] = False
-    """Whether rows come and go (`zstrat.ps.tables`)."""
+    """Whether rows of the cell can be added and removed (`zstrat.ps.tables`)."""
 
     def __init__(self, initial: np.ndarray) -> None:
-        """Copies ``initial``, an array of any layout."""
+        """Makes a cell whose value is a copy of ``initial``, an array of any layout."""
         # Not `initial` itself: an array of a message is read-only memory of the
         # connection.
         array = lasting(initial.shape, initial.dtype)
@@ -169,8 +175,8 @@ class Cell:
     def around(cls, array: np.ndarray) -> Cell:
         """Makes ``array`` itself the value, without a copy.
 
-        It is writable, in C order, owns its memory, and nobody else refers to it. It
-        need not be aligned: XLA then copies it when it first reads it.
+        The array must be writable, in C order, own its memory, and nobody else may
+        refer to it. If it is not aligned, XLA copies it at the first read.
         """
         cell = cls.__new__(cls)
         cell._start(array.shape, array.dtype, Buffer(array), None)
@@ -178,7 +184,8 @@ class Cell:
 
     @classmethod
     def on_device(cls, value: Any) -> Cell:
-        """Makes an immutable array of XLA's the value, without a copy."""
+        """Makes a cell whose value is ``value``, an immutable array of XLA, without a
+        copy."""
         cell = cls.__new__(cls)
         cell._start(tuple(value.shape), np.dtype(value.dtype), None, value)
         return cell
@@ -193,28 +200,31 @@ class Cell:
         self.shape, self.dtype = shape, dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
         self._buffer, self.device = buffer, device
-        """``device``: the value of XLA's, or the `Part` of a `Flat`, if it is that."""
+        """``device``: the array of XLA, or the `Part` of a `Flat`, that is the value;
+        None if the value is in the host buffer."""
         self.who = "a value"
-        """Names it in errors."""
+        """The name of the value in errors."""
         self._spare: Buffer | None = None
         self._reserved: list[Buffer] = []
         self._writing: Buffer | None = None
         self._pins: tuple[Pin, ...] = ()
-        """Those that share the buffer with the value: none while it is on the device.
+        """The pins that share the buffer with the value; empty while the value is on
+        the device.
+
         """
         self._idle = 0
         self._lost = ""
 
     @property
     def host(self) -> np.ndarray | None:
-        """The buffer that is the value just now, for code that compares or reads it and
-        makes sure afterwards that it still was; None on the device, or if it was lost.
-        """
+        """The buffer that is the value now, for code that reads it and afterwards
+        checks that it is still the value; None if the value is on the device, or was
+        lost."""
         return None if self._buffer is None else self._buffer.array
 
     @property
     def lost(self) -> str:
-        """Why there is no value (`lose`); "" if there is one."""
+        """Why the value was lost (`lose`); "" if it was not."""
         return self._lost
 
     @property
@@ -224,36 +234,41 @@ class Cell:
 
     @property
     def part(self) -> Part | None:
-        """The value, if it is a part of a `Flat`."""
+        """The part of a `Flat` that is the value; None if the value is not part of
+        one."""
         device = self.device
         return device if isinstance(device, Part) else None
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row; of a scalar: of all of it."""
+        """Bytes of one row; of a scalar, all its bytes."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it owns: the value and, if readers overlap updates, a second."""
+        """Bytes of memory that the cell owns: the value and, if readers overlap
+        updates, a second buffer."""
         return self.nbytes * (1 + (self._spare is not None) + len(self._reserved))
 
     @property
     def is_shared(self) -> bool:
-        """Whether the next update of rows cannot work in place."""
+        """Whether the next update of rows cannot work in place, because of a lease, or
+        because a pin cannot save single rows."""
         buffer = self._buffer
         return buffer is None or buffer.is_leased or not self._logs_rows()
 
     @property
     def is_pinned(self) -> bool:
-        """Whether an update of the whole value, too, has to go beside it."""
+        """Whether a pin makes the next update of the whole value use other memory,
+        too."""
         # Dropped here and not when they end: pins may be released on another thread.
         if self._pins:
             self._pins = tuple(pin for pin in self._pins if not pin.is_over)
         return bool(self._pins)
 
     def pin(self) -> Pin:
-        """Keeps the value as it is now, until the pin is over. Costs nothing yet.
+        """Returns a pin, which keeps the value as it is now until the pin is released.
+        Costs nothing at first.
 
         Raises:
             UnavailableError: The value was lost (`lose`).
@@ -267,18 +282,21 @@ class Cell:
         return pin
 
     def lease(self) -> np.ndarray:
-        """Returns the value, read-only and without a copy; it never changes
-        afterwards."""
+        """Returns the value, read-only and without a copy. The returned array never
+        changes."""
         if self._buffer is not None:
             return self._buffer.lease()
         return self._view()
 
     def reserve(self, writes: Iterable[Write]) -> None:
-        """Makes sure that the next updates can begin, in this order.
+        """Allocates the memory that the next updates will need, in this order, so that
+        none can fail for lack of it.
 
         Raises:
-            UnavailableError: The value was lost (`lose`), and is not assigned first.
-            ResourceExhaustedError: There is no memory beside what readers look at.
+            UnavailableError: The value was lost (`lose`), and the first update does not
+                assign a new one.
+            ResourceExhaustedError: There is no memory in addition to that which readers
+                hold.
         """
         # Counted first, so that nothing changes if a value was lost.
         on_device = self._buffer is None
@@ -295,7 +313,7 @@ class Cell:
             self._reserved.append(self._beside())
 
     def unreserve(self) -> None:
-        """Gives up what `reserve` set aside and no update has begun to use."""
+        """Frees the memory that `reserve` allocated and no update has begun to use."""
         self._reserved.clear()
 
     def require(self) -> None:
@@ -310,18 +328,18 @@ class Cell:
         """Starts an update by numpy.
 
         Returns:
-            ``(source, out)``: the value and where to write the new one: the same array
-            if nobody looks at it, and otherwise memory that becomes the value by
-            `settle`.
+            ``(source, out)``: the value, and the array to write the new value to. They
+            are the same array if no reader holds the value; otherwise ``out`` becomes
+            the value by `settle`.
         """
         return self.look(), self.overwrite()
 
     def begin_rows(self, indices: np.ndarray) -> np.ndarray:
-        """Starts an update of the rows ``indices`` ([n], inside, maybe repeated).
+        """Starts an update of the rows ``indices`` ([n], in range, may repeat).
 
         Returns:
-            Where they are, among all the others: to be read and written, and nothing
-            but those rows; then `settle`.
+            The array of all rows, of which only these may be read and written; call
+            `settle` afterwards.
         """
         buffer = self._buffer
         # In place, unless a reader sees this memory or a pinned row is too wide to log.
@@ -338,20 +356,22 @@ class Cell:
         return out
 
     def rows_in_place(self) -> np.ndarray | None:
-        """Returns the rows as opaque elements, which may be written where they are for
-        as long as nothing else is done to this cell: `begin_rows` and `settle`, when
-        there is nothing that these would have to do; None if there is."""
+        """Returns the rows as opaque elements, which may be written in place until
+        anything else is done to this cell. Replaces `begin_rows` and `settle` where
+        these would have nothing to do; None where they would."""
         buffer = self._buffer
         if buffer is None or self._spare is not None or self._reserved:
             return None
         return None if buffer.is_leased or self.is_pinned else buffer.rows
 
     def look(self) -> np.ndarray:
-        """Returns the value, for as long as nothing is done to this cell: no lease."""
+        """Returns the value without a lease: valid until anything else is done to this
+        cell."""
         return self._view() if self._buffer is None else self._buffer.array
 
     def overwrite(self) -> np.ndarray:
-        """Starts an update that does not need the old value; `settle` ends it too."""
+        """Starts an update that does not need the old value; returns the array to write
+        to. End it with `settle`."""
         buffer = self._buffer
         if buffer is not None and not buffer.is_leased and not self.is_pinned:
             self._rest()
@@ -365,7 +385,8 @@ class Cell:
         return self._writing.array
 
     def settle(self) -> None:
-        """Makes the array that `begin` handed out the value."""
+        """Ends an update: the array that `begin` returned for writing becomes the
+        value."""
         assert self._writing is not None, "settle() without begin()"
         # Before it becomes the spare: pins take a lease on it, so that it is not
         # written.
@@ -378,8 +399,8 @@ class Cell:
     def sibling(
         self, row: tuple[int, ...], dtype: np.dtype, height: int | None = None
     ) -> Cell:
-        """Makes a cell with as many rows, or ``height``, which have this shape and any
-        values.
+        """Returns a new cell whose rows have the shape ``row`` and any content: as many
+        rows as this cell, or ``height``.
 
         Raises:
             MemoryError: There is no memory.
@@ -388,17 +409,17 @@ class Cell:
         return Cell.around(lasting((*rows, *row), dtype))
 
     def replace(self, array: np.ndarray) -> None:
-        """Makes ``array`` the value, which is nobody else's: writable, aligned, in C
-        order and of its shape and dtype. The old one is left to its readers.
-        """
+        """Makes ``array`` the value. Nobody else may refer to the array; it is
+        writable, aligned, in C order and of the value's shape and dtype. The old value
+        is left to its readers."""
         if self._buffer is not None:
             self._leave(self._buffer)
         self._rest()
         self._buffer, self.device = Buffer(array), None
 
     def give(self) -> object:
-        """Returns the value for XLA: an array that it may donate, or memory that it
-        reads.
+        """Returns the value for an update by XLA: an array that XLA may donate, or
+        memory that it only reads.
 
         Raises:
             UnavailableError: The value was lost (`lose`).
@@ -410,15 +431,16 @@ class Cell:
         return device.view() if isinstance(device, Part) else device
 
     def take_back(self, value: object) -> None:
-        """Makes a fresh, immutable array of XLA's the value, or a `Part` of one."""
+        """Makes the result of XLA the value: a fresh, immutable array, or a `Part` of
+        one."""
         if self._buffer is not None:
             self._leave(self._buffer)
         # From now on XLA makes the memory, and a spare would only cost as much again.
         self.device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
-        """Drops the value until it is assigned, as an optimizer failed while it
-        wrote."""
+        """Drops the value until a new one is assigned, because an optimizer failed
+        while it wrote."""
         # What was pinned stays: a snapshot of it may still be written.
         if self._buffer is not None:
             self._leave(self._buffer)
@@ -438,7 +460,7 @@ class Cell:
         return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
 
     def _leave(self, buffer: Buffer) -> None:
-        """Leaves the buffer to its pins, as the value goes elsewhere."""
+        """Leaves the buffer to its pins, because the value moves to other memory."""
         for pin in self._pins:
             pin.freeze(buffer.lease())
         # A lease, by which the buffer counts as in use if it becomes a spare.

@@ -1,8 +1,8 @@
 """The log of the changes of a store, from which another process keeps a backup.
 
 A change is logged as the message that made it, or as one that replays it on a store
-that had all changes before it. A replay decides nothing: what was refused, or was a
-duplicate, is not logged. Changes that cannot be replayed are logged as values.
+that had all changes before it. A replay decides nothing: refused and duplicate requests
+are not logged. Changes that cannot be replayed are logged as the new values.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ class ChangeLog(Protocol):
     """Receives the changes of a store, to keep a backup of it."""
 
     def append(self, change: Message) -> None:
-        """Receives a change when it has been made, as a message that replays it. The
-        session in such a message is 0."""
+        """Receives a change after it was made, as a message that replays it. The
+        session in the message is 0."""
 
     def mark_diverged(self, why: str) -> None:
-        """Notes that the store has changed in a way that no message describes."""
+        """Marks the backup as diverged: the store has changed in a way that no message
+        describes."""
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
-        """Returns the answer to a change, or a future that gets it when the backup
-        has the change."""
+        """Returns the answer to a change, or, if the answer must wait, a future of it
+        that is done when the backup has the change."""
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:
-        """Does what `hold` does, for an answer that is awaited already."""
+        """Sets the future to the answer when the backup has the change; as `hold`, for
+        an answer that a caller awaits already."""
 
 
 @final
 class TwoLogs:
-    """Passes changes to two logs; an answer leaves when both let it."""
+    """Passes changes to two logs; an answer is sent when both logs allow it."""
 
     def __init__(self, *logs: ChangeLog) -> None:
         self.logs = logs
@@ -88,7 +90,8 @@ class TwoLogs:
 
 
 def with_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog:
-    """Returns a log that passes changes to both."""
+    """Returns a log that passes changes to the log ``present`` (if there is one) and to
+    ``log``."""
     return log if present is None else TwoLogs(present, log)
 
 
@@ -104,7 +107,8 @@ def without_log(present: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
 
 
 async def acknowledged(log: ChangeLog | None, answer: T) -> T:
-    """Returns the answer when it may leave. Cancellation: it is given up."""
+    """Returns the answer when the log allows it to be sent. Cancellation: the answer is
+    given up."""
     held = answer if log is None else log.hold(answer)
     if isinstance(held, asyncio.Future):
         await held
@@ -115,7 +119,7 @@ def log_plan(
     log: ChangeLog,
     plan: CreatePlan | InitializePlan | TablesPlan | OptimizerPlan | BindPlan,
 ) -> None:
-    """Logs a plan that was committed."""
+    """Logs the change that a committed plan has made."""
     match plan:
         case CreatePlan(entries=entries, arrays=arrays):
             if entries:

@@ -1,14 +1,15 @@
-"""New variables and tables: validated, made with first values, and fit for the memory.
+"""Plans that create variables and tables: they validate the request, make the initial
+values, and check the memory.
 
-As all plans (`_plans`), new variables are computed on any thread, and fail as a whole.
-One of a key, name, shape and dtype that is there already is left as it is.
+As all plans (`_plans`), these can be computed on any thread, and fail as a whole. A
+variable that exists already with the same key, name, shape and dtype stays as it is.
 
-A first value may be made where it will live, by a shipped initializer. A table may be
-as large as this machine's memory, so its value is taken over as the initializer made
-it, without a copy, if nobody else can refer to it. How much memory is left, the kernel
-estimates.
+A shipped initializer may make the initial value on the server. A table may be as large
+as this machine's memory, so the array that the initializer returns becomes the value
+without a copy, if nobody else can refer to it. The kernel estimates how much memory is
+left.
 
-New tables of any id are tried before they are there.
+The initializer of a new table of any id is tried on one row before the table exists.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ if TYPE_CHECKING:
 
 
 SMALL: Final = 2**26
-"""Values up to this size are copied, so that they are aligned, and are in huge pages;
-of larger ones nearly all pages are huge anyway."""
+"""The largest size in bytes of values that are copied, so that they are aligned, and in
+huge pages; nearly all pages of larger values are huge anyway."""
 
 
 def made(initialize: object, entry: InitialEntry) -> Cell:
-    """Returns the value of a new variable: what the initializer returns for its part.
+    """Returns a cell with the value of a new variable, which the shipped initializer
+    makes.
 
     Raises:
-        InvalidArgumentError: It is not callable, it raises, or it returns something of
+        InvalidArgumentError: The initializer is not callable, raises, or returns
             another shape or dtype.
     """
     who = f"the initializer of variable {entry.name!r}"
@@ -84,8 +86,8 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
 
 
 def _is_ours(value: np.ndarray) -> bool:
-    """Returns whether it owns memory that we may write to, laid out as a cell wants
-    it."""
+    """Returns whether an array owns its memory, and is writable, in C order and in
+    native byte order, as the array of a cell has to be."""
     flags = value.flags
     return (
         type(value) is np.ndarray
@@ -98,7 +100,8 @@ def _is_ours(value: np.ndarray) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CreatePlan:
-    """Validated new variables. ``work`` is their bytes."""
+    """The plan to create validated variables with given values. ``work`` is the bytes
+    of the values."""
 
     generation: int
     entries: Sequence[VariableEntry]
@@ -125,7 +128,8 @@ class CreatePlan:
 
 @dataclass(frozen=True, slots=True)
 class InitializePlan:
-    """Validated new variables, whose values a shipped initializer will make."""
+    """The plan to create validated variables whose values a shipped initializer
+    makes."""
 
     generation: int
     entries: Sequence[InitialEntry]
@@ -135,10 +139,11 @@ class InitializePlan:
     cells: list[Cell] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Has the shipped initializer make the values.
+        """Makes the values with the shipped initializer.
 
         Raises:
-            InvalidArgumentError: A value is not what was announced.
+            InvalidArgumentError: The initializer fails, or makes a value of another
+                shape or dtype than announced.
             ResourceExhaustedError: Memory is exhausted.
         """
         # Once for all entries, and not at all if they are there: loading runs shipped
@@ -159,12 +164,13 @@ def create_plan(
     arrays: Sequence[np.ndarray],
     variables: HeldVariables,
 ) -> CreatePlan:
-    """Returns new variables with their values; those that are there already are left
-    out.
+    """Returns the plan to create variables with these values; existing variables are
+    left out.
 
     Raises:
-        AlreadyExistsError: A key is taken by another name, shape or dtype.
-        InvalidArgumentError: The message is not one array per entry, keys repeat.
+        AlreadyExistsError: A variable of another name, shape or dtype has one of the
+            keys.
+        InvalidArgumentError: There is not one array per entry, or keys repeat.
     """
     task = variables.task
     if len(entries) != len(arrays):
@@ -189,12 +195,14 @@ def initialize_plan(
     load_code: Callable[[bytes], object],
     variables: HeldVariables,
 ) -> InitializePlan:
-    """Plans variables whose values shipped code computes, as `create_plan`.
+    """Returns the plan to create variables whose values shipped code makes; else as
+    `create_plan`.
 
     Raises:
-        AlreadyExistsError: A key is taken by another name, shape or dtype.
+        AlreadyExistsError: A variable of another name, shape or dtype has one of the
+            keys.
         InvalidArgumentError: Keys repeat.
-        ProtocolError: No such dtype travels.
+        ProtocolError: A dtype cannot be encoded.
     """
     task, generation = variables.task, variables.generation
     _check_distinct(entries, task)
@@ -236,12 +244,13 @@ def _is_new(
 
 
 _AXES: Final = 8
-"""Axes of a row."""
+"""The most axes of a row of a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class TablesPlan:
-    """Validated new tables, whose rows begin as a shipped initializer makes them."""
+    """The plan to create validated tables, whose new rows a shipped initializer
+    makes."""
 
     generation: int
     entries: Sequence[TableEntry]
@@ -252,10 +261,11 @@ class TablesPlan:
     made: list[HeldVariable] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Loads the initializer, and has it make a row of each table.
+        """Loads the shipped initializer, and tries it on one row of each table.
 
         Raises:
-            InvalidArgumentError: It is not an initializer, or makes no such rows.
+            InvalidArgumentError: The code is not an initializer, or makes rows of
+                another shape or dtype.
         """
         task = self.variables.task
         initializer = self.load_code(self.code) if self.entries else None
@@ -288,12 +298,12 @@ def tables_plan(
     variables: HeldVariables,
     session: int,
 ) -> TablesPlan:
-    """Plans new tables without rows; those that are there already are left out.
+    """Returns the plan to create tables without rows; existing tables are left out.
 
     Raises:
-        AlreadyExistsError: A key is taken by something else.
+        AlreadyExistsError: Something else has one of the keys.
         InvalidArgumentError: Keys repeat, or a row is too large or empty.
-        ProtocolError: No such dtype travels.
+        ProtocolError: A dtype cannot be encoded.
     """
     _check_distinct(entries, variables.task)
     for entry in entries:

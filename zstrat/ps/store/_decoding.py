@@ -1,7 +1,8 @@
-"""Gradients and values in the formats of codecs.
+"""Decodes gradients that arrive, and encodes values that are sent, in the formats of
+codecs.
 
 Gradients are decoded before anything else looks at them, so that logs, copies and
-rounds have plain arrays. Values are encoded last, on their way to the reader.
+rounds have plain arrays. Values are encoded last, when an answer is sent.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _OPTIMIZE, _ROWS = int(UpdateOp.OPTIMIZE), int(UpdateOp.OPTIMIZE_ROWS)
 
 
 def is_coded(updates: Sequence[Update]) -> bool:
-    """Returns whether a gradient is in the format of a codec."""
+    """Returns whether any gradient is in the format of a codec."""
     return any(update.op >= CODED for update in updates)
 
 
 def wants_codec(reads: Sequence[Read]) -> bool:
-    """Returns whether a value is to be sent in the format of a codec."""
+    """Returns whether any value is to be sent in the format of a codec."""
     return any([read.codec for read in reads])  # noqa: C419 (a generator is slower)
 
 
 @final
 @dataclass(slots=True)
 class Decoding:
-    """The gradients of a message, decoded by `compute`, which may run on any thread."""
+    """Decodes the gradients of a message. `compute` may run on any thread."""
 
     updates: Sequence[Update]
     arrays: Sequence[np.ndarray]
@@ -51,7 +52,7 @@ class Decoding:
 
     @property
     def work(self) -> int:
-        """Estimates the bytes that it moves, as `work_of`.
+        """Estimates the bytes that decoding moves, in the unit of `work_of`.
 
         Raises:
             NotFoundError: A variable does not exist.
@@ -65,8 +66,8 @@ class Decoding:
         """Decodes all gradients.
 
         Raises:
-            InvalidArgumentError: An array is not what its codec makes of a gradient of
-                its variable.
+            InvalidArgumentError: An array is not a gradient of its variable in the
+                format of its codec.
             NotFoundError: A variable does not exist.
         """
         updates: list[Update] = []
@@ -84,7 +85,7 @@ class Decoding:
         self.decoded = updates, (*arrays, *self.arrays[at:])
 
     def message(self, message: CodedMessage) -> CodedMessage:
-        """Returns the message with the gradients that were decoded."""
+        """Returns the message with decoded gradients; call it after `compute`."""
         updates, arrays = self.decoded
         return replace(message, updates=updates, arrays=arrays)
 
@@ -120,8 +121,8 @@ class Decoding:
 
 @final
 class ReplyEncoding:
-    """The arrays of an answer, encoded as its reads ask for. `compute` may run on any
-    thread."""
+    """Encodes the arrays of an answer in the formats that its reads ask for. `compute`
+    may run on any thread."""
 
     def __init__(self, task: str, reads: Sequence[Read], pulled: Pulled) -> None:
         self.arrays = pulled.arrays

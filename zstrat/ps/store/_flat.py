@@ -1,12 +1,14 @@
-"""Values of several small variables side by side, as one program has left them.
+"""Flats: the values of several small variables in one array, as one program has left
+them.
 
 A `Flat` is one immutable array, and each cell has a `Part` of it in place of its own
-array. The next program that updates the same cells takes the array as it is, and puts
-another in its place for all of them: nothing is done for each cell, and nothing copied.
-A read of a cell returns a view, which keeps the array of its time.
+array. The next program that updates the same cells takes the array as it is, and
+replaces it by another one for all cells at once: no code runs for each cell, and
+nothing is copied. A read of a cell returns a view, which keeps alive the array of that
+moment.
 
-A cell that is changed by itself takes another value and leaves the flat. What remains
-of the flat then only holds the memory of values that are gone; `Flat.shrink` frees it.
+A cell that is changed alone gets another value and leaves the flat. The flat then still
+holds the memory of the value that left; `Flat.shrink` frees that.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class PartHolder(Protocol):
 
     shape: tuple[int, ...]
     device: object
-    """The value, if it is a part of a flat; or anything else."""
+    """The part that is the value, if it is in a flat; otherwise anything else."""
 
     @property
     def size(self) -> int:
@@ -35,7 +37,7 @@ class PartHolder(Protocol):
         ...
 
     def take_back(self, value: object) -> None:
-        """Takes another value."""
+        """Makes ``value`` the value of the cell."""
         ...
 
 
@@ -53,7 +55,7 @@ class Part:
         self._own: np.ndarray | None = None
 
     def view(self) -> np.ndarray:
-        """Returns the value, read-only. It never changes afterwards."""
+        """Returns the value, read-only. The returned array never changes."""
         flat = self.flat
         if flat is None:
             # After `leave` has written both, in its order: first the copy, then no
@@ -66,7 +68,8 @@ class Part:
         return array[self.start : self.stop].reshape(self._shape)
 
     def leave(self) -> None:
-        """Copies the value out of the flat."""
+        """Copies the value out of the flat, and makes the copy the value of the
+        cell."""
         own = self.view().copy()
         own.flags.writeable = False
         # In this order: another thread may be reading.
@@ -75,16 +78,18 @@ class Part:
 
 @final
 class Flat:
-    """The values of cells in one array ``[n]``, or a scalar that is the value of each.
+    """The values of several cells concatenated in one array ``[n]``, or one scalar that
+    is the value of each.
 
-    ``value`` is XLA's, ``array`` a view of it. One user at a time may change it, who
-    owns all of the cells.
+    ``value`` is an array of XLA, ``array`` a view of it. One user at a time may change
+    the flat, who owns all its cells.
     """
 
     __slots__ = ("_parts", "array", "value")
 
     def __init__(self, value: Any, cells: Sequence[PartHolder]) -> None:
-        """Makes ``value`` the values of the cells, in order."""
+        """Makes ``value``, the concatenated values of ``cells`` in order, the value of
+        all of them."""
         self.become(value)
         self._parts: list[weakref.ref[Part]] = []
         stop = 0
@@ -97,8 +102,8 @@ class Flat:
 
     @staticmethod
     def of(cells: Sequence[PartHolder]) -> Flat | None:
-        """Returns the flat that has the values of these cells, in order, and of no
-        others."""
+        """Returns the flat that has the values of exactly these cells, in order; None
+        if there is none."""
         part = cells[0].device
         flat = part.flat if isinstance(part, Part) else None
         if flat is None or len(flat._parts) != len(cells):
@@ -111,14 +116,15 @@ class Flat:
         return flat if are_there else None
 
     def become(self, value: Any) -> None:
-        """Puts new values in place of all."""
+        """Replaces the values of all cells by those in ``value``."""
         # The parts stay: they are ranges, and find the new array by their flat.
         self.value: Any = value
         self.array: np.ndarray = np.asarray(value)
 
     def shrink(self) -> None:
-        """Gives the memory of values that went elsewhere back, if it is half of it and
-        there is memory for the others: the update that calls this is made already."""
+        """Frees the memory of values that have left, if it is more than half of the
+        flat: copies the remaining values out. Does nothing if there is no memory for
+        the copies, as the update that calls this is already done."""
         left = [part for find in self._parts if (part := find()) is not None]
         if 2 * sum([part.stop - part.start for part in left]) < self.array.size:
             with contextlib.suppress(MemoryError):

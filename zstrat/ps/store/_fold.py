@@ -1,16 +1,16 @@
-"""Adding a large array to a variable while it arrives.
+"""Folds: adds a large pushed array to a variable while the array arrives.
 
-A push is applied whole or not at all, so an addition would begin when the last byte is
-there, and read from memory again what has just been written. A *fold* computes
-``value + chunk`` for each chunk into other memory, and when the body is whole, that
-memory becomes the value. Nobody is kept waiting meanwhile. If another push changes the
+A push is applied whole or not at all, so an addition would begin when the last byte has
+arrived, and read again from memory what has just been written there. A *fold* computes
+``value + chunk`` for each chunk into other memory, and when the body is complete, that
+memory becomes the value. No other request waits meanwhile. If another push changes the
 variable in between, which its version shows, that push wins: the fold kept no copy of
-the chunks that it took, so its own push has to be sent `Again`, and then is taken as it
-is. So that senders that cross each other do not always send everything twice, nothing
-is folded into such a variable for `NOT_FOLDED_AFTER` updates after that.
+its chunks, so its own push has to be sent `Again`, and then is applied without a fold.
+So that senders that push at the same time do not always send everything twice, nothing
+is folded into such a variable for the next `NOT_FOLDED_AFTER` updates.
 
-One at a time per variable, in memory that the connection lends for the body. If the
-sender dies, the fold dies with its connection, and the memory goes back.
+There is one fold at a time per variable, in memory that the connection lends for the
+body. If the sender dies, the fold ends with its connection, which gets the memory back.
 """
 
 from __future__ import annotations
@@ -30,29 +30,32 @@ if TYPE_CHECKING:
     from zstrat.wire import ArraySpec, Message
 
 MIN_FOLDED_BYTES: Final = 4 * 2**20
-"""Bytes below which the loop adds by itself, when all is there, as fast."""
+"""Size in bytes of pushed arrays below which there is no fold: the event loop adds them
+as fast when they have arrived."""
 
 NOT_FOLDED_AFTER: Final = 16
-"""Updates after one that came in between, before the next fold: at the worst one push
-in so many travels twice, and what a fold saves is more than that."""
+"""Number of updates of a variable for which it is not folded into, after another push
+has interrupted a fold. So at worst one push in so many is sent twice, and a fold saves
+more than that."""
 
 _UFUNCS: Final = {int(UpdateOp.ADD): np.add, int(UpdateOp.SUB): np.subtract}
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Fold:
-    """The new value of ``held``, as far as it is computed; lives on the loop."""
+    """The new value of the variable ``held``, as far as it is computed. Lives on the
+    event loop."""
 
     held: HeldVariable
     ufunc: np.ufunc
     source: np.ndarray
-    """The value that is added to, read only while the variable has this ``version``."""
+    """The value to add to. It is read only while the variable has this ``version``."""
     version: int
     sum: np.ndarray | None = None
 
     def take(self, memory: memoryview, offset: int, chunk: bytes | memoryview) -> None:
-        """Adds a chunk to its part of the value; the sum goes to ``memory``, which is
-        the body's. The chunk begins at the byte ``offset`` of the body."""
+        """Adds a chunk of the body, which begins at its byte ``offset``, to that part
+        of the value; writes the sum to ``memory``, which is lent for the body."""
         dtype = self.source.dtype
         # Another push came in between: the rest of the body is received and thrown
         # away.
@@ -72,28 +75,29 @@ class Fold:
 
     @property
     def is_current(self) -> bool:
-        """Whether the variable has not changed since the fold began. It may change as
-        soon as it was asked, if another request has its turn: what is computed from
-        that is thrown away when the body is whole."""
+        """Whether the variable has not changed since the fold began. It may change at
+        any time after this: the sums that are computed from a changed value are
+        discarded when the body is complete."""
         held = self.held
         return held.version == self.version and held.cell.host is self.source
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A push, alone or in an exchange, whose operand goes into a fold; a request like
-    any other when it is whole, and handed to ``take_whole`` then."""
+    """A push, alone or in an exchange, whose operand is added by a fold while it
+    arrives. When its body is complete it is handed to ``take_whole``, and handled as
+    any other request."""
 
     message: Push | Exchange
     fold: Fold
     take_whole: Callable[[Folded], Message | Awaitable[Message]]
 
     def take(self, memory: memoryview, offset: int, chunk: bytes | memoryview) -> None:
-        """See `zstrat.wire.Sink`."""
+        """Passes a chunk of the body to the fold; see `zstrat.wire.Sink`."""
         self.fold.take(memory, offset, chunk)
 
     def finish(self) -> Message | Awaitable[Message]:
-        """See `zstrat.wire.Sink`."""
+        """Handles the push, whose body is complete; see `zstrat.wire.Sink`."""
         return self.take_whole(self)
 
     @property
@@ -106,8 +110,9 @@ def fold_of(
     specs: Sequence[ArraySpec],
     find: Callable[[int], HeldVariable | None],
 ) -> Fold | None:
-    """Returns a fold for the body of a push, if that is one array that a variable can
-    be folded with; everything else goes, or is refused, the plain way."""
+    """Returns a fold for the body of a push, if that is one array to add to a variable,
+    large enough for a fold; None for all others, which are applied, or refused, without
+    a fold."""
     # One array and one update: only then is the offset in the body that in the value.
     if (
         len(specs) != 1

@@ -1,30 +1,31 @@
-"""The updates that a store has applied: pushes, runs of eager steps, leased examples.
+"""Ledgers of what a store has applied: pushes, parts of eager steps, ranges of leased
+examples.
 
-Each push is applied exactly once, known in bounded memory. A push of a closure is named
-by ``(step, part)``. The coordinator retries a closure when a worker is lost, and then
-cannot know whether its push had arrived; the ledger does. It forgets a step when the
-coordinator's low-water mark says that it is over for good, and answers for all of them
-with that one number. Steps of a window above the mark can be remembered, so what is
-remembered is bounded, and the step at the mark, whose end alone raises it, can always
-be.
+Each push is applied exactly once, and the memory to ensure that is bounded. A push of a
+closure is named by ``(step, part)``. The coordinator retries a closure when a worker is
+lost, and then cannot know whether its push had arrived; the ledger does. It forgets a
+step when the coordinator's low-water mark has passed it: the mark is the number below
+which all steps are over for good, so that pushes of these count as duplicates. Only
+steps in a range of `CAPACITY` above the mark are remembered, so the memory is bounded,
+and the step at the mark, whose end alone raises the mark, can always be remembered.
 
-A program updates variables outside of closures, too. Such an own update has a number
-that its *writer*, the process that sends it, gave it, so that it may be sent again when
-nobody knows whether it arrived. Law: the mark of a writer is raised by that writer's
-pushes alone.
+A program updates variables outside of closures, too. Such an *own* update gets a number
+from its *writer*, the process that sends it, so that it may be sent again when it is
+unknown whether it arrived. Law: the low-water mark of a writer is raised by that
+writer's pushes alone.
 
-No two runs of one eager step are mixed. An eager step pushes as it goes, in *parts*. A
-part that was applied stays, whatever becomes of the worker; so the next run has to do
-the same in the same place, and fails if it does not. Each update of a part has a name
-that says where in the user's code it was made, for which time, and what it does;
-operands are not part of it, as another worker has other data.
+No two runs of one eager step are mixed. An eager step pushes while it runs, in *parts*.
+A part that was applied stays, whatever happens to the worker; so the next run has to
+push the same part, and fails if it does not. Each update of a part has a name that says
+at which line of the user's code it was made, how many times before, and what it does;
+operands are not part of the name, as another worker has other data.
 
-Law: all parts of a step that were applied were named by runs that did the same as far
-as both got, and no run pushes when a later one has begun.
+Law: all applied parts of a step were named by runs that did the same as far as both
+got, and no run pushes when a later run has begun.
 
-Examples of leased datasets are done by pushes. A push carries the ranges that its step
-has drawn, and they are noted as it is applied: so they are in the log, in copies, and
-in what the next program of the session finds.
+A push also says which examples of leased datasets are done: it carries the ranges that
+its step has drawn, and they are noted when the push is applied. So they are in the log
+for backups, in copies, and in the state that the next program of the session finds.
 """
 
 from __future__ import annotations
@@ -52,28 +53,29 @@ if TYPE_CHECKING:
 
 
 UNNAMED: Final = -1
-"""The step of a push that belongs to no closure: never a duplicate."""
+"""The step of a push that belongs to no closure; such a push is never a duplicate."""
 
 CAPACITY: Final = 2**20
-"""Steps above the mark that can be remembered: twice as many as a coordinator lets be
-under way, which needs a moment to learn how far the mark has risen."""
+"""Number of steps above the mark that can be remembered: twice as many as a coordinator
+lets be under way, because it learns a moment later how far the mark has risen."""
 
 
 class Ledger:
-    """The applied ``(step, part)`` of one session, above the low-water mark."""
+    """The applied ``(step, part)`` pairs of one session, above the low-water mark."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = CAPACITY if capacity is None else capacity
         self._applied: dict[int, set[int]] = {}
         self.low_water = 0
         self._over: list[tuple[int, int]] = []
-        """Runs ``[first, end)`` of steps that are over, apart and in order."""
+        """Ranges ``[first, end)`` of steps above the low-water mark that are over,
+        disjoint and in order."""
 
     def __len__(self) -> int:
         return len(self._applied)
 
     def is_duplicate(self, step: int, part: int) -> bool:
-        """Returns True if the push was applied, or if its step is over."""
+        """Returns whether the push was applied, or its step is over."""
         if step == UNNAMED:
             return False
         # Cheapest first: nearly all pushes are new, and above the mark.
@@ -82,12 +84,11 @@ class Ledger:
         return bool(self._over) and self._is_over(step)
 
     def has_applied(self, step: int) -> bool:
-        """Returns whether any push of a step above the mark was applied."""
+        """Returns whether any push of a step above the low-water mark was applied."""
         return step in self._applied
 
     def close_steps(self, over: Iterable[StepRun]) -> None:
-        """Notes that these steps are over; remembers all the same what they have
-        applied."""
+        """Notes that these steps are over; still remembers what they have applied."""
         merged: list[tuple[int, int]] = []
         for first, end in sorted([*self._over, *over]):
             # The mark alone answers for what is below it.
@@ -100,10 +101,10 @@ class Ledger:
         self._over = merged
 
     def admit(self, step: int) -> None:
-        """Refuses a step that could not be remembered.
+        """Checks that a step can be remembered.
 
         Raises:
-            BusyError: It is too far above the low-water mark.
+            BusyError: The step is too far above the low-water mark.
         """
         if step - self.low_water >= self._capacity:
             raise BusyError(
@@ -118,12 +119,12 @@ class Ledger:
 
     @property
     def applied(self) -> list[tuple[int, int]]:
-        """Steps with their parts, all that are remembered."""
+        """All remembered ``(step, part)`` pairs."""
         return [(step, part) for step, parts in self._applied.items() for part in parts]
 
     @property
     def over(self) -> Sequence[tuple[int, int]]:
-        """Runs ``[first, end)`` of steps above the mark that are over."""
+        """Ranges ``[first, end)`` of steps above the low-water mark that are over."""
         return self._over
 
     def _is_over(self, step: int) -> bool:
@@ -131,8 +132,8 @@ class Ledger:
         return place > 0 and step < self._over[place - 1][1]
 
     def raise_to(self, low_water: int) -> None:
-        """Notes that all steps below the mark are over, and forgets them. A mark that
-        is lower than the present one came late, and is ignored."""
+        """Raises the low-water mark: all steps below it are over, and are forgotten. A
+        mark that is lower than the present one came late, and is ignored."""
         old, new = self.low_water, low_water
         if new <= old:
             return
@@ -148,28 +149,31 @@ class Ledger:
 
 
 WRITERS: Final = 4096
-"""Processes whose own updates are remembered, the latest ones: a session has the
-program that holds it, or one per worker, and those that were restarted."""
+"""Number of processes whose updates outside of closures are remembered, those that
+pushed latest: a session has one program, or one per worker, and processes that were
+restarted."""
 
 
 @final
 class Writers:
-    """The own updates of all processes in one session on the server ``task``."""
+    """The ledgers of own updates (outside of closures) of all processes in one session
+    on the server ``task``."""
 
     def __init__(self, task: str) -> None:
         self._task = task
         self._ledgers: OrderedDict[int, Ledger] = OrderedDict()
 
     def __len__(self) -> int:
-        """Returns the number of updates of all writers that are remembered."""
+        """Returns the number of remembered updates of all writers."""
         return sum(map(len, self._ledgers.values()))
 
     def ledger_of(self, push: Push) -> Ledger:
-        """Returns the ledger of an own update, with the mark of its writer as it says.
+        """Returns the ledger of the process that has sent an update outside of closures
+        (its writer); raises the writer's low-water mark as the push says.
 
         Raises:
-            InvalidArgumentError: Its writer counts this very push among those that are
-                over.
+            InvalidArgumentError: The push says that it is itself below the mark of its
+                writer.
         """
         if push.low_water > push.step:
             raise InvalidArgumentError(
@@ -181,7 +185,7 @@ class Writers:
         return ledger
 
     def of(self, writer: int) -> Ledger:
-        """Returns the ledger of a process, which is the latest now."""
+        """Returns the ledger of a process, and notes that this was used last."""
         ledger = self._ledgers.get(writer)
         if ledger is None:
             ledger = self._ledgers[writer] = Ledger()
@@ -193,17 +197,17 @@ class Writers:
 
     @property
     def ledgers(self) -> Iterable[tuple[int, Ledger]]:
-        """Yields each writer with its ledger, the one that was used last at the end."""
+        """Yields each writer with its ledger, in the order of their last use."""
         return self._ledgers.items()
 
 
 MAX_PARTS: Final = 2**17
-"""Parts whose names are remembered (a quarter of a gigabyte, if all are long), and
-steps that have any."""
+"""The most parts whose names are remembered (a quarter of a gigabyte, if all names are
+long), and the most steps that have any parts."""
 MAX_NAME_CHARACTERS: Final = 2048
-"""Characters of the names of a part."""
+"""The most characters that the names of one part may have."""
 ANSWER: Final = 64 * 1024
-"""Bytes of parts that one message describes."""
+"""The most bytes of parts that one message describes."""
 _ENTRY: Final = 32  # of which the answer has 2,048 at the most
 _NAME: Final = 5
 NOTHING: Final = "nothing more"
@@ -212,8 +216,8 @@ _ENDS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 @dataclass(slots=True)
 class _Runs:
-    """The runs of one eager step: ``attempt`` is the number of the newest one that is
-    known, ``names`` says what each part does."""
+    """The runs of one eager step: ``attempt`` is the number of the newest known run,
+    ``names`` has the names of the updates of each part."""
 
     attempt: int = 0
     names: dict[int, Sequence[str]] = field(default_factory=dict)
@@ -221,7 +225,8 @@ class _Runs:
 
 @final
 class Parts:
-    """The eager steps of one session that may run again; ``task`` is the server."""
+    """The applied parts of eager steps of one session that may run again; errors name
+    the server ``task``."""
 
     def __init__(self, task: str) -> None:
         self._task = task
@@ -234,11 +239,12 @@ class Parts:
         return self._count
 
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
-        """Notes that a run begins: earlier runs of the step have no effect from now on.
+        """Notes that a run of an eager step begins: earlier runs of the step have no
+        effect from now on.
 
         Raises:
-            StaleSessionError: A later run has begun.
-            ResourceExhaustedError: So many steps cannot be remembered.
+            StaleSessionError: A later run of the step has begun.
+            ResourceExhaustedError: Too many steps are remembered already.
         """
         # The mark rises often and eager steps are few, so they follow it when one
         # comes.
@@ -259,12 +265,14 @@ class Parts:
     def note(
         self, step: int, attempt: int, part: int, names: Sequence[str], ledger: Ledger
     ) -> None:
-        """Notes what a part does that is about to be applied, or was before.
+        """Notes the names of a part that is about to be applied, or compares them with
+        those that were noted before.
 
         Raises:
-            StaleSessionError: A later run has begun.
-            RetryDiffersError: Another one was applied in its place.
-            ResourceExhaustedError: So many parts cannot be remembered.
+            StaleSessionError: A later run of the step has begun.
+            RetryDiffersError: An earlier run has applied another part under this
+                number.
+            ResourceExhaustedError: Too many parts are remembered already.
             InvalidArgumentError: The names are too long.
         """
         self.claim(step, attempt, ledger)
@@ -288,8 +296,8 @@ class Parts:
         runs.names[part] = names
 
     def applied(self, step: int, first: int, ledger: Ledger) -> AppliedParts:
-        """Returns the parts of a step that were applied, as many of them as fit into a
-        message, from ``first`` on."""
+        """Returns the applied parts of a step from number ``first`` on, as many as fit
+        into a message."""
         runs, entries, room = self._steps.get(step, _Runs()), list[PartEntry](), ANSWER
         for part in sorted(part for part in runs.names if part >= first):
             if not ledger.is_duplicate(step, part):
@@ -304,8 +312,9 @@ class Parts:
         return AppliedParts(entries, 0)
 
     def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
-        """Yields what is known: (step, attempt, part, names). Each step comes first
-        with the part -1, which has no names, so that one without parts is listed."""
+        """Yields all remembered parts: (step, attempt, part, names). Each step comes
+        first with the part -1 and no names, so that a step without parts is yielded,
+        too."""
         for step, runs in self._steps.items():
             yield step, runs.attempt, -1, ()
             for part, names in runs.names.items():
@@ -318,7 +327,8 @@ class Parts:
         )
 
     def _forget(self, low_water: int) -> None:
-        """Forgets steps below the mark, as they are over and do not run again."""
+        """Forgets steps below the low-water mark, because they are over and do not run
+        again."""
         if low_water <= self._low_water:
             return
         self._low_water = low_water
@@ -327,10 +337,10 @@ class Parts:
 
 
 def require_same(step: int, before: Sequence[str], now: Sequence[str]) -> None:
-    """Refuses a run of a part that does something else than an earlier run did.
+    """Compares the names of a part with those that an earlier run of the step gave it.
 
     Raises:
-        RetryDiffersError: Names the first updates that differ.
+        RetryDiffersError: The names differ; the error has the first ones that do.
     """
     for was, does in zip_longest(before, now, fillvalue=NOTHING):
         if was != does:
@@ -338,8 +348,8 @@ def require_same(step: int, before: Sequence[str], now: Sequence[str]) -> None:
 
 
 class EagerRun(NamedTuple):
-    """One run of an eager step; all steps below ``low_water`` are over. ``leases`` as
-    in `Push`."""
+    """One run of an eager step; all steps below ``low_water`` are over. ``leases`` are
+    those of its pushes, as in `Push`."""
 
     step: int
     attempt: int
@@ -348,7 +358,7 @@ class EagerRun(NamedTuple):
 
 
 def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
-    """Returns a push as a part of a run."""
+    """Returns a push as a part of run ``attempt``, whose updates have these names."""
     return PushPart(
         push.session,
         push.step,
@@ -363,7 +373,7 @@ def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
 
 
 def plain_push(part: PushPart) -> Push:
-    """Returns the push that a part is for the variables."""
+    """Returns a part of an eager step as a push, without the names."""
     return Push(
         part.session,
         part.step,
@@ -376,29 +386,29 @@ def plain_push(part: PushPart) -> Push:
 
 
 def ordinal(number: int) -> str:
-    """``1st``, ``2nd``, ``3rd``, ``4th``."""
+    """Returns a number in English ordinal form: ``1st``, ``2nd``, ``3rd``, ``4th``."""
     teens = number % 100 in (11, 12, 13)
     return f"{number}{'th' if teens else _ENDS.get(number % 10, 'th')}"
 
 
 PACKED: Final = 512
-"""Ranges of one message: they fit into a header."""
+"""The most ranges of one message, which fit into a header."""
 
 
 @final
 class DoneLeases:
-    """The ranges of leased examples that are done, by dataset and epoch: neighbours
-    are joined, and the others in order."""
+    """The ranges of leased examples that are done, by dataset and epoch. Ranges that
+    touch are joined; they are kept in order."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     @staticmethod
     def require(packed: bytes) -> None:
-        """Checks that these are ranges.
+        """Checks that packed bytes are ranges of examples.
 
         Raises:
-            InvalidArgumentError: They are not.
+            InvalidArgumentError: The bytes are not ranges.
         """
         if len(packed) % LEASE.size:
             raise InvalidArgumentError(
@@ -414,7 +424,8 @@ class DoneLeases:
                 )
 
     def note(self, packed: bytes) -> None:
-        """Notes ranges as done; one without examples forgets those of its dataset."""
+        """Notes leased ranges as done. A range of size 0 makes the ledger forget all
+        ranges of that dataset, which was restored or begins again."""
         for dataset, epoch, start, size in LEASE.iter_unpack(packed):
             if not size:
                 # It was restored, or begins again: what was done is to be done again.
@@ -432,7 +443,7 @@ class DoneLeases:
             runs[first:last] = [(start, stop)]
 
     def packed(self) -> Iterator[bytes]:
-        """Yields all ranges, at most `PACKED` at a time."""
+        """Yields all ranges that are done, packed, at most `PACKED` at a time."""
         ranges = [
             LEASE.pack(*key, start, stop - start)
             for key, runs in self._runs.items()

@@ -1,7 +1,8 @@
-"""Rows of variables that a request reads: validated, then gathered on any thread.
+"""Lookups: rows of variables that a request reads. Validated first, then gathered on
+any thread.
 
-An answer is as large as its indices are many, whatever the tables are, so what a
-request asks for is bounded before memory is taken for it.
+The size of an answer grows with the number of its indices, not with the tables. So that
+size is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ if TYPE_CHECKING:
     from ._variables import HeldVariables
 
 _LARGE_REPLY: Final = 2**20
-"""Bytes of rows above which a caller learns the size of its answer before it: see
-`Caller.promise`."""
+"""Bytes of rows above which the size of an answer is announced to the transport before
+the answer is computed: see `Caller.promise`."""
 ASKED_ABOVE: Final = 16 * 2**20
-"""Bytes of rows for which it is asked whether the machine has them: asking takes as
-long as gathering a hundred KiB."""
+"""Bytes of rows above which the machine is asked whether it has so much memory: asking
+takes as long as gathering a hundred KiB."""
 
 SEARCH: Final = 256
-"""Bytes that are gathered in the time in which an id is found in a table. The first
-value of one that is not found takes as long again as its row, and more."""
+"""Bytes that are gathered in the time in which one id is found in a table. Making the
+initial row for an id that is not found takes as long as its row again, and more."""
 
 
 @dataclass(slots=True)
 class RowsPlan:
-    """Validated reads: rows to gather, and values that are leased (`Store.plan_rows`).
-    ``work`` estimates the bytes that are moved."""
+    """The plan of a validated read of rows to gather, and of values that are leased
+    (`Store.plan_rows`). ``work`` estimates the bytes that are moved."""
 
     generation: int
     wanted: Sequence[tuple[HeldVariable, np.ndarray]]
@@ -52,7 +53,7 @@ class RowsPlan:
     rows: list[np.ndarray] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Gathers the rows; raises UnavailableError for a value that was lost."""
+        """Gathers the rows. Raises UnavailableError for a value that was lost."""
         for held, indices in self.wanted:
             # No lease: the plan has the variable's turn, and `gather` copies.
             value = held.cell.look()
@@ -73,16 +74,17 @@ def rows_plan(
     indices: Sequence[np.ndarray],
     largest: int,
 ) -> RowsPlan:
-    """Returns a lookup of rows of these variables.
+    """Returns the plan to gather rows of these variables.
 
     Args:
-        largest: Bound of the bytes of the answer.
+        largest: The most bytes that the answer may have.
 
     Raises:
         NotFoundError: No variable has one of the keys.
-        InvalidArgumentError: Some indices are outside the variable's rows, they are not
-            one array per variable, or the answer would be too large.
-        ResourceExhaustedError: The machine lacks four times the memory for it.
+        InvalidArgumentError: Indices are out of range, there is not one array of them
+            per variable, or the answer would be too large.
+        ResourceExhaustedError: The machine does not have four times the memory of the
+            answer.
     """
     task = variables.task
     if len(rows) > ROWS:
@@ -117,10 +119,11 @@ def rows_plan(
 
 @dataclass(slots=True)
 class TableItems:
-    """A validated read of the buckets of a table from ``first`` to before ``last``.
+    """The plan of a validated read of a table: rows in its buckets from ``first`` to
+    before ``last``.
 
     Args:
-        largest: Bound of the bytes of the answer.
+        largest: The most bytes that the answer may have.
     """
 
     generation: int
@@ -130,15 +133,16 @@ class TableItems:
     largest: int
     since: int = -1
     wanted: np.ndarray | None = None
-    """Distinct ids, in place of buckets."""
+    """Distinct ids whose rows are read, instead of buckets."""
     further: tuple[np.ndarray, ...] = ()
-    """With ``since``: ids that were removed, and the cut."""
+    """If ``since`` is given: ids that were removed, and the number of the last
+    change."""
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     rows: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     @property
     def work(self) -> int:
-        """Estimates the bytes that are moved."""
+        """Estimates the bytes that reading the rows moves in memory."""
         table = require_table(self.held)
         if self.wanted is None:
             rows = table.index.most(self.first, self.last)
@@ -151,7 +155,7 @@ class TableItems:
 
         Raises:
             UnavailableError: The value was lost.
-            InvalidArgumentError: There are too many rows for one answer.
+            InvalidArgumentError: The rows are too many for one answer.
         """
         held, value = self.held, self.held.cell.look()
         table = held.table
@@ -181,12 +185,12 @@ class TableItems:
 def table_items(
     variables: HeldVariables, message: PullTable, largest: int
 ) -> TableItems:
-    """Plans to read buckets of a table.
+    """Returns the plan to read buckets of a table.
 
     Raises:
         NotFoundError: No variable has the key.
-        InvalidArgumentError: It is not a table, or has no such buckets, or it is not
-            known what has changed since.
+        InvalidArgumentError: The variable is not a table, the buckets do not exist, or
+            it is not known what has changed since the given number.
     """
     key, first, last, since = message.key, message.first, message.last, message.since
     held = variables[key]
@@ -210,7 +214,7 @@ def table_items(
 
 
 def require_table(held: HeldVariable) -> IdTable:
-    """Returns which ids a table has.
+    """Returns the ids of a table.
 
     Raises:
         InvalidArgumentError: The variable is not a table of any id.
@@ -227,8 +231,9 @@ def promise_large_reply(
     message: PullRows | Exchange,
     promise: Callable[[int], None],
 ) -> None:
-    """Counts a large answer as waiting before it is computed: a short message may ask
-    for many bytes, and its sender must not ask for more before it has read them.
+    """Announces the size of a large answer before the answer is computed: a short
+    message may ask for many bytes, and its sender may not ask for more before it has
+    read them.
 
     Args:
         promise: `Caller.promise` of the sender.
@@ -245,7 +250,8 @@ def promise_large_reply(
 
 
 def too_many(task: str, what: str, count: int, most: int) -> InvalidArgumentError:
-    """Returns the error for a message that names more variables than one may."""
+    """Returns the error for a message that names ``count`` variables where at most
+    ``most`` are allowed."""
     return InvalidArgumentError(
         f"{task}: a message {what} {count} variables, the limit is {most}: send several"
     )

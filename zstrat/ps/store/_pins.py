@@ -1,16 +1,19 @@
-"""A value as it was at one moment, while updates continue: what must be kept of it.
+"""Pins: the value of a cell as it was at one moment, while updates of the cell
+continue.
 
-A pin costs nothing when it is made. It refers to the memory of its cell and learns from
-the cell what is about to happen to that:
+A pin costs nothing when it is made. It refers to the memory of its cell, and the cell
+calls the pin before it changes that memory:
 
-*rows are written in place*: the old ones go to an undo log first (`Pin.save`), those
-    that are not there already and are still wanted;
-*the cell moves on to other memory*, because a dense update of a pinned cell goes beside
-    it: the old memory is the pin's from then on, and *frozen* (`Pin.freeze`).
+*rows are written in place*: the old rows are first copied to an undo log (`Pin.save`),
+    unless they are in the log already, or are not needed any longer;
+*the cell moves on to other memory*, because a dense update of a pinned cell writes to
+    other memory: the old memory belongs to the pin from then on, and is *frozen*
+    (`Pin.freeze`).
 
 Law: **memory of the pin, patched with its log, is the pinned value, at any time that
-the cell is not being written.** So a piece is copied between two updates of its cell
-(the owner of the turns ensures that), or at any time once the pin is frozen.
+the cell is not being written.** So a reader copies a piece between two updates of the
+cell (for which it gets exclusive use of the variable), or at any time once the pin is
+frozen.
 
 No threads and no I/O. The code that updates the cell calls `save` and `freeze`; the
 owner of the snapshot calls the rest.
@@ -26,23 +29,26 @@ import numpy as np
 from zstrat.errors import NotFoundError, ResourceExhaustedError, ZstratError
 
 WIDEST: Final = 2**20
-"""Bytes of a row above which rows are not logged: an update of some of them goes beside
-the value instead, so that no row is longer than a piece of a file."""
+"""Bytes of a row above which old rows are not logged: an update of such rows writes to
+other memory instead, so that no row is longer than a piece of a file."""
 
 _BLOCK: Final = 16 * 2**20
-"""Bytes of the log that are allocated at a time; the system gives them page by page.
-Few blocks, because a piece is patched from each one that has rows of it."""
+"""Bytes of the log that are allocated at a time; the system provides them page by page.
+There should be few blocks, because a piece is patched from every block that has rows of
+it."""
 
 
 class UndoLog:
-    """Old rows of a table of ``[rows]`` opaque elements, in the order they came."""
+    """Copies of old rows of a table with ``[rows]`` opaque elements, in the order in
+    which they were saved."""
 
     __slots__ = ("_blocks", "_count", "_most", "_places")
 
     def __init__(self, table: np.ndarray) -> None:
         # Zeros cost no memory until they are written.
         self._places = np.zeros(len(table), np.int32 if len(table) < 2**31 else np.intp)
-        """By row: its place in the log from 1 on, 0 if it is not there."""
+        """For each row of the table, its index in the log, from 1 on; 0 if the row is
+        not in the log."""
         self._blocks: list[np.ndarray] = []
         self._most = min(len(table), max(1, _BLOCK // table.dtype.itemsize))
         self._count = 0
@@ -53,7 +59,8 @@ class UndoLog:
         return used + self._places.nbytes
 
     def add(self, table: np.ndarray, rows: np.ndarray) -> None:
-        """Copies rows ([n], inside, maybe repeated) that are not in the log yet."""
+        """Copies those of ``rows`` ([n], in range, may repeat) that are not in the log
+        yet."""
         rows = rows[self._places[rows] == 0]
         if not len(rows):
             return
@@ -75,11 +82,12 @@ class UndoLog:
             done += len(some)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Returns which rows of ``[start, stop)`` are in the log."""
+        """Returns the rows in ``[start, stop)`` that are in the log."""
         return np.flatnonzero(self._places[start:stop]) + start
 
     def patch(self, out: np.ndarray, at: np.ndarray, rows: np.ndarray) -> None:
-        """Writes logged ``rows`` to ``out``, opaque rows, where ``at`` says."""
+        """Copies the logged ``rows`` to the positions ``at`` of ``out``, a vector of
+        opaque rows."""
         places = self._places[rows] - 1
         # By place, so that the rows in one block are neighbours, whatever order they
         # were asked in.
@@ -93,7 +101,7 @@ class UndoLog:
             out[at[first:last]] = self._blocks[block][found]
 
     def are_in(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the places of those rows that are in the log, among ``rows``."""
+        """Returns the positions in ``rows`` of those that are in the log."""
         return np.flatnonzero(self._places.take(rows))
 
     def row(self, row: int) -> np.ndarray:
@@ -107,7 +115,7 @@ class Pin:
 
     Args:
         base: The memory of the value, in C order.
-        frozen: Nobody will ever write to it.
+        frozen: Nobody will ever write to this memory.
     """
 
     __slots__ = (
@@ -126,21 +134,21 @@ class Pin:
     def __init__(self, base: np.ndarray, *, frozen: bool) -> None:
         self.shape, self.dtype, self.nbytes = base.shape, base.dtype, base.nbytes
         self.width = base.dtype.itemsize * math.prod(base.shape[1:])
-        """Bytes of a row; of a scalar: of all of it."""
+        """Bytes of one row; of a scalar, all its bytes."""
         self._bytes: np.ndarray | None = _bytes(base)
         self._log: UndoLog | None = None
         self._first = 0
-        """Rows before this one are no longer wanted, and are not logged."""
+        """Rows before this one are not needed any longer, and are not logged."""
         self._gone: ZstratError = NotFoundError(
             "the snapshot of this value is gone: it was written or released already"
         )
         self.is_frozen = frozen
         self.is_over = False
-        """Set by `release`: the cell forgets the pin."""
+        """Set by `release`; the cell then drops the pin."""
 
     @property
     def logs_rows(self) -> bool:
-        """Whether rows may be written in place after `save`."""
+        """Whether rows may be written in place after a call of `save`."""
         return 0 < self.width <= WIDEST
 
     @property
@@ -149,7 +157,8 @@ class Pin:
         return 0 if log is None else log.nbytes
 
     def save(self, rows: np.ndarray) -> None:
-        """Keeps old rows ([n], inside, maybe repeated) that are about to be written."""
+        """Copies old rows ([n], in range, may repeat) that are about to be overwritten
+        to the undo log."""
         # Once: it may be released on another thread meanwhile.
         base, log = self._bytes, self._log
         if base is None:
@@ -170,8 +179,8 @@ class Pin:
             self.release()
 
     def freeze(self, base: np.ndarray) -> None:
-        """Takes the memory over, as the value has moved: ``base`` is no longer
-        written."""
+        """Takes over the memory ``base``, which nobody writes to any longer, because
+        the value has moved to other memory."""
         if self._bytes is not None:
             self._bytes = _bytes(base)
         self.is_frozen = True
@@ -180,8 +189,8 @@ class Pin:
         """Fills ``out`` (uint8 [n]) with the bytes of the pinned value from ``start``.
 
         Raises:
-            NotFoundError: They are no longer kept (`forget`, `release`).
-            ResourceExhaustedError: There was no memory for them.
+            NotFoundError: The bytes are no longer kept (`forget`, `release`).
+            ResourceExhaustedError: There was no memory to save overwritten rows.
         """
         stop = start + len(out)
         # Patched after it was copied, since the memory may have newer rows.
@@ -190,7 +199,7 @@ class Pin:
             self._patch(self._log, start, stop, out)
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Returns some rows ([n], inside) of the pinned value, uint8 ``[n * width]``.
+        """Returns some rows ([n], in range) of the pinned value, uint8 ``[n * width]``.
 
         Raises: As `copy`.
         """
@@ -202,12 +211,12 @@ class Pin:
         return found.view(np.uint8)
 
     def require(self) -> None:
-        """Raises what `copy` does, if any of the value is no longer kept."""
+        """Raises as `copy` does, if any part of the value is no longer kept."""
         self._kept(0, 0)
 
     def view(self, start: int, stop: int) -> np.ndarray | None:
         """Returns the bytes ``[start, stop)`` of the pinned value without a copy; None
-        if they may change still, or have changed.
+        if an update has changed them in memory, or still may.
 
         Raises: As `copy`.
         """
@@ -219,7 +228,7 @@ class Pin:
         return base
 
     def forget(self, stop: int) -> None:
-        """Keeps the bytes before ``stop`` no more: rows of them are not logged."""
+        """Stops keeping the bytes before ``stop``: their rows are no longer logged."""
         if stop >= self.nbytes:
             self.release()
         elif self.width:
@@ -227,7 +236,7 @@ class Pin:
             self._first = stop // self.width
 
     def release(self) -> None:
-        """Releases the pinned value."""
+        """Releases the pinned value, and frees its memory."""
         self.is_over = True
         # The cell finds `is_over` at its next update; the memory goes now.
         self._bytes = self._log = None

@@ -1,8 +1,8 @@
-"""What is about to happen to the store: validated, not yet done.
+"""Plans: validated changes of a store that are not made yet.
 
 A plan owns the variables that it names from the moment it is made until it is committed
-or given up: no read and no other plan may use them meanwhile. So ``compute()`` may run
-on any thread; it fails as a whole or succeeds as a whole.
+or given up: no read and no other plan may use them meanwhile. So ``compute()`` of a
+plan may run on any thread; it fails as a whole or succeeds as a whole.
 """
 
 from __future__ import annotations
@@ -57,18 +57,21 @@ _OF_ROWS: Final = SCATTERS | _REMOVALS | {UpdateOp.OPTIMIZE_ROWS}
 
 @dataclass(frozen=True, slots=True)
 class ServerUpdate:
-    """One update of one variable, validated."""
+    """A validated update of one variable."""
 
     held: HeldVariable
     op: UpdateOp
     operands: Sequence[np.ndarray]
     checked: Checked | None = None
-    """What the optimizer needs, if one makes the update."""
+    """The validated update of an optimizer, if one makes it; None for a plain
+    update."""
     beside: tuple[np.ndarray, SetPart] | None = None
-    """The gradients of its set, and its own part of them."""
+    """For a variable of a set: the concatenated gradients of the set, and the part of
+    this variable."""
 
     def compute(self) -> None:
-        """Makes a plain update. Updates of an optimizer go through its programs."""
+        """Makes a plain update of the value. The programs of an optimizer make its
+        updates."""
         cell = self.held.cell
         if self.op in _REMOVALS:
             return  # when the push was applied (`RowChanges`)
@@ -88,8 +91,7 @@ class ServerUpdate:
 
     @property
     def write(self) -> Write:
-        """What the update does to the memory of its value."""
-        """Applies the update to the value."""
+        """How the update writes to the memory of the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
         if self.op in _OF_ROWS:
@@ -100,27 +102,28 @@ class ServerUpdate:
 @dataclass(slots=True)
 class UpdateRun:
     """Updates that may be made in any order: those of one optimizer, of whole variables
-    and of rows, or plain ones (in their order)."""
+    and of rows; or plain updates, which are made in their order."""
 
     optimizer: Registered | None
     steps: list[SlotStep] = field(default_factory=list)
     gradients: Gradients = field(default_factory=Gradients)
-    """Of ``steps``."""
+    """The gradients of ``steps``."""
     rows: list[RowStep] = field(default_factory=list)
     plain: list[ServerUpdate] = field(default_factory=list)
     ready: list[RowCalls] | None = None
-    """The rows, if they need nothing but to be updated where they are; as
-    `choose_programs` finds, like ``division``."""
+    """The calls that update the rows in place, if that is possible at once;
+    `choose_programs` sets this, and ``division``."""
     is_late: bool = False
-    """Whether slots may have to be made, or changed, when its turn comes."""
+    """Whether slots may have to be made or converted only when this run begins, after
+    earlier runs of the push."""
     division: Division | None = None
-    """Which whole variables share programs, if their slots are there."""
+    """Which of the whole variables share programs, if their slots exist."""
 
     def find_rows(
         self, changes: dict[int, RowChanges], engine: OptimizerEngine
     ) -> Iterator[np.ndarray]:
-        """Puts rows in place of the ids of tables (`RowChanges`); yields the ids that
-        are evicted. Raises as that."""
+        """Replaces ids of tables by rows in all updates (`RowChanges`), and yields the
+        ids that are evicted. Raises as `RowChanges`."""
         for at, step in enumerate(self.rows):
             known = changes.get(id(step.cell))
             if known is not None:
@@ -152,8 +155,8 @@ class UpdateRun:
                 self.plain[at] = replace(update, operands=(rows, *values))
 
     def choose_programs(self) -> None:
-        """Checks whether the row updates can be made in place, and which others share
-        programs, unless it is known already."""
+        """Sets ``ready`` and ``division``, unless they are known already: whether rows
+        can be updated in place, and which whole variables share programs."""
         if self.optimizer is None:
             return
         programs = self.optimizer.programs
@@ -164,7 +167,7 @@ class UpdateRun:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `prepare` would have next to nothing to do."""
+        """Whether `prepare` would have almost nothing to do."""
         self.choose_programs()
         return self.optimizer is None or (
             (self.ready is not None or not self.rows)
@@ -177,7 +180,8 @@ class UpdateRun:
         return division is not None and optimizer.programs.is_prepared(division)
 
     def prepare(self, ahead: Ahead) -> None:
-        """Does what can fail: compiling, slots, memory."""
+        """Does all that can fail before values are written: compiling, making slots,
+        reserving memory."""
         if self.optimizer is not None:
             unready = self.rows if self.ready is None else []
             # A program takes each row once, so gradients of equal rows are summed.
@@ -186,7 +190,7 @@ class UpdateRun:
             self.division = None  # slots were made, or programs
 
     def compute(self, ahead: Ahead) -> None:
-        """Makes the updates. If it fails, what it had written is lost."""
+        """Makes the updates. If that fails, the values written so far are lost."""
         if self.optimizer is not None:
             programs = self.optimizer.programs
             # Earlier runs of the push have made the slots by now, or given them other
@@ -205,7 +209,7 @@ class UpdateRun:
                 raise
 
     def lose(self, error: BaseException) -> None:
-        """Notes that all that it wrote is lost."""
+        """Marks the values that the run has written as lost."""
         if self.optimizer is not None:
             lose(self.optimizer.optimizer, [*self.steps, *self.rows], error)
         for update in self.plain:
@@ -214,7 +218,8 @@ class UpdateRun:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """A validated push. ``work`` estimates the bytes that its arithmetic moves."""
+    """The plan of a validated push. ``work`` estimates the bytes that its arithmetic
+    moves."""
 
     generation: int
     push: Push
@@ -223,14 +228,14 @@ class PushPlan:
     runs: Sequence[UpdateRun]
     engine: OptimizerEngine
     tables: Sequence[HeldVariable] = ()
-    """Those of ``updates`` that are tables of any id."""
+    """The variables of ``updates`` that are tables of any id."""
     evicted: list[np.ndarray] = field(default_factory=list)
-    """The ids that each eviction has dropped, in order."""
+    """For each eviction, in order, the ids that it has dropped."""
 
     def compute(self) -> None:
-        """Applies the updates in order. What can fail comes before the first is
-        written: a value that was lost, memory for values beside those that readers look
-        at, compiling. If XLA fails nevertheless, values that the push had changed are
+        """Applies the updates in order. All that can fail comes before the first value
+        is written: values that were lost, memory for values that readers hold,
+        compiling. If XLA fails nevertheless, the values that the push had changed are
         lost, because half of a push must never be seen."""
         changes = self._row_changes()
         try:
@@ -259,7 +264,7 @@ class PushPlan:
     @property
     def logged(self) -> Push:
         """The push as a backup applies it: with the ids that were evicted, in place of
-        rules."""
+        the rules that chose them."""
         if not self.evicted:
             return self.push
         updates, arrays, at = [], list(self.push.arrays), 0
@@ -273,7 +278,7 @@ class PushPlan:
         return replace(self.push, updates=updates, arrays=tuple(arrays))
 
     def _row_changes(self) -> dict[int, RowChanges]:
-        """Returns those of each table, by the `id` of its cell."""
+        """Returns the changes of rows of each table, by the `id` of its cell."""
         return {
             id(held.cell): RowChanges(held, held.table)
             for held in self.tables
@@ -297,8 +302,8 @@ class PushPlan:
                 raise
 
     def is_short(self, limit: int) -> bool:
-        """Returns whether it moves no more than ``limit`` bytes in all, and has nothing
-        to compile."""
+        """Returns whether the push moves at most ``limit`` bytes in all, and has
+        nothing to compile."""
         # Of small variables as one array, an eighth of what `work_of` counts for each.
         if self.work > 8 * limit or not self.is_compiled:
             return False
@@ -311,7 +316,7 @@ class PushPlan:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether every program that it needs is there already."""
+        """Whether all programs that the push needs are compiled."""
         return all(run.is_prepared for run in self.runs) and all(
             map(self.engine.can_extend_slots, self.tables)
         )
@@ -395,7 +400,8 @@ def _of_set(
     engine: OptimizerEngine,
     operands: Sequence[np.ndarray] | None,
 ) -> Iterator[ServerUpdate]:
-    """Yields the updates of the variables of a set. Raises as `push_plan`."""
+    """Yields the updates of the variables of a set, from their concatenated gradients.
+    Raises as `push_plan`."""
     if len(gradients) != 1:
         raise InvalidArgumentError(
             f"{one.cells[0].who}: expected keys and gradients of its set, got "
@@ -410,8 +416,8 @@ def _of_set(
 
 
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
-    """Groups updates into runs: neighbours of one optimizer on different variables, and
-    the plain updates between them."""
+    """Groups updates into runs: consecutive updates of one optimizer on different
+    variables, and the plain updates between them."""
     found = [UpdateRun(None)]
     # Keys that this run updates; a second update of one has to see the first.
     seen = set[int]()
@@ -459,7 +465,7 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """The plan to load a transformation and register it."""
+    """The plan to load an optax transformation from shipped code and register it."""
 
     generation: int
     engine: OptimizerEngine
@@ -469,13 +475,15 @@ class OptimizerPlan:
     loaded: Registered | None = None
 
     def compute(self) -> None:
-        """Imports jax and optax if need be; raises what `OptimizerEngine.load` does."""
+        """Loads the transformation, importing jax and optax if need be. Raises as
+        `OptimizerEngine.load`."""
         self.loaded = self.engine.load(self.optimizer, self.name, self.code)
 
 
 @dataclass(slots=True)
 class BindPlan:
-    """A tree to trace and to bind. ``find`` looks a variable up by its key."""
+    """The plan to trace the tree of an optimizer and bind its variables. ``find``
+    returns the variable with a key."""
 
     generation: int
     optimizer: Registered
@@ -502,9 +510,10 @@ Plan = (
 
 
 def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
-    """Returns bytes moved, roughly, by numpy in the same time: a scatter costs its
-    rows, and all if it must copy; Adam with what XLA takes to start is 16 times an
-    addition, and on rows half a scatter, which goes through fresh memory."""
+    """Estimates the work of an update: the bytes that numpy moves in the same time. A
+    scatter counts its rows, and the whole value if that must be copied; Adam, with the
+    time to start XLA, counts 16 additions, and on rows half a scatter, which writes to
+    fresh memory."""
     if op is UpdateOp.OPTIMIZE:
         return 16 * held.cell.nbytes
     if op in _REMOVALS:
@@ -519,8 +528,8 @@ def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) ->
 
 
 def _removal_work(op: UpdateOp, held: HeldVariable, operand: np.ndarray) -> int:
-    """Returns the work of an update that removes ids, at most: of an eviction it is not
-    known yet which go."""
+    """Returns the most work that an update may take that removes ids: it is not known
+    yet which ids an eviction removes."""
     table, count = held.table, operand.size
     if table is None or op is UpdateOp.NOTE_TIME:
         return 0

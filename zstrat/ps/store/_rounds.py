@@ -1,10 +1,12 @@
-"""Rounds: contributions of steps that wait here, and the update that is made of them.
+"""Synchronous rounds: keeps contributions of steps, and merges those of a round to one
+update.
 
 A contribution is the gradients of one run of a step, and changes no variable. The order
 to close a round names its members; their gradients are merged in that order and go
-through the optimizer once. The law of this file: what a round applies depends on that
-order and on its members alone, not on when contributions came, nor on what else waits.
-So every server applies the same round, and a backup repeats it to the last bit.
+through the optimizer once. The law of this file: the update of a round depends on that
+order and on its members alone, not on when contributions came, nor on which other
+contributions wait. So every server applies the same round, and a backup repeats it to
+the last bit.
 
 After Chen et al., "Revisiting Distributed Synchronous SGD" (2016), with one member set
 for all servers. `MergeRule.RDA` is from Douillard et al., "Decoupled DiLoCo" (2026).
@@ -49,14 +51,14 @@ if TYPE_CHECKING:
     from ._variables import HeldVariables
 
 MAX_CONTRIBUTIONS: Final = 4096
-"""Contributions to rounds of one optimizer that may wait on a server."""
+"""The most contributions to rounds of one optimizer that may wait on a server."""
 
 _RULES: Final = {int(rule): rule for rule in MergeRule}
 
 
 class Gradient(NamedTuple):
     """A gradient of a variable: one array of its shape, or indices ``[n]`` and rows
-    ``[n, ...]``; ``of_ids``: ids of a table in place of indices."""
+    ``[n, ...]``; ``of_ids``: with ids of a table instead of indices."""
 
     arrays: Sequence[np.ndarray]
     of_ids: bool = False
@@ -72,7 +74,7 @@ class Gradient(NamedTuple):
 
 class Contribution(NamedTuple):
     """The gradients of one run of a step for one optimizer, by key of the variable.
-    Without any the step has updated variables of other servers alone."""
+    Empty if the step has only updated variables on other servers."""
 
     given: StepContribution
     gradients: dict[int, Gradient]
@@ -85,8 +87,8 @@ class Contribution(NamedTuple):
 @final
 @dataclass(slots=True)
 class Merging:
-    """The gradients of a round by variable, each with its weight, in the order of the
-    members. `compute` may run on any thread."""
+    """Merges the gradients of a round: by variable, each with its weight, in the order
+    of the members. `compute` may run on any thread."""
 
     rule: MergeRule
     weight: float
@@ -96,7 +98,7 @@ class Merging:
 
     @property
     def work(self) -> int:
-        """Estimates the bytes that it moves, as `work_of`."""
+        """Estimates the bytes that merging moves, in the unit of `work_of`."""
         parts = [g for found in self.gradients.values() for _, g in found]
         return 2 * sum(array.nbytes for each in parts for array in each.arrays)
 
@@ -165,7 +167,7 @@ class Merging:
 
 
 def _runs_of_ids(ids: np.ndarray) -> Runs:
-    """Returns equal ids grouped, in the order of their hashes."""
+    """Groups equal ids, in the order of their hashes."""
     hashes = hashes_of(ids)
     order = np.argsort(hashes, kind="stable")
     ordered = hashes.take(order)
@@ -175,7 +177,8 @@ def _runs_of_ids(ids: np.ndarray) -> Runs:
 
 
 def _weighted(weight: float, array: np.ndarray) -> np.ndarray:
-    """Returns a new array, of 32 bits at least."""
+    """Returns the array multiplied by the weight, as a new array of at least 32
+    bits."""
     dtype = np.float32 if array.dtype.itemsize < 4 else array.dtype
     copied = array.astype(dtype)
     if weight != 1.0:
@@ -185,18 +188,19 @@ def _weighted(weight: float, array: np.ndarray) -> np.ndarray:
 
 @final
 class OpenRounds:
-    """The open round of each optimizer on the server ``task``."""
+    """The open round of each optimizer on the server ``task``, and the contributions to
+    it."""
 
     def __init__(self, task: str) -> None:
         self._task = task
         self._closed: dict[int, HeldRounds] = {}
-        """The round of each optimizer that was closed last. Another server may not have
-        closed it when its coordinator ends."""
+        """For each optimizer the round that was closed last. It is kept because its
+        coordinator may end before another server has closed the same round."""
         self._waiting: dict[int, dict[int, Contribution]] = defaultdict(dict)
-        """Contributions by optimizer and step."""
+        """Contributions that wait for a round, by optimizer and step."""
 
     def number(self, optimizer: int) -> int:
-        """Returns how many rounds of the optimizer were closed here."""
+        """Returns how many rounds of the optimizer were closed on this server."""
         return self._last(optimizer).closed.number + 1
 
     @property
@@ -217,20 +221,20 @@ class OpenRounds:
         variables: HeldVariables,
         engine: OptimizerEngine,
     ) -> bool:
-        """Keeps the gradients of a step; drops those of an earlier attempt of it, of a
-        step that is over, and of one that was a member of a round.
+        """Keeps the gradients of a step for a round, and drops those of earlier
+        attempts of it. Ignores a step that is over, or was a member of a round already.
 
         Args:
-            ledger: Knows those steps; None in a backup, as the primary has
-                kept it, maybe before its step was over.
+            ledger: Knows which steps are over; None in a backup, which keeps all that
+                the primary has kept, maybe before a step was over.
 
         Returns:
-            Whether it was kept.
+            Whether the contribution was kept.
 
         Raises:
             NotFoundError: A variable or an optimizer does not exist.
-            InvalidArgumentError: A gradient does not fit its variable, or there are two
-                of one variable.
+            InvalidArgumentError: A gradient does not fit its variable, or a variable
+                has two gradients.
             BusyError: Too many contributions wait.
         """
         given = {each.optimizer: each for each in message.contributions}
@@ -281,8 +285,9 @@ class OpenRounds:
         return bool(new)
 
     def merging(self, order: RoundOrder) -> Merging | None:
-        """Returns how the members of the open round are merged; None if that round was
-        closed before. Without members the rounds before are closed, too.
+        """Returns the computation that merges the members of the open round; None if
+        the round was closed before. An order without members also closes all rounds
+        before its round.
 
         Raises:
             ProtocolError: An earlier round is open, or the rule is unknown.
@@ -316,7 +321,8 @@ class OpenRounds:
         return Merging(rule, total, dict(found))
 
     def keys(self, order: RoundOrder) -> list[Hashable]:
-        """Returns the names of the variables that the members update."""
+        """Returns the names that closing a round uses: its optimizer, and the variables
+        that its members update."""
         waiting = self._waiting[order.optimizer]
         found = dict.fromkeys(
             key
@@ -327,7 +333,8 @@ class OpenRounds:
         return [("optimizer", order.optimizer), *found]
 
     def closed(self, message: CloseRound) -> None:
-        """Notes that a round was applied; drops its contributions, and stale ones."""
+        """Notes that a round was applied; drops the contributions of its members, and
+        stale ones."""
         order = message.order
         self._closed[order.optimizer] = HeldRounds(order, [], message.arrays)
         members = {member.step for member in order.members}
@@ -339,25 +346,26 @@ class OpenRounds:
                 del waiting[step]
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Drops the gradients of variables that are gone."""
+        """Drops the waiting gradients of deleted variables."""
         for waiting in self._waiting.values():
             for contribution in waiting.values():
                 for key in keys:
                     contribution.gradients.pop(key, None)
 
     def messages(self) -> Iterator[Message]:
-        """Yields the messages that build these rounds in a backup."""
+        """Yields the messages that rebuild these rounds in a backup."""
         yield from self._closed.values()
         for optimizer, waiting in self._waiting.items():
             for given, gradients in waiting.values():
                 yield Contribute(0, [given], *updates_of(optimizer, gradients))
 
     def copy(self, message: HeldRounds) -> None:
-        """Sets the round that was closed last, in a backup."""
+        """Sets the state of the last closed round in a backup, as the primary has
+        it."""
         self._closed[message.closed.optimizer] = message
 
     def held(self, after: int) -> HeldRounds:
-        """Returns the rounds of the first optimizer above ``after``."""
+        """Returns the rounds of the next optimizer whose number is above ``after``."""
         # The owner asks for one optimizer after the other: an answer fits a message.
         known = [number for number in (*self._closed, *self._waiting) if number > after]
         optimizer = min(known, default=0)
@@ -370,15 +378,15 @@ class OpenRounds:
 
 
 def merged_part(optimizer: int) -> int:
-    """Returns the part of a step, in the ledger, that its contribution is once it was
-    merged. Parts of pushes are not negative."""
+    """Returns the part under which the ledger notes that a step's contribution was
+    merged. It is negative, as parts of pushes are not."""
     return UNNAMED - optimizer
 
 
 def updates_of(
     optimizer: int, gradients: dict[int, Gradient]
 ) -> tuple[list[Update], tuple[np.ndarray, ...]]:
-    """Returns gradients in the form of messages."""
+    """Returns gradients as the updates and arrays of a message."""
     updates = [
         Update(key, int(each.op), optimizer, len(each.arrays))
         for key, each in gradients.items()
@@ -387,7 +395,7 @@ def updates_of(
 
 
 def merged_push(message: CloseRound, merging: Merging) -> Push:
-    """Returns the update of a round as a push."""
+    """Returns the merged update of a round as a push, which a store applies."""
     optimizer = message.order.optimizer
     updates, arrays = updates_of(optimizer, merging.merged)
     if message.arrays and updates:

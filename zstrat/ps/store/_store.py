@@ -1,7 +1,8 @@
-"""The variables of one parameter server: versions, reads, and pushes that apply whole.
+"""The variables of one parameter server: versions, reads, and pushes that are applied
+whole.
 
-Decides without I/O and without a clock. Anything that changes the store happens in
-three parts, so that the middle one may run on another thread:
+Decides without I/O and without a clock. Every change of the store is made in three
+parts, so that the middle one may run on another thread:
 
 1. ``plan_push``, ``plan_create``, ``plan_optimizer`` (loop): validate, touch nothing;
 2. ``plan.compute()`` (any thread): does the arithmetic (`_plans`);
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of what a store did since it was opened."""
+    """Counts of what a store has done since it was opened."""
 
     pulls: int = 0
     reads: int = 0
@@ -94,8 +95,8 @@ class Counts:
 
 
 class Store:
-    """The variables that one task holds for one session, and the optimizers that update
-    them.
+    """The variables that one parameter server holds for one session, and their
+    optimizers.
 
     ``task`` names the parameter server in errors; ``largest`` bounds the bytes of rows
     that one request may ask for.
@@ -112,7 +113,7 @@ class Store:
         self._task, self._largest = task, largest
         self.engine = engine
         self.variables = HeldVariables(task, spill)
-        """The variables, for the session that is open."""
+        """The variables of the open session."""
         self.alike_pushes = AlikePushes()
         self.ledger, self.writers = Ledger(), Writers(task)
         self.leases = DoneLeases()
@@ -121,8 +122,8 @@ class Store:
         self.log: ChangeLog | None = None
         self.kept: set[int] = set()
         self.kept_optimizers: dict[int, str] = {}
-        """What the program before has left: variables, and optimizers with their
-        names."""
+        """With ``kept``, what the program before has left: the names of its optimizers
+        by number, and the keys of its variables."""
 
     def __len__(self) -> int:
         return len(self.variables)
@@ -136,15 +137,17 @@ class Store:
         sets: Sequence[int] = (),
         keys: Sequence[np.ndarray] = (),
     ) -> tuple[list[int], tuple[np.ndarray, ...]]:
-        """Returns the versions of all, and the values that the reader lacks: of
-        ``reads``, and of ``sets`` with these keys, as one array each.
+        """Returns the versions of all variables, and the values that the reader lacks:
+        one array for each variable of ``reads``, and one for each set of small
+        variables in ``sets``, whose ``keys`` are given.
 
         The arrays are read-only views of live memory whose content never changes.
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: They are more than `READS` and `SETS`, or one is a
-                table of any id, or keys are not those of a set.
+            InvalidArgumentError: There are more reads than `READS`, or sets than
+                `SETS`, or a variable is a table of any id, or keys are not those of a
+                set.
         """
         if len(reads) > READS:
             raise too_many(self._task, "reads", len(reads), READS)
@@ -186,13 +189,15 @@ class Store:
         sets: Sequence[int] = (),
         keys: Sequence[np.ndarray] = (),
     ) -> RowsPlan:
-        """Plans to read values, as `read`, and rows of variables, which may be many.
+        """Plans to read values as `read` does, and rows of variables, which may be
+        many.
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: Indices are not rows of the variable, they are not
-                one array per variable, or the answer would be too large.
-            ResourceExhaustedError: The machine lacks four times the memory for it.
+            InvalidArgumentError: Indices are out of range, there is not one array of
+                them per variable, or the answer would be too large.
+            ResourceExhaustedError: The machine does not have four times the memory of
+                the answer.
         """
         # Values are leased now, in the versions that the answer names; rows come later,
         # while the request holds the names of their variables.
@@ -203,22 +208,25 @@ class Store:
     def plan_create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> CreatePlan:
-        """Plans to create all variables or none; one of the same key, name, shape and
-        dtype stays.
+        """Plans to create all variables or none; an existing variable of the same key,
+        name, shape and dtype stays.
 
         Raises:
-            AlreadyExistsError: A key is taken by another name, shape or dtype.
-            InvalidArgumentError: The message is not one array per entry, keys repeat.
+            AlreadyExistsError: A variable of another name, shape or dtype has one of
+                the keys.
+            InvalidArgumentError: There is not one array per entry, or keys repeat.
         """
         return create_plan(entries, arrays, self.variables)
 
     def plan_initialize(
         self, entries: Sequence[InitialEntry], code: bytes
     ) -> InitializePlan:
-        """Plans as `plan_create`; shipped code computes the values.
+        """Plans to create variables as `plan_create` does, with values that shipped
+        code computes.
 
         Raises:
-            AlreadyExistsError: A key is taken by another name, shape or dtype.
+            AlreadyExistsError: A variable of another name, shape or dtype has one of
+                the keys.
             InvalidArgumentError: Keys repeat.
             ProtocolError: A dtype cannot be encoded.
         """
@@ -227,11 +235,11 @@ class Store:
     def plan_tables(
         self, entries: Sequence[TableEntry], code: bytes, session: int
     ) -> TablesPlan:
-        """Plans tables of any id, as `plan_create`; shipped code makes their rows, and
-        cuts are those of the session.
+        """Plans to create tables of any id as `plan_create` does. Shipped code makes
+        new rows; the numbers of changes begin with one of the session.
 
         Raises:
-            AlreadyExistsError: A key is taken by something else.
+            AlreadyExistsError: Something else has one of the keys.
             InvalidArgumentError: Keys repeat, or a row is too large or empty.
             ProtocolError: A dtype cannot be encoded.
         """
@@ -239,21 +247,23 @@ class Store:
         return tables_plan(entries, code, load_code, self.variables, session)
 
     def plan_items(self, message: PullTable) -> TableItems:
-        """Plans to read buckets of a table.
+        """Plans to read buckets of a table: ids and their rows.
 
         Raises:
             NotFoundError: No variable has the key.
-            InvalidArgumentError: It is not a table, or has no such buckets, or it is
-                not known what has changed since.
+            InvalidArgumentError: The variable is not a table, the buckets do not exist,
+                or it is not known what has changed since the given number.
         """
         return table_items(self.variables, message, self._largest)
 
     def table_sizes(self, keys: Sequence[int]) -> TableSizes:
-        """Returns rows and bytes of tables, in order.
+        """Returns, for each table in order: rows, bytes, counts of rows added and
+        removed, ids that wait for a row, gradients of them that were dropped, and the
+        number of the last change.
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: One is not a table.
+            InvalidArgumentError: A variable is not a table.
         """
         held = self.variables.find(keys)
         tables = [require_table(each) for each in held]
@@ -273,7 +283,7 @@ class Store:
         )
 
     def delete(self, keys: Sequence[int], *, again: bool = False) -> None:
-        """Deletes variables, all or none; with ``again`` those that are still there.
+        """Deletes variables, all or none; with ``again``, those that still exist.
 
         Raises:
             NotFoundError: No variable has one of the keys.
@@ -286,8 +296,9 @@ class Store:
             self.log.append(DeleteVariables(0, list(keys)))
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Drops what a creation that failed elsewhere has left here. What an earlier
-        program had created under the same keys stays."""
+        """Drops variables and optimizers that a creation has left here which failed on
+        another server. Those that an earlier program had created under the same numbers
+        stay."""
         ours = [key for key in keys if key in self.variables and key not in self.kept]
         self._delete(ours)
         for number in optimizers:
@@ -308,7 +319,7 @@ class Store:
         self.kept.difference_update(keys)
 
     def clear(self) -> None:
-        """Drops the session's variables, optimizers and memory of pushes.
+        """Drops the variables, optimizers and ledgers of the session.
 
         A plan that is still being computed can no longer be committed.
         """
@@ -322,11 +333,11 @@ class Store:
         self.kept_optimizers.clear()
 
     def change_program(self) -> None:
-        """Prepares the store for another program that takes over what is here, in a
-        session of another number. Variables, slots, rounds and leases that are done
-        stay. Pushes are counted from the start. That program sends its optimizers and
-        trees again; until then those that are here close the round that other servers
-        have closed."""
+        """Prepares the store for another program, which takes its content over in a
+        session of another number. Variables, slots, rounds and the ranges of leased
+        examples stay; pushes are counted from the start. That program sends its
+        optimizers and trees again; until then the present ones are kept, to close a
+        round that other servers have closed."""
         # Added: what a program before that one has left may not be claimed yet either.
         self.kept.update(self.variables)
         optimizers = {known.optimizer: known.name for known in self.engine}
@@ -349,42 +360,44 @@ class Store:
         self.parts = Parts(self._task)
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
-        """Validates a push; changes nothing but the mark of its writer.
+        """Validates a push; changes nothing but the low-water mark of its writer.
 
         Returns:
             A plan to compute and commit, or the answer if the push is a duplicate.
 
         Raises:
             NotFoundError: A variable or optimizer does not exist.
-            InvalidArgumentError: An update does not fit its variable, or the mark of
-                its writer is above the step.
+            InvalidArgumentError: An update does not fit its variable, or the push says
+                that its own number is below the low-water mark.
             BusyError: The step could not be remembered.
         """
         return self._duplicate(push) or self.plan_again(push)
 
     def plan_again(self, push: Push) -> PushPlan:
         """Plans a push that the primary has applied, in a backup that has applied all
-        pushes before it. Does not ask whether it is a duplicate: the primary has."""
+        pushes before it. Does not check for duplicates, because the primary has done
+        that."""
         return self.alike_pushes.plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
-        """Notes that all closures below the mark are over. From now on their pushes
-        count as duplicates, and no closure below it is remembered."""
+        """Raises the low-water mark of closures: all below it are over. Their pushes
+        count as duplicates from now on, and they are forgotten."""
         if self.log is not None:
             self.log.append(RaiseMark(0, low_water))
         self.ledger.raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
-        """Begins to apply a push whose body follows, if possible; `push_folded` ends
-        it. Changes nothing, and no request waits for it."""
+        """Begins to apply a push while its body arrives, if possible; `push_folded`
+        ends that. Changes nothing yet, and no request waits for it."""
         return fold_of(message, specs, self.variables.get)
 
     def push_folded(self, push: Push, fold: Fold) -> Pushed | Again:
-        """Applies a push that was added up while it arrived. Answers `Again` if its
-        variable has changed since.
+        """Applies a push that was added to its variable while it arrived. Answers
+        `Again` if the variable has changed meanwhile.
 
         Raises:
-            InvalidArgumentError: The mark of its writer is above the step.
+            InvalidArgumentError: The push says that its own number is below the
+                low-water mark.
             BusyError: The step could not be remembered.
         """
         duplicate = self._duplicate(push)
@@ -406,7 +419,7 @@ class Store:
     def plan_part(self, part: PushPart) -> PushPlan | Pushed:
         # First: a run that differs has to fail, even where its push counts as a
         # duplicate.
-        """Plans a part of an eager step, as `plan_push`.
+        """Plans a part of an eager step, otherwise as `plan_push`.
 
         Raises:
             RetryDiffersError: Another part was applied under its number.
@@ -416,7 +429,8 @@ class Store:
         return self.plan_push(plain_push(part))
 
     def note_part(self, part: PushPart) -> None:
-        """Remembers the variables of a part. Raises as `plan_part`."""
+        """Notes the names of a part's updates in the ledger of eager steps. Raises as
+        `plan_part`."""
         step, attempt, number, names = part.step, part.attempt, part.part, part.names
         if self.log is not None:  # a part that is refused may be remembered, too
             noted = PushPart(0, step, number, part.low_water, attempt, names, [], ())
@@ -427,19 +441,21 @@ class Store:
         """Ends earlier runs of an eager step: they have no effect from now on.
 
         Raises:
-            StaleSessionError: A later run has begun.
+            StaleSessionError: A later run of the step has begun.
         """
         if self.log is not None:
             self.log.append(AskParts(0, step, attempt, 0))
         self.parts.claim(step, attempt, self.ledger)
 
     def applied_parts(self, step: int, first: int) -> AppliedParts:
-        """Returns what the runs of an eager step have pushed, from a part on."""
+        """Returns the parts that runs of an eager step have pushed, from number
+        ``first`` on."""
         return self.parts.applied(step, first, self.ledger)
 
     def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
         """Ends all steps below the mark and those of ``over``: their pushes have no
-        effect from now on. What they have applied is remembered until `end_steps`."""
+        effect from now on. The ledger remembers what they have applied until
+        `end_steps`."""
         if self.log is not None:
             self.log.append(Fence(0, low_water, list(over), []))
         # Steps below the mark as one run. The mark rises only in `end_steps`, which
@@ -447,10 +463,10 @@ class Store:
         self.ledger.close_steps([StepRun(0, low_water), *over])
 
     def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
-        """Forgets the steps below the mark.
+        """Ends and forgets all steps below the mark.
 
         Returns:
-            The steps of ``asked`` that have applied something here.
+            Those steps of ``asked`` that have applied something on this server.
         """
         # Before the mark is raised: what is below it is forgotten.
         applied = [step for step in asked if self.ledger.has_applied(step)]
@@ -465,7 +481,7 @@ class Store:
             self.log.append(replace(message, session=0))
 
     def commit_round(self, message: CloseRound, plan: PushPlan) -> None:
-        """Commits the update of a round, which ends.
+        """Commits the update of a round, and closes the round.
 
         Raises:
             StaleSessionError: The store was cleared while the plan computed.
@@ -486,8 +502,8 @@ class Store:
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
-        """Plans to load an optimizer. `Done` if it was loaded from the same code under
-        the same id.
+        """Plans to load an optimizer. Returns `Done` if it was loaded before from the
+        same code under the same id.
 
         Raises:
             AlreadyExistsError: The program before has left slots of an optimizer of
@@ -512,8 +528,8 @@ class Store:
     def plan_binding(
         self, optimizer: int, arrays: Sequence[np.ndarray]
     ) -> BindPlan | Done:
-        """Plans to bind the variables of a tree to an optimizer. `Done` if they are
-        bound by this very tree.
+        """Plans to bind the variables of a tree to an optimizer. Returns `Done` if
+        exactly this tree has bound them already.
 
         Raises:
             NotFoundError: The optimizer does not exist.
@@ -532,11 +548,12 @@ class Store:
         return BindPlan(self.variables.generation, known, data, self.variables.get)
 
     def commit(self, plan: Plan) -> Done | Pushed | Pulled:
-        """Applies what a plan has computed: versions, keys, the memory of steps.
+        """Makes the changes visible that a plan has computed: versions, keys, ledger.
+        Returns the answer.
 
         Raises:
             StaleSessionError: The store was cleared while the plan computed.
-            AlreadyExistsError: The id of an optimizer is taken by another one.
+            AlreadyExistsError: Another optimizer has the id.
         """
         # The loop may have opened another session while the thread computed.
         self._require_current(plan)
@@ -577,7 +594,8 @@ class Store:
             )
 
     def gave_up(self, plan: object) -> None:
-        """Marks the log diverged if a plan that failed has lost values."""
+        """Notes that a plan has failed: if values were lost, marks the backup as
+        diverged."""
         if self.log is None or not isinstance(plan, PushPlan):
             return
         # The push was not logged, so the backup keeps the values that are lost here.
@@ -602,16 +620,18 @@ class Store:
         self.counts.updates += updates
 
     def _ledger_of(self, push: Push) -> Ledger:
-        """Returns the ledger that knows whether a push was applied: the session's, or
-        that of its writer.
+        """Returns the ledger that decides whether a push was applied: that of the
+        session or, for an update outside of closures, that of its writer.
 
         Raises:
-            InvalidArgumentError: The mark of its writer is above the step.
+            InvalidArgumentError: The push says that its own number is below the
+                low-water mark.
         """
         return self.writers.ledger_of(push) if push.writer else self.ledger
 
     def _duplicate(self, push: Push) -> Pushed | None:
-        """Returns the answer to a push that was applied before; admits any other."""
+        """Returns the answer to a push that was applied before; otherwise None, after
+        checking that the step can be remembered."""
         # Before `_ledger_of`, which raises the mark of the writer: a malformed push
         # changes nothing.
         if push.leases:
@@ -626,7 +646,7 @@ class Store:
         return None
 
     def statistics(self) -> dict[str, int]:
-        """Returns counts and bytes; reads no values, so that it is cheap."""
+        """Returns counts and bytes of the store. Cheap, as it reads no values."""
         held, counts = self.variables.values(), self.counts
         tables = [(each, each.table) for each in held if each.table is not None]
         return {

@@ -1,14 +1,15 @@
-"""The variables that one server holds, and which of them are one array.
+"""The variables that one server holds, and sets of small variables that are read as one
+array.
 
-Law: a version never returns for a key within a session, not even when the variable is
-deleted and created again. A reader may remember a value for long, and would take the
+Law: a version of a key is never used twice within a session, not even when the variable
+is deleted and created again. A reader may cache a value for long, and would take the
 new variable for the old one.
 
-Sets of small variables are read, and updated, as one array (`zstrat.wire`). A set is
-what a message names, nothing that the store has: which variables it has is looked up
-once, and again when variables have come or gone. Its value is the array in which the
-last update has left them side by side (`_flat`), without a copy, or else one that is
-put together.
+Sets of small variables are read, and updated, as one array (`zstrat.wire`). Messages
+define sets by their keys; the store looks their variables up once, and again when
+variables were created or deleted. The value of a set is the array in which the last
+update has left the variables concatenated (`_flat`), without a copy, or else a new
+array into which their values are copied.
 """
 
 from __future__ import annotations
@@ -35,30 +36,31 @@ if TYPE_CHECKING:
 
 
 KEPT: Final = 2**16
-"""Variables of all sets that are remembered, about 10 MB: each program of a worker has
-some sets, and a model may have more variables than there are in one."""
+"""The most variables in all remembered sets, about 10 MB: each program of a worker has
+some sets, and a model may have more variables than one set."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldSet:
-    """The variables of a set, which messages read and update as one array."""
+    """A set of variables, which messages read and update as one array."""
 
     keys: list[int]
     held: list[HeldVariable]
     cells: list[Cell]
     parts: tuple[SetPart, ...]
     _copied: tuple[int, weakref.ref[np.ndarray]] | None = None
-    """The value that was put together last, as long as a reader has it, and its
-    version."""
+    """The version and the value that was concatenated last, as long as a reader holds
+    it."""
 
     @property
     def version(self) -> int:
-        """The sum of the versions, of which none falls."""
+        """The version of the set: the sum of the versions of its variables, none of
+        which ever falls."""
         return sum([held.version for held in self.held])
 
     def value(self) -> np.ndarray:
-        """Returns the values side by side, ``[elements]``, read-only; they never change
-        afterwards.
+        """Returns the values of all variables concatenated, ``[elements]``, read-only.
+        The returned array never changes.
 
         Raises:
             UnavailableError: A value was lost.
@@ -78,7 +80,7 @@ class HeldSet:
         return together
 
     def require_fit(self, array: np.ndarray) -> None:
-        """Refuses gradients that are not ``[elements]``, side by side."""
+        """Checks that concatenated gradients of the set are an array ``[elements]``."""
         elements = self.parts[-1].stop
         if array.shape != (elements,):
             raise InvalidArgumentError(
@@ -90,13 +92,13 @@ class HeldSet:
 
 @dataclass(slots=True)
 class HeldSets:
-    """The sets of one store that were named lately, by their keys."""
+    """The latest sets that messages have named, by their keys."""
 
     _known: dict[bytes, HeldSet] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drops what is remembered: variables have come or gone. A set holds the
-        memory of its variables, also of those that were deleted."""
+        """Drops all remembered sets, because variables were created or deleted. A set
+        keeps alive the memory of its variables, even of deleted ones."""
         self._known.clear()
 
     def find(self, keys: np.ndarray, variables: HeldVariables) -> HeldSet:
@@ -104,8 +106,8 @@ class HeldSets:
 
         Raises:
             NotFoundError: No variable has one of the keys.
-            InvalidArgumentError: They are not the distinct keys of variables of one
-                dtype, or too many.
+            InvalidArgumentError: The keys are not distinct, too many, or of variables
+                with different dtypes.
         """
         if not is_keys(keys):
             raise InvalidArgumentError(
@@ -151,23 +153,24 @@ def _held_set(keys: list[int], variables: HeldVariables) -> HeldSet:
 
 @final
 class HeldVariables(dict[int, HeldVariable]):
-    """The variables of one store, by key: a dict, as each pull and push looks several
-    up. A key that is not there raises `NotFoundError`; the owner of the store alone
-    changes what is there.
+    """The variables of one store by key, as a dict because each pull and push looks
+    several up. A missing key raises `NotFoundError`; only the owner of the store may
+    change the content.
 
-    ``task`` names the parameter server in errors. ``spill`` is a folder in which rows
-    of tables of any id are kept; None: they stay in memory.
+    ``task`` names the parameter server in errors. ``spill`` is a folder for files with
+    the rows of tables of any id; None: these stay in memory.
     """
 
     def __init__(self, task: str, spill: Path | None = None) -> None:
         super().__init__()
         self.task, self.spill = task, spill
         self.generation = 0
-        """Grows with each `clear`: a plan of an earlier one cannot be committed."""
+        """Grows with each `clear`: a plan that was made before can no longer be
+        committed."""
         self.first_version = 0
-        """Of a new variable: above all of those that were deleted."""
+        """The version of a new variable, above those of all deleted variables."""
         self.changes = 0
-        """How often variables came or went."""
+        """How often variables were created or deleted."""
         self.sets = HeldSets()
 
     def __missing__(self, key: int) -> HeldVariable:
@@ -185,7 +188,7 @@ class HeldVariables(dict[int, HeldVariable]):
         super().__delitem__(key)
 
     def find(self, keys: Iterable[int]) -> list[HeldVariable]:
-        """Returns the variables, in order.
+        """Returns the variables with these keys, in order.
 
         Raises:
             NotFoundError: No variable has one of the keys.
@@ -193,28 +196,28 @@ class HeldVariables(dict[int, HeldVariable]):
         return [self[key] for key in keys]
 
     def nbytes(self, keys: Iterable[int]) -> int:
-        """Returns bytes of the values of those that exist."""
+        """Returns the bytes of the values of those variables that exist."""
         return sum(held.cell.nbytes for key in keys if (held := self.get(key)))
 
     def versions(self, keys: Iterable[int]) -> list[int]:
-        """Returns the versions of these variables; -1 for one that is gone."""
+        """Returns the versions of these variables; -1 for one that does not exist."""
         found = map(self.get, keys)
         return [-1 if held is None else held.version for held in found]
 
     def hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
-        """Takes new variables with these values."""
+        """Adds new variables with the values in these cells."""
         for entry, cell in zip(entries, cells, strict=True):
             cell.who = f"{self.task}: variable {entry.name!r}"
             self[entry.key] = HeldVariable(entry, cell, self.first_version)
 
     def hold_tables(self, tables: Sequence[HeldVariable]) -> None:
-        """Takes new tables of any id."""
+        """Adds new tables of any id."""
         for table in tables:
             table.version = self.first_version
             self[table.entry.key] = table
 
     def delete(self, keys: Sequence[int]) -> None:
-        """Deletes all or none.
+        """Deletes all variables with these keys, or none.
 
         Raises:
             NotFoundError: No variable has one of the keys.
@@ -228,15 +231,15 @@ class HeldVariables(dict[int, HeldVariable]):
             del self[key]
 
     def jump(self, by: int) -> None:
-        """Raises the versions of all variables, and of variables that are created
-        later, by ``by``."""
+        """Raises the versions of all variables, including those that are created later,
+        by ``by``."""
         self.first_version += by
         for held in self.values():
             held.version += by
 
     def clear(self) -> None:
-        """Drops all variables, as another session begins: its versions are not compared
-        with those of this one."""
+        """Drops all variables, because another session begins, whose versions are not
+        compared with those of this one."""
         super().clear()
         self.generation += 1
         self._change()

@@ -1,4 +1,5 @@
-"""Tables of any id: which rows they have, and values whose rows come and go."""
+"""Tables of any id: the index from ids to rows, and values whose rows are added and
+removed."""
 
 from ._growing_cell import GrowingCell
 from ._index import NO_ROW, IdIndex

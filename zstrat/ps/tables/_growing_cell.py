@@ -1,13 +1,14 @@
-"""A value whose rows come and go, and which stays where it is meanwhile.
+"""Cells whose rows are added and removed, while the memory of the others stays where it
+is.
 
-Rows are dense: a new one comes after the last, and when rows are removed, others are
-moved to where they were. So a value is an array at any time, of as many rows as there
-are, and all that reads, copies and pins values takes it as it is.
+Rows are dense: a new row is added after the last, and when rows are removed, the last
+rows are moved to fill the holes. So the value is always an array of all rows, and code
+that reads, copies and pins values needs no change.
 
-Its memory is a `Reserve`, which grows in place: nothing is copied, and nothing filled,
-but the new rows. So a pin keeps its memory, and its length: rows that come after it
-are not its rows, until some of it were removed and others take their place, which are
-saved for it first as any that is written.
+The memory is a `Reserve`, which grows in place: only the new rows are written, and
+nothing is copied. So a pin keeps its memory, and its length: rows that are added later
+do not belong to the pinned value. A pinned row whose place another row takes is saved
+for the pin first, as any row that is overwritten.
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ if TYPE_CHECKING:
     from ._index import IdIndex
 
 _ASKED_EACH: Final = 64 * 2**20
-"""Bytes of growth after which it is asked whether the machine has as many again. The
-memory of a reserve comes when it is written, where nothing can be refused."""
+"""Bytes of growth after which the machine is asked whether it has as much memory again.
+The memory of a reserve is allocated when it is written, at which time a lack of memory
+cannot be refused."""
 
 _AHEAD: Final = 8 * 2**20
-"""Bytes after the last row whose memory is added before there are rows, at most."""
+"""The most bytes of memory after the last row that are allocated before there are rows
+for them."""
 
 _RELEASED: Final = 2**20
-"""Bytes beyond the last row from which they are given back to the machine."""
+"""Bytes of memory after the last row from which on that memory is given back to the
+machine."""
 
 
 @final
 class GrowingCell(Cell):
-    """A cell of ``[height, *row]`` that `extend` and `shrink` change. It is never on
-    the device, and a lease of it is a copy."""
+    """A cell of ``[height, *row]`` to which `extend` adds rows and from which `shrink`
+    removes them. It is never on the device, and its lease is a copy."""
 
     __slots__ = ("_asked", "_folder", "_reserve", "_row", "_width")
 
@@ -60,7 +64,8 @@ class GrowingCell(Cell):
         """Makes a cell whose rows are zero; in a file in ``folder``, if one is given.
 
         Raises:
-            ResourceExhaustedError: There is no memory for them, or no room on the disk.
+            ResourceExhaustedError: There is no memory for the rows, or no room on the
+                disk.
         """
         self._folder = folder
         self._row, self._width = row, math.prod(row)
@@ -82,7 +87,7 @@ class GrowingCell(Cell):
         return self._buffer is None
 
     def lease(self) -> np.ndarray:
-        """Returns a copy, read-only."""
+        """Returns a read-only copy of the value."""
         # A view would change, as rows are moved into the places of others.
         copy = self.look().copy()
         copy.flags.writeable = False
@@ -99,11 +104,11 @@ class GrowingCell(Cell):
         return buffer.array
 
     def extend(self, count: int) -> np.ndarray:
-        """Adds rows; returns them, to be written at once. They have any values.
+        """Adds ``count`` rows and returns them, with any content; write them at once.
 
         Raises:
             UnavailableError: The value was lost.
-            ResourceExhaustedError: The machine has no memory for them; nothing has
+            ResourceExhaustedError: The machine has no memory for the rows; nothing has
                 changed.
         """
         self.require()
@@ -130,7 +135,7 @@ class GrowingCell(Cell):
         return self.look()[height:]
 
     def shrink(self, height: int) -> None:
-        """Drops the rows from ``height`` on, also of a value that was lost."""
+        """Removes the rows from ``height`` on, even if the value was lost."""
         nbytes, before = self.nbytes, self.shape[0]
         self._resize(height)
         # Not of pinned memory, which the pins still read.
@@ -170,7 +175,7 @@ class GrowingCell(Cell):
 
 
 def growing(cell: Cell) -> GrowingCell:
-    """Returns the cell of a table, or of slots beside it, as what it is."""
+    """Returns the cell of a table, or of its slots, typed as a `GrowingCell`."""
     assert isinstance(cell, GrowingCell)
     return cell
 
@@ -178,12 +183,13 @@ def growing(cell: Cell) -> GrowingCell:
 def drop_rows(
     index: IdIndex, ids: GrowingCell, cells: Iterable[GrowingCell], holes: np.ndarray
 ) -> None:
-    """Drops rows from cells, moving the last ones to where they were.
+    """Removes rows from cells, moving the last rows to fill the holes.
 
     Args:
-        index: Has the rows of all ids but those that are dropped.
-        ids: Which of the cells has the ids of the rows.
-        holes: The rows, distinct, in any order.
+        index: The index of the ids, from which those of the removed rows were removed
+            already.
+        ids: That of the cells which has the ids of the rows.
+        holes: The rows to remove, distinct, in any order.
     """
     if not holes.size:
         return
@@ -205,7 +211,7 @@ def drop_rows(
 
 
 def _save(pin: Pin, rows: np.ndarray) -> None:
-    """Keeps those of some rows that a pin has."""
+    """Saves those of ``rows`` that belong to the pinned value."""
     inside = rows < pin.shape[0]
     pin.save(rows if inside.all() else rows[inside])
 

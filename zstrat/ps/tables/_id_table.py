@@ -1,5 +1,5 @@
-"""What a table of any id is beside its value: which id each row has, and how the row of
-an id begins."""
+"""The ids of the rows of a table, their uses and changes, and the initial rows of new
+ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from zstrat.wire import TableEntry
 
 IDS: Final = ".ids"
-"""What the ids of the rows are called, beside a value, where a slot has its name."""
+"""The name of the ids of the rows, among the arrays that a copy or a snapshot has
+besides the value."""
 
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
@@ -34,14 +35,15 @@ CUT: Final = ".cut"
 GONE: Final = ".gone"
 GONE_AT: Final = ".gone_at"
 TALL: Final = (IDS, USES, CHANGED)
-"""What has a row for each row of the value."""
+"""Names of the arrays that have one row for each row of the value."""
 
 _DRAWN: Final = 2**16
-"""Elements of rows that are drawn at a time: what that takes stays in the cache, and
-takes less than half as long."""
+"""Number of elements of initial rows that are drawn at a time: few enough to stay in
+the processor's cache, which takes less than half the time."""
 
 _MARKS: Final = 256
-"""Times that are noted, at most, and twice as many as an age is divided into."""
+"""The most times that are noted; twice the number of parts into which an age is
+divided."""
 
 _COIN: Final = np.uint64(0x5DEECE66D)
 _ID: Final = np.dtype(np.int64)
@@ -49,16 +51,16 @@ _ID: Final = np.dtype(np.int64)
 
 @final
 class IdTable(IndexedIds):
-    """The ids of the rows of one variable: ``ids`` is int64 ``[height]``.
+    """The ids of the rows of one table: ``ids`` is int64 ``[height]``.
 
     Args:
-        code: The pickled ``initializer``.
+        code: The pickled form of ``initializer``.
         who: Names the table in errors.
     """
 
     gone_kept: ClassVar[int] = 2**20
-    """Removed ids that are noted in any case; more than that, as many as there are
-    rows."""
+    """The number of removed ids that are remembered in any case; if the table has more
+    rows, as many as it has rows."""
 
     def __init__(
         self, entry: TableEntry, code: bytes, initializer: Initializer, who: str
@@ -67,27 +69,32 @@ class IdTable(IndexedIds):
         self._who = who
         super().__init__()
         self.uses: GrowingCell | None = None
-        """The clock at the last gradient of each row, and the number of its gradients,
-        uint32 ``[height, 2]``; None if that is not noted."""
+        """For each row, the clock (`now`) at its last gradient, and the number of its
+        gradients, uint32 ``[height, 2]``; None if the table does not note uses."""
         # A cell, as all of these are saved, copied and pinned like values.
         self._clock = Cell(np.zeros(1, _ID))
         self._times = Cell(np.full((_MARKS, 2), -1.0))
-        """Times in seconds, ascending, and the clock at each, after those that are not
-        used, which are -1."""
+        """Noted times in seconds, ascending, each with the clock at that time. Unused
+        entries come first, and are -1."""
         if entry.tracks:
             self.uses = GrowingCell((2,), np.dtype(np.uint32))
         self.waiting: WaitingIds | Sketch | None = None
-        """Ids without rows; None if all are born at once."""
+        """Ids that were pushed and have no row yet, with their counts; None if every
+        pushed id gets a row at once."""
         if entry.gradients > 1 and entry.sketch:
             self.waiting = Sketch(entry.gradients, entry.sketch, who)
         elif entry.gradients > 1:
             self.waiting = WaitingIds(entry.gradients, who)
         self.changed: GrowingCell | None = None
-        """The number of the last change of each row, int64 ``[height]``."""
+        """For each row, the number of its last change, int64 ``[height]``; None if the
+        table does not note changes."""
         self.gone: IdNumbers | None = None
-        """Ids that were removed, with the number of that change."""
+        """Removed ids, each with the number of the change that removed it; None if the
+        table does not note changes."""
         self._cut = Cell(np.zeros(2, _ID))
-        """The number of the last change, and that up to which ``gone`` was forgotten.
+        """The number of the last change (*cut*), and the number up to which removed ids
+        were forgotten.
+
         """
         if entry.follows:
             self.changed = GrowingCell((), _ID)
@@ -95,17 +102,18 @@ class IdTable(IndexedIds):
         for name, cell in self.leaves().items():
             cell.who = f"{who}, {name}"
         self.births = self.removed = self.refused = 0
-        """Rows that were born, and removed, and gradients of rows that were dropped,
-        since the server has the table."""
+        """Counts since the server has the table: rows added, rows removed, and
+        gradients that were dropped because their id had no row."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids, indices, and all else that is kept of them."""
+        """Bytes of ids, index, and all other arrays besides the value."""
         beside = self.uses, self.changed, self.waiting, self.gone
         return super().nbytes + sum(each.nbytes for each in beside if each is not None)
 
     def empty(self) -> IdTable:
-        """Returns the same table without rows, which may take its place."""
+        """Returns a table with the same settings and no rows, which may replace this
+        one."""
         other = IdTable(self.entry, self.code, self._initializer, self._who)
         other.births, other.removed = self.births, self.removed
         other.refused = self.refused
@@ -115,7 +123,8 @@ class IdTable(IndexedIds):
         return other
 
     def leaves(self) -> dict[str, Cell]:
-        """Returns what a copy or a snapshot has beside a value, by its name."""
+        """Returns the arrays that a copy or a snapshot has besides the value, by
+        name."""
         found: dict[str, Cell] = {IDS: self.ids}
         if self.uses is not None:
             found |= {USES: self.uses, CLOCK: self._clock, TIMES: self._times}
@@ -128,8 +137,8 @@ class IdTable(IndexedIds):
 
     @property
     def now(self) -> int:
-        """The clock: the number of pushes that had gradients for the table, and of
-        noted times."""
+        """The clock of the table: the number of pushes with gradients for the table,
+        plus that of noted times."""
         return int(self._clock.look()[0])
 
     def _set_clock(self, now: int) -> None:
@@ -137,7 +146,7 @@ class IdTable(IndexedIds):
         self._clock.settle()
 
     def note_use(self, rows: np.ndarray) -> None:
-        """Notes a push with gradients of distinct rows."""
+        """Notes one push with gradients for these distinct rows."""
         assert self.uses is not None
         now = self.now + 1
         self._set_clock(now)
@@ -147,11 +156,12 @@ class IdTable(IndexedIds):
         self.uses.settle()
 
     def note_time(self, now: float, seconds: float) -> None:
-        """Notes a time, with the clock at it.
+        """Notes the present time, with the clock at this time.
 
         Args:
-            seconds: The age that is of interest. Times closer than a 128th of it are
-                not noted, and of those that are older only the last one is kept.
+            seconds: The age by which rows will be evicted. Times that are closer
+                together than a 128th of it are not noted, and of the times that are
+                longer ago only the last one is kept.
         """
         marks = self._times.look()
         marks = marks[marks[:, 1] >= 0]
@@ -169,22 +179,24 @@ class IdTable(IndexedIds):
         self._times.settle()
 
     def clock_at(self, time: float) -> int:
-        """Returns the clock at the last noted time up to this one; -1 if there is
-        none."""
+        """Returns the clock at the last noted time that is not after ``time``; -1 if
+        there is none."""
         marks = self._times.look()
         known = marks[(marks[:, 1] >= 0) & (marks[:, 0] <= time), 1]
         return int(known.max(initial=-1))
 
     @property
     def cut(self) -> int:
-        """Number of the last change of any rows."""
+        """The number of the last change of any rows."""
         return int(self._cut.look()[0])
 
     def require_cut(self, since: int) -> None:
-        """Refuses a cut since which it is not known what has changed.
+        """Checks that it is known what has changed since the change with the number
+        ``since``.
 
         Raises:
-            InvalidArgumentError: It is too old, or changes are not noted.
+            InvalidArgumentError: The number is too old, or the table does not note
+                changes.
         """
         forgotten = int(self._cut.look()[1])
         if self.changed is None:
@@ -199,8 +211,9 @@ class IdTable(IndexedIds):
             )
 
     def begin_cuts(self, session: int) -> None:
-        """Begins to count changes where no other session does: a cut from before a
-        server was lost, and filled again, must not be taken for one of now."""
+        """Starts the numbers of changes at one that only this session uses: a number
+        from before a server was lost and restored must not be taken for a present
+        one."""
         # From the session's number, so that all servers and copies count alike.
         number = int(mixed(np.array([session], np.uint64))[0] >> np.uint64(34)) << 32
         self.set_cut(number, number)
@@ -210,7 +223,8 @@ class IdTable(IndexedIds):
         self._cut.settle()
 
     def note_changes(self, rows: Iterable[np.ndarray], removed: np.ndarray) -> None:
-        """Notes that rows, maybe repeated, were written, and ids removed."""
+        """Notes one change, in which ``rows`` (may repeat) were written and the ids
+        ``removed`` were removed."""
         assert self.changed is not None
         assert self.gone is not None
         number = self.cut + 1
@@ -229,7 +243,7 @@ class IdTable(IndexedIds):
         self.set_cut(number, forgotten)
 
     def forget_removed(self, cut: int) -> None:
-        """Forgets which ids were removed up to a cut."""
+        """Forgets which ids were removed up to the change with the number ``cut``."""
         if self.gone is not None:
             gone = self.gone.ids.look()[self.gone.numbers.look() <= cut]
             self.gone.drop(gone)
@@ -238,16 +252,16 @@ class IdTable(IndexedIds):
             self.set_cut(self.cut, max(before, min(cut, self.cut)))
 
     def removed_since(self, cut: int, first: int, last: int) -> np.ndarray:
-        """Returns the ids of some buckets that were removed since a cut, and have no
-        row now."""
+        """Returns the ids in buckets from ``first`` to before ``last`` that were
+        removed since the change ``cut``, and have no row now."""
         assert self.gone is not None
         ids, places = self.gone.index.items(first, last)
         ids = ids.compress(self.gone.numbers.look().take(places) > cut)
         return ids.compress(self.index.rows(ids) == NO_ROW)
 
     def are_lucky(self, ids: np.ndarray) -> np.ndarray:
-        """Returns which ids may be born: for each the same at any time, by a coin of
-        its own."""
+        """Returns which ids may get a row, bool ``[n]``: each with the chance of the
+        table, always with the same result for the same id."""
         if self.entry.chance >= 1.0:
             return np.ones(len(ids), bool)
         # 53 bits, as many as the fraction of a float64 has.
@@ -255,21 +269,21 @@ class IdTable(IndexedIds):
         return coins < np.uint64(max(0.0, self.entry.chance) * 2.0**53)
 
     def forget_index(self) -> None:
-        """Notes that ids were written by others."""
+        """Drops all indices, because other code has written the ids."""
         super().forget_index()
         for each in self.waiting, self.gone:
             if each is not None:
                 each.forget_index()
 
     def make_indices(self) -> None:
-        """Makes what `forget_index` has dropped."""
+        """Makes the indices that `forget_index` has dropped."""
         _ = self.index
         for each in self.waiting, self.gone:
             if each is not None:
                 _ = each.index
 
     def first_rows(self, ids: np.ndarray, out: np.ndarray) -> None:
-        """Writes the rows with which these ids begin to ``out``, ``[n, *row]``."""
+        """Writes the initial rows of these ids to ``out``, ``[n, *row]``."""
         # Drawn from seed and id alone: any server, and any order, gives the same rows.
         size = max(1, _DRAWN // math.prod(out.shape[1:]))
         for start in range(0, len(ids), size):
@@ -277,11 +291,11 @@ class IdTable(IndexedIds):
             self._initializer.rows(IdGenerator(self.entry.seed, ids[some]), out[some])
 
     def read(self, value: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Returns a copy of the rows of ids, in their order; where there is none, what
-        it would begin with. Changes nothing.
+        """Returns a copy of the rows of ids, in their order; for an id without a row,
+        its initial row. Changes nothing.
 
         Args:
-            value: The variable's, ``[height, *row]``.
+            value: The value of the table, ``[height, *row]``.
         """
         rows = self.index.rows(ids)
         unknown = np.flatnonzero(rows == NO_ROW)

@@ -1,18 +1,19 @@
 """The index of a table of any id: from ids to rows.
 
-Each bucket of ids is an open-addressing table with linear probing, in a *segment* of
-2ᵏ records of 16 bytes, the id and its row side by side, so that a lookup misses the
-cache once. All ids of a request are looked up together, round by round: in the first
-each id looks at its first record, then those that were not found at several more. Ids
-sorted by their hash walk through the memory in order, which costs half as much as at
-random.
+Each bucket of ids is an open-addressing table with linear probing, in a *segment* of 2ᵏ
+records of 16 bytes, the id and its row side by side, so that a lookup misses the cache
+once. All ids of a request are looked up together, round by round: in the first each id
+looks at its first record, then those that were not found at several more. If the ids
+are sorted by their hash, the lookups walk through the memory in order, which costs half
+as much as in random order.
 
-Growth: a bucket whose segment is full moves to one twice as large. Buckets differ in
-how full they may be, by a factor of two, so that they grow one after the other, and no
-request pays for the whole table. All segments of one size are neighbours, in the order
-of buckets, so that a bucket's segment follows from its size alone: bucket b has the
-records from (BUCKETS + b) · 2ᵏ. What is between them is address space without memory
-behind it, and all segments of a size are given back when the last bucket has left.
+Growth: a bucket whose segment is full moves to a segment twice as large. Buckets differ
+in how full they may be, by a factor of two, so that they grow one after the other, and
+no request pays for the whole table. All segments of one size are neighbours, in the
+order of buckets, so that a bucket's segment follows from its size alone: bucket b has
+the records from (BUCKETS + b) · 2ᵏ. Segments that are not used are address space
+without memory, and the memory of all segments of a size is given back when the last
+bucket has left them.
 """
 
 from __future__ import annotations
@@ -25,40 +26,44 @@ from zstrat.ids import BUCKETS, buckets_of, hashes_of
 from zstrat.memory import HUGE_PAGE, Reserve
 
 NO_ROW: Final = -1
-"""The row of an id that is not in the table."""
+"""Stands for the row of an id that is not in the table."""
 
 _SMALLEST: Final = 3
-"""The k of an empty bucket."""
+"""The k of the segment of an empty bucket, which has 2ᵏ records."""
 
 _REMOVED: Final = -1
-"""In place of a row: the record was removed, and those after it may still be reached
+"""Marks a removed record, in place of its row: records after it may still be reached
 through it."""
 
 _RECORD: Final = np.dtype(np.complex128)
-"""What numpy copies a record as: no other type of 16 bytes is taken as fast."""
+"""The dtype as which numpy copies a record: no other type of 16 bytes is copied as
+fast."""
 
 
 _AT_ONCE: Final = 1024
-"""Records that are looked at in a round if few ids are left: as much as it costs to
-begin one."""
+"""Number of records that a round reads if few ids are left: reading them takes as long
+as starting the round."""
 
 _NEAR: Final = 15 / 16
-"""How full a bucket is, of what it may be, when its next segment gets memory."""
+"""How full a bucket is, as a share of its limit, when memory for its next segment is
+allocated."""
 
 _PERIOD: Final = 512
-"""Buckets after which limits repeat. Neighbours grow one after the other, so that they
-come to the same page of memory, which costs more than they do; and so that a server
-that has few buckets has some of each limit."""
+"""Number of buckets after which their limits repeat. Neighbours grow one after the
+other, so that their segments use the same page of memory, which costs more than they
+do; and a server that has few buckets has some of each limit."""
 
 
 def _limits() -> np.ndarray:
-    """Returns how full a segment of each bucket may be, between 0.35 and 0.7. Equal
-    steps of the logarithm, as sizes double: at any time as many buckets are just about
-    to grow as at any other.
+    """Returns how full the segment of each bucket may be, between 0.35 and 0.7. The
+    limits are equally spaced in the logarithm, because sizes double: at any time as
+    many buckets are about to grow as at any other.
 
-    73: the eight periods come to a page of memory that is new one after the other,
-    whatever the size of a segment. A page of 2 MiB takes 0.1 ms to 5 ms, and if all
-    periods came to one with the same insertion, that would be its pause."""
+    The number 73 makes the eight periods reach a new page of memory one after the
+    other, whatever the size of a segment. A page of 2 MiB takes 0.1 ms to 5 ms; if all
+    periods reached one at the same insertion, that insertion would wait for all of
+    them.
+    """
     buckets = np.arange(BUCKETS)
     steps = (buckets + 73 * (buckets // _PERIOD)) % _PERIOD / _PERIOD
     limits: np.ndarray = 0.35 * 2.0**steps
@@ -70,9 +75,9 @@ _LIMITS: Final = _limits()
 
 @final
 class IdIndex:
-    """The rows of the ids of one table. One user at a time: no locks.
+    """The index of one table: the row of each id. One user at a time: no locks.
 
-    All methods take ids ``[n]`` of int64, each once, in any order.
+    All methods take distinct ids ``[n]`` of int64, in any order.
     """
 
     def __init__(self) -> None:
@@ -81,7 +86,8 @@ class IdIndex:
         self._shifts = np.full(BUCKETS, _SMALLEST)
         self._most = (2**self._shifts * _LIMITS).astype(np.int64)
         self._used = np.zeros(BUCKETS, np.int64)
-        """Records that are not empty, by bucket: those that were removed, too."""
+        """By bucket, the number of records that are not empty; this includes removed
+        records."""
 
     @property
     def nbytes(self) -> int:
@@ -89,15 +95,17 @@ class IdIndex:
         return int((1 << self._shifts).sum()) * _RECORD.itemsize
 
     def most(self, first: int, last: int) -> int:
-        """Returns how many ids some buckets have, at most."""
+        """Returns the most ids that the buckets from ``first`` to before ``last`` may
+        have."""
         return int(self._used[first:last].sum())
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the row of each id, int64; `NO_ROW` where there is none."""
+        """Returns the row of each id, int64; `NO_ROW` for ids that are not in the
+        index."""
         return self._find(ids)[1]
 
     def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Adds ids that are absent, with their rows (int64, not negative).
+        """Adds ids that are not in the index, with their rows (int64, not negative).
 
         Raises:
             MemoryError: There is no address space left; nothing was added.
@@ -112,14 +120,15 @@ class IdIndex:
         self._put(ids, rows + 1, hashes, buckets)
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
-        """Removes ids; returns the row that each had, `NO_ROW` where there was none."""
+        """Removes ids; returns the row that each of them had, `NO_ROW` for ids that
+        were not in the index."""
         at, rows = self._find(ids)
         # The id stays in its record: inserted again, it lands there or before.
         self._words[at[rows >= 0], 1] = _REMOVED
         return rows
 
     def move(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Gives other rows (int64) to ids that are there."""
+        """Changes the rows (int64) of ids that are in the index."""
         at, _ = self._find(ids)
         self._words[at, 1] = rows + 1
 
@@ -137,12 +146,13 @@ class IdIndex:
         return self._memory.array.view(np.int64).reshape(-1, 2)
 
     def _pairs(self, at: np.ndarray) -> np.ndarray:
-        """Returns copies of records, ``[n, 2]``."""
+        """Returns copies of the records ``at``, ``[n, 2]``: ids, and rows + 1."""
         pairs: np.ndarray = self._memory.array.take(at).view(np.int64).reshape(-1, 2)
         return pairs
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the record at which the search for each id ended, and its row."""
+        """Returns, for each id, the number of the record at which its search ended, and
+        its row."""
         hashes = hashes_of(ids).view(np.int64)
         starts, masks = self._segments(buckets_of(hashes.view(np.uint64)))
         at = hashes & masks
@@ -174,7 +184,8 @@ class IdIndex:
         return at, rows
 
     def _segments(self, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the first record of each bucket, and its size - 1."""
+        """Returns, for each bucket, the number of the first record of its segment, and
+        the size of the segment - 1."""
         shifts = self._shifts.take(buckets)
         starts = buckets + BUCKETS
         starts <<= shifts
@@ -187,7 +198,8 @@ class IdIndex:
         hashes: np.ndarray,
         buckets: np.ndarray,
     ) -> None:
-        """Writes records of ids that are absent into segments that have room."""
+        """Writes records of ids that are not in the index into segments that have
+        room."""
         words = self._words
         starts, masks = self._segments(buckets)
         places = hashes.view(np.int64)
@@ -217,7 +229,8 @@ class IdIndex:
     def _records(
         self, buckets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns ids, marks (rows + 1) and buckets of what these buckets hold."""
+        """Returns ids, marks (rows + 1) and buckets of all records that these buckets
+        have."""
         starts, masks = self._segments(buckets)
         sizes = masks + 1
         ends = np.cumsum(sizes)
@@ -229,7 +242,7 @@ class IdIndex:
         return pairs[:, 0].take(live), pairs[:, 1].take(live), owners
 
     def _grow(self, buckets: np.ndarray, added: np.ndarray) -> None:
-        """Moves buckets to segments that have room for ``added`` ids."""
+        """Moves buckets to larger segments, with room for ``added`` more ids each."""
         ids, marks, owners = self._records(buckets)
         live = np.bincount(owners, minlength=BUCKETS)[buckets]
         # An eighth more: else a bucket of which as much is removed as is added would
@@ -261,5 +274,6 @@ class IdIndex:
 
 
 def _end(shift: int) -> int:
-    """Returns the number of records up to the last segment of 2**shift."""
+    """Returns the number of records up to the end of the last segment of ``2**shift``
+    records."""
     return 2 * BUCKETS << shift

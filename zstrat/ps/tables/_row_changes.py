@@ -1,16 +1,17 @@
-"""Rows of a table that are born, evicted and removed.
+"""Changes of the rows of a table by one push: rows that are added (born), evicted and
+removed.
 
-A push gives birth to rows, and removes some. Before any value is written, the ids of
-all updates become rows (`RowChanges.rows_of`), in the order of the updates. An id
-without a row gets the next one, with its first value and what each optimizer begins
-with beside that. An id that is removed has no row for the updates that follow. Its old
-row is left alone until the whole push was applied: then the last rows of the table are
-moved to where such rows were (`finish`), so that rows are dense again. If the push
-fails before, `undo` takes back what it has changed.
+Before any value is written, the ids in all updates of a push are converted to rows
+(`RowChanges.rows_of`), in the order of the updates. An id without a row gets a new row
+at the end of the table, with its initial value and the initial slots of each optimizer.
+An id that is removed has no row for the updates that follow. Its old row stays
+unchanged until the whole push was applied: then the last rows of the table are moved to
+fill the holes (`finish`), so that rows are dense again. If the push fails before,
+`undo` reverts all changes.
 
-A rule chooses the rows that are evicted. It looks at the rows of some buckets: a
-program that evicts a few buckets at a time never holds a table up for long. What is
-evicted is logged as ids, so that a backup need not decide it again.
+An eviction removes the rows that a rule chooses, among the rows of some buckets: a
+program that evicts from a few buckets at a time never holds a table up for long.
+Evictions are logged as ids, so that a backup need not choose again.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
 _RULES: Final = {int(rule): rule for rule in EvictionRule}
 _OF_USES: Final = frozenset(EvictionRule) - {EvictionRule.NORM, EvictionRule.WAITING}
 _BLOCK: Final = 2**20
-"""Elements of rows whose norms are computed at a time."""
+"""Number of elements of rows whose norms are computed at a time."""
 
 
 class Eviction(NamedTuple):
-    """A rule, its limit, and the buckets from ``first`` to before ``last`` in which it
-    is applied."""
+    """An eviction: its rule, the limit of the rule, and the buckets from ``first`` to
+    before ``last`` in which it is applied."""
 
     rule: EvictionRule
     limit: float
@@ -57,11 +58,11 @@ class Eviction(NamedTuple):
 
     @classmethod
     def of(cls, operand: np.ndarray, table: IdTable, who: str) -> Eviction:
-        """Returns what an update says: float64 [4].
+        """Decodes an eviction from the operand of an update, float64 [4].
 
         Raises:
-            InvalidArgumentError: It is not an eviction, or the table does not note
-                what its rule looks at.
+            InvalidArgumentError: The operand is not an eviction, or the table does not
+                note the uses or times that its rule needs.
         """
         if operand.dtype != np.float64 or operand.shape != (4,):
             raise InvalidArgumentError(
@@ -85,7 +86,7 @@ class Eviction(NamedTuple):
         return cls(rule, limit, int(first), int(last))
 
     def ids(self, held: HeldVariable, table: IdTable) -> np.ndarray:
-        """Returns the ids that go."""
+        """Returns the ids that the rule chooses for removal."""
         if self.rule is EvictionRule.WAITING:
             if table.waiting is None:
                 return np.empty(0, np.int64)
@@ -112,7 +113,7 @@ class Eviction(NamedTuple):
 
 
 def _norms(value: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the Euclidean norm of each of some rows."""
+    """Returns the Euclidean norm of each of the given rows."""
     width = int(np.prod(value.shape[1:], dtype=np.int64))
     # In blocks, as the copies have 64 bits.
     size, found = max(1, _BLOCK // width), [np.empty(0)]
@@ -127,7 +128,7 @@ _NONE: Final = np.empty(0, np.int64)
 
 
 class _IdChange(NamedTuple):
-    """Ids with their rows, which an update has added to the index, or removed."""
+    """Ids with their rows that an update has added to the index, or removed from it."""
 
     is_birth: bool
     ids: np.ndarray
@@ -136,8 +137,8 @@ class _IdChange(NamedTuple):
 
 @final
 class RowChanges:
-    """What one push changes about the rows of the table ``held``; it has the turn of
-    that, and of the optimizers that its updates name."""
+    """The changes of the rows of the table ``held`` by one push, whose request has
+    exclusive use of the table and of the optimizers that its updates name."""
 
     def __init__(self, held: HeldVariable, table: IdTable) -> None:
         self._held, self._table = held, table
@@ -145,7 +146,7 @@ class RowChanges:
         self._changes: list[_IdChange] = []
         self._counted: list[Counted | Sketched] = []
         self._named: list[np.ndarray] = []
-        """Ids that were counted, by earlier updates of the push."""
+        """Ids that earlier updates of the same push have counted as waiting."""
         self._refused = 0
         self._trained: list[np.ndarray] = []
         self._written: list[np.ndarray] = []
@@ -156,14 +157,15 @@ class RowChanges:
     def rows_of(
         self, ids: np.ndarray, engine: OptimizerEngine, *, begins: bool = True
     ) -> np.ndarray:
-        """Returns the rows of ids ``[n]``, maybe repeated, int64. Ids without a row get
-        one.
+        """Returns the rows of ids ``[n]`` (may repeat), int64. Ids without a row get a
+        new one.
 
         Args:
-            begins: They get their first values; otherwise any, to be written.
+            begins: Whether new rows get their initial values; otherwise they have any
+                content, and the caller writes them.
 
         Raises:
-            ResourceExhaustedError: There is no memory for more rows.
+            ResourceExhaustedError: There is no memory for new rows.
             InvalidArgumentError: An optimizer cannot be applied to the table.
         """
         rows = self._table.index.rows(ids)
@@ -188,10 +190,10 @@ class RowChanges:
         self, ids: np.ndarray, engine: OptimizerEngine
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the rows of ids ``[n]`` that have gradients, distinct, int64. Ids
-        without a row get one, or are counted until they do.
+        without a row get a new one, or are counted until they are admitted.
 
         Returns:
-            The rows, and which of the ids have them: bool ``[n]``, None if all.
+            The rows, and which of the ids have rows: bool ``[n]``, None if all have.
 
         Raises: As `rows_of`.
         """
@@ -218,7 +220,8 @@ class RowChanges:
         return rows, kept
 
     def _admitted(self, ids: np.ndarray) -> np.ndarray:
-        """Returns which of distinct ids without rows are born now."""
+        """Returns which of the distinct ids, all without rows, get a row now: bool
+        ``[n]``."""
         table = self._table
         admitted = table.are_lucky(ids)
         if table.waiting is not None:
@@ -233,24 +236,26 @@ class RowChanges:
         return admitted
 
     def forget_removed(self, cut: int) -> None:
-        """Forgets which ids were removed up to a cut."""
+        """Forgets which ids were removed up to the change with the number ``cut``."""
         self._forgotten = max(self._forgotten, cut)
 
     def note_time(self, now: float, age: float) -> None:
-        """Notes a time, for eviction by age."""
+        """Notes the present time, for eviction of rows by age."""
         self._times.append((now, age))
 
     def evict(self, eviction: Eviction) -> np.ndarray:
-        """Removes the ids that a rule chooses, and returns them. Raises as `remove`."""
+        """Removes the ids that the rule of an eviction chooses, and returns them.
+        Raises as `remove`."""
         ids = eviction.ids(self._held, self._table)
         self.remove(ids)
         return ids
 
     def remove(self, ids: np.ndarray) -> None:
-        """Removes ids ``[n]``, maybe repeated; those that have no row are ignored.
+        """Removes ids ``[n]`` (may repeat) with their rows; ignores ids without a row.
 
         Raises:
-            UnavailableError: Slots were loaded, and their optimizer is not known yet.
+            UnavailableError: Slots were loaded, and the tree of their optimizer is not
+                known yet.
         """
         # Before anything is removed: slots that lack rows cannot be made dense with the
         # others.
@@ -270,7 +275,7 @@ class RowChanges:
         self._changes.append(_IdChange(False, ids[there], rows[there]))
 
     def undo(self) -> None:
-        """Takes back what was changed, as the push has failed."""
+        """Reverts all changes of rows and index, because the push has failed."""
         index = self._table.index
         # Backwards, so that each change meets the index as it left it.
         for change in reversed(self._changes):
@@ -289,7 +294,8 @@ class RowChanges:
                 cell.shrink(self._height)
 
     def finish(self) -> None:
-        """Makes rows dense again, as all updates were applied."""
+        """Moves rows to fill the holes of removed ones, because all updates were
+        applied."""
         table = self._table
         removed = [x for x in self._changes if not x.is_birth and len(x.ids)]
         table.births += sum(len(x.ids) for x in self._changes if x.is_birth)
@@ -312,7 +318,8 @@ class RowChanges:
         drop_rows(table.index, table.ids, self._cells(), holes)
 
     def _born(self, ids: np.ndarray, engine: OptimizerEngine, begins: bool) -> int:
-        """Adds rows for distinct ids that have none; returns the first of them."""
+        """Adds rows for distinct ids that have none; returns the number of the first
+        new row."""
         held, table = self._held, self._table
         # First: slots that were loaded take the rows for which they were.
         engine.adopt_slots(held)
@@ -338,8 +345,8 @@ class RowChanges:
         return first
 
     def _cells(self) -> Iterator[GrowingCell]:
-        """Yields all that has the rows of the table. Slots of an optimizer that has no
-        tree yet may have fewer."""
+        """Yields all cells that have a row for each row of the table. Slots of an
+        optimizer whose tree is not known yet may have fewer rows."""
         yield growing(self._held.cell)
         yield self._table.ids
         for cell in self._table.uses, self._table.changed:

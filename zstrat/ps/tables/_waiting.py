@@ -1,9 +1,9 @@
-"""Ids that wait for admission to a table, each with a number.
+"""Ids that wait for admission to a table, each with the number of pushes that named it.
 
-They were pushed, and have no row yet. Each is counted once for a push that names it,
-and is admitted by the push that makes the count full. Only pushes that are applied are
-counted, and each of these once. `WaitingIds` counts exactly, `Sketch` in a fixed number
-of bytes.
+A waiting id was pushed, and has no row yet. Each push that names the id adds one to its
+count, and the id gets a row with the push that makes the count reach the table's limit.
+Only pushes that are applied are counted, and each of these once. `WaitingIds` counts
+exactly, `Sketch` approximately in a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ._index import NO_ROW, IdIndex
 
 
 class IndexedIds:
-    """Distinct ids, each with its place among them.
+    """Distinct ids in an array, with an index that finds the position of an id.
 
-    ``ids``, int64 ``[n]``, are copied and pinned as a slot; ``index`` finds the place
-    of an id, and is made again when others have written the ids.
+    ``ids``, int64 ``[n]``, are copied and pinned as a slot is; ``index`` is made again
+    when other code has written the ids.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,8 @@ class IndexedIds:
 
     @property
     def index(self) -> IdIndex:
-        """The places of ids. Cost: after `forget_index`, that of all ids."""
+        """The index from ids to positions. After `forget_index` it is made again, which
+        takes time for all ids."""
         # Made when it is asked for: ids may be written in many parts.
         if self._index is None:
             index, ids = IdIndex(), self.ids.look()
@@ -46,13 +47,13 @@ class IndexedIds:
         return self.ids.nbytes + (0 if self._index is None else self._index.nbytes)
 
     def forget_index(self) -> None:
-        """Notes that ``ids`` was written by others."""
+        """Drops the index, because other code has written ``ids``."""
         self._index = None
 
 
 class IdNumbers(IndexedIds):
-    """Distinct ids, each with a number: ``ids`` are int64 ``[n]``, in any order, and
-    ``numbers`` ``[n, *row]``. Both are copied and pinned as slots.
+    """Distinct ids, each with numbers: ``ids`` are int64 ``[n]``, in any order, and
+    ``numbers`` ``[n, *row]``. Both are copied and pinned as slots are.
 
     Args:
         who: Names the table in errors.
@@ -68,14 +69,14 @@ class IdNumbers(IndexedIds):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids, index, and numbers."""
+        """Bytes of ids, index and numbers."""
         return super().nbytes + self.numbers.nbytes
 
     def append(self, ids: np.ndarray, numbers: np.ndarray | int) -> None:
-        """Adds distinct ids that are absent.
+        """Adds distinct ids that are not there yet, with their numbers.
 
         Raises:
-            ResourceExhaustedError: There is no memory for them; nothing has changed.
+            ResourceExhaustedError: There is no memory for the ids; nothing has changed.
         """
         if not len(ids):
             return
@@ -91,29 +92,30 @@ class IdNumbers(IndexedIds):
         new[...] = ids
 
     def add(self, places: np.ndarray, number: int) -> None:
-        """Adds to the numbers at distinct places."""
+        """Adds ``number`` to the numbers at distinct positions."""
         if len(places):
             self.numbers.begin_rows(places)[places] += number
             self.numbers.settle()
 
     def drop(self, ids: np.ndarray) -> None:
-        """Forgets ids, of which some may be absent."""
+        """Removes ids with their numbers; ignores ids that are not there."""
         places = self.index.remove(np.unique(ids))
         holes = places[places != NO_ROW]
         drop_rows(self.index, self.ids, [self.ids, self.numbers], holes)
 
     def put(self, ids: np.ndarray, numbers: np.ndarray | int) -> None:
-        """Sets the numbers of distinct ids."""
+        """Sets the numbers of distinct ids; adds ids that are not there yet."""
         IdNumbers.drop(self, ids)  # not what a `Sketch` makes of it
         self.append(ids, numbers)
 
     def clear(self) -> None:
-        """Forgets all ids. Cost: none."""
+        """Removes all ids, in constant time."""
         self.shrink(0)
         self._index = IdIndex()
 
     def shrink(self, height: int) -> None:
-        """Drops the last ones, which are not in the index."""
+        """Removes the ids from position ``height`` on, which are not in the index any
+        longer."""
         for cell in self.ids, self.numbers:
             if cell.shape[0] > height:
                 cell.shrink(height)
@@ -121,12 +123,14 @@ class IdNumbers(IndexedIds):
 
 WAITING: Final = ".waiting"
 COUNTS: Final = ".counts"
-"""What ids that wait, and their counts, are called beside a value."""
+"""The name of the counts of waiting ids, among the arrays that a copy or a snapshot has
+besides the value."""
 
 
 class Counted(NamedTuple):
-    """What one push has changed: ids that began to wait, and the places of others that
-    have one more count. ``admitted``: which ids of the push are born."""
+    """What the count of one push has changed, for `WaitingIds.undo`: ids that began to
+    wait, and positions of other ids whose count has grown by one. ``admitted``: which
+    ids of the push get a row."""
 
     began: np.ndarray
     places: np.ndarray
@@ -135,19 +139,20 @@ class Counted(NamedTuple):
 
 @final
 class WaitingIds(IdNumbers):
-    """The ids of one table that wait for their push number ``count``; the numbers are
-    those of their pushes so far."""
+    """The waiting ids of one table. Each gets a row with the push number ``count`` that
+    names it; its number is how many pushes have named it so far."""
 
     def __init__(self, count: int, who: str) -> None:
         super().__init__(np.int32, f"{who}, {WAITING}")
         self._count = count
 
     def count(self, ids: np.ndarray) -> Counted:
-        """Counts a push of distinct ids ``[n]`` that have no rows. Ids that are
-        admitted wait until they are dropped.
+        """Counts one push of distinct ids ``[n]`` that have no rows. Ids that are
+        admitted keep waiting until `drop`.
 
         Raises:
-            ResourceExhaustedError: There is no memory for more; nothing has changed.
+            ResourceExhaustedError: There is no memory for more ids; nothing has
+                changed.
         """
         places = self.index.rows(ids)
         is_known = places != NO_ROW
@@ -161,7 +166,7 @@ class WaitingIds(IdNumbers):
         return Counted(began, more, admitted)
 
     def undo(self, counted: Counted) -> None:
-        """Takes a count back; the last one first."""
+        """Reverts a count. Revert several counts in reverse order."""
         self.add(counted.places, -1)
         # They are the last ones, as counts are undone in the opposite order.
         self.index.remove(counted.began)
@@ -169,17 +174,19 @@ class WaitingIds(IdNumbers):
 
     @property
     def waiting(self) -> int:
-        """How many ids wait."""
+        """Number of ids that wait."""
         return len(self)
 
     def least(self, first: int, last: int, left: int) -> np.ndarray:
-        """Returns the ids of some buckets with the least counts: all but ``left``."""
+        """Returns the ids with the least counts in the buckets from ``first`` to before
+        ``last``: all ids there but ``left``."""
         ids, places = self.index.items(first, last)
         return ids.take(least(self.numbers.look().take(places), len(ids) - left))
 
 
 def least(keys: np.ndarray, count: int) -> np.ndarray:
-    """Returns the places of the ``count`` least keys; of equal ones the first go."""
+    """Returns the positions of the ``count`` least keys; of equal keys, the first
+    ones."""
     if count <= 0:
         return np.empty(0, np.intp)
     if count >= len(keys):
@@ -192,16 +199,18 @@ def least(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 _HASHES: Final = 4
-"""Counters of an id, one in each quarter of its bucket's."""
+"""Number of counters of an id, one in each quarter of the counters of its bucket."""
 
 _SAMPLE: Final = 64
-"""Counters of a bucket that say how full it is: their share is off by 0.06 or so."""
+"""Number of counters of a bucket from which it is estimated how many are not zero; the
+estimated share is off by about 0.06."""
 
 
 class Sketched(NamedTuple):
-    """What one push has changed: buckets that began; counters ``[n, 4]``, with what
-    they were; and then buckets, with what they were, whose counts were halved.
-    ``admitted``: which ids of the push are born."""
+    """What the count of one push has changed, for `Sketch.undo`: buckets that got
+    counters; counters ``[n, 4]`` that were raised, with their values before; and then
+    buckets whose counters were halved, with their values before. ``admitted``: which
+    ids of the push get a row."""
 
     began: np.ndarray
     at: np.ndarray
@@ -213,19 +222,20 @@ class Sketched(NamedTuple):
 
 @final
 class Sketch(IdNumbers):
-    """Counts of ids in a fixed number of bytes: a count-min sketch [Cormode and
-    Muthukrishnan 2005] for each bucket of ids, so that a bucket is saved and moved
-    with its counts. ``numbers`` are uint8 ``[n, width]``, one row for a bucket that any
-    id was counted in, and its name among ``ids`` is an id of that bucket.
+    """Approximate counts of ids in a fixed number of bytes: a count-min sketch [Cormode
+    and Muthukrishnan 2005] for each bucket of ids, so that a bucket is saved and moved
+    with its counts. ``numbers`` are uint8 ``[n, width]``, one row of counters for each
+    bucket in which any id was counted; an id of the bucket stands for it in ``ids``.
 
-    The count of an id is the least of its four counters, and only those that are less
-    than the next count are raised [Estan and Varghese 2002]. So it is never too small;
-    it is too large if all four are also those of other ids. When more than half of the
-    counters of a bucket are not zero, all of them are halved [Einziger et al. 2017]: so
-    that is the case for one id of 16 at most, and what came long ago is forgotten.
+    The count of an id is the least of its four counters, and a push raises only those
+    that are less than the new count [Estan and Varghese 2002]. So a count is never too
+    small; it is too large if other ids share all four counters. When more than half of
+    the counters of a bucket are not zero, all of them are halved [Einziger et al.
+    2017]: so at most one id of 16 has a count that is too large, and old pushes are
+    forgotten.
 
     Args:
-        width: Counters of a bucket, a multiple of four.
+        width: The number of counters of a bucket, a multiple of four.
     """
 
     def __init__(self, count: int, width: int, who: str) -> None:
@@ -237,11 +247,11 @@ class Sketch(IdNumbers):
         return 0  # it does not know
 
     def count(self, ids: np.ndarray) -> Sketched:
-        """Counts a push of distinct ids ``[n]`` that have no rows.
+        """Counts one push of distinct ids ``[n]`` that have no rows.
 
         Raises:
-            ResourceExhaustedError: There is no memory for counters of buckets that
-                begin; nothing has changed.
+            ResourceExhaustedError: There is no memory for the counters of new buckets;
+                nothing has changed.
         """
         hashes = hashes_of(ids)
         buckets, bucket = np.unique(buckets_of(hashes), return_inverse=True)
@@ -270,7 +280,7 @@ class Sketch(IdNumbers):
         return Sketched(began, at, before, halved, whole, admitted)
 
     def undo(self, counted: Sketched) -> None:
-        """Takes a count back; the last one first."""
+        """Reverts a count. Revert several counts in reverse order."""
         rows = np.unique(np.append(counted.at // self._width, counted.halved))
         counters = self.numbers.begin_rows(rows)
         # In this order: counters were raised first, and their buckets halved after
@@ -282,14 +292,15 @@ class Sketch(IdNumbers):
         self.shrink(len(self) - len(counted.began))
 
     def drop(self, ids: np.ndarray) -> None:
-        """Does nothing: counters are not those of one id."""
+        """Does nothing, because counters are shared by several ids."""
 
     def least(self, first: int, last: int, left: int) -> np.ndarray:
-        """Returns no ids: it has none."""
+        """Returns no ids, because a sketch does not have the ids that it counts."""
         return np.empty(0, np.int64)
 
     def _columns(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns the counters of ids among those of their bucket, ``[n, 4]``."""
+        """Returns the positions of the counters of each id in the row of its bucket,
+        ``[n, 4]``."""
         quarter = np.uint64(self._width // _HASHES)
         # The same in each table: one restores the counts of another.
         words = mixed(mixed(hashes)[:, None] ^ np.arange(2, dtype=np.uint64))
@@ -302,7 +313,7 @@ class Sketch(IdNumbers):
 
 @functools.cache
 def _names() -> np.ndarray:
-    """Returns an id of each bucket."""
+    """Returns for each bucket one of its ids, which stands for the bucket."""
     ids = np.arange(2**16)
     _, first = np.unique(buckets_of(hashes_of(ids)), return_index=True)
     return ids[first]
