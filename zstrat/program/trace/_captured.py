@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 
 _OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
-"""Packages of zstrat and jax whose objects the search skips, except modules and step
-functions."""
+"""Packages of zstrat, and those that it builds on, whose objects the search skips,
+except modules and step functions."""
 
 _OTHERS: Final = frozenset(
     (

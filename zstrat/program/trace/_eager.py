@@ -67,7 +67,8 @@ class Immediate(TraceRecorder):
         self._outermost = current_trace()
         self._drawn: list[Any] = []
         self._lost = ""
-        """Whether jax has dropped bits of an integer of an argument or element."""
+        """Describes an integer among arguments and elements of which jax has dropped
+        bits; "": there is none."""
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:

@@ -218,8 +218,8 @@ def _mask(masks: dict[Any, int], var: Any) -> int:
 
 def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
     """Returns for each variable of a jaxpr, as bits, the inputs on which it depends.
-    Variables in ``known`` are opaque calls whose results' dependencies were computed.
-    """
+    ``known`` has, by ``id`` of an inner jaxpr, the sets of its outputs; this function
+    adds to it."""
     masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         given = [_mask(masks, var) for var in eqn.invars]

@@ -26,8 +26,8 @@ class _Asked(threading.local):
 
 
 asked: Final = _Asked()
-"""Whether one array is expected of a value per replica: its class reads ``is_joined``
-when jax flattens the value."""
+"""A flag per thread: while ``is_joined`` is set, a value per replica flattens to one
+array. Its class reads the flag when jax flattens the value."""
 
 _flatten: Final[Any] = jax.tree_util.tree_flatten
 

@@ -153,8 +153,8 @@ def steps_of(segment: int, every: int, fragments: int) -> int:
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[int]:
     """Distributes leaves of these sizes over ``count`` fragments of about equal size:
-    the largest leaf first, each to the smallest fragment. Returns the leaves of each
-    fragment."""
+    the largest leaf first, each to the smallest fragment so far. Returns for each leaf
+    the index of its fragment."""
     filled = [0] * count
     found = [0] * len(sizes)
     for leaf in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):

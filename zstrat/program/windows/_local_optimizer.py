@@ -31,8 +31,8 @@ _EPOCHS: Final = 8
 @dataclass(frozen=True, kw_only=True)
 class _FragmentRounds(Rounds):
     """Rounds that drop late contributions even without backup workers: a late
-    contribution would count as zeros for the fragment of the open round, and other
-    workers' for its own."""
+    contribution would count as zeros for the fragment of the open round, and the other
+    workers' contributions as zeros for its own fragment."""
 
     @property
     def drops_late(self) -> bool:

@@ -486,8 +486,9 @@ class _Steps:
     def stacked(
         self, first: int, last: int
     ) -> tuple[jax.Array, list[jax.Array]] | None:
-        """Returns the numbers of the steps ``first`` to ``last``, and the leaves of
-        their elements, ``[steps, ...]``; None if the elements differ in shape."""
+        """Returns the numbers of the steps from ``first`` to before ``last``, and the
+        leaves of their elements, ``[steps, ...]``; None if the elements differ in
+        shape."""
         batches = self._batches[first:last]
         if len({tuple([x.key for x in drawn]) for drawn in batches}) > 1:
             return None

@@ -376,9 +376,9 @@ def _traced(
     variables: Sequence[VariableHandle],
 ) -> tuple[Flow, int, list[tuple[tuple[int, ...], int | None]]]:
     """Traces the step as a program from its number, elements, values, and rows of
-    lookups. Returns the program; the number of its first output that is the ids of a
-    lookup; and for each gradient the keys of its variable, and the output with its row
-    indices."""
+    lookups. Returns the `Flow` of the program; the number of its first output that is
+    the ids of a lookup; and for each gradient the keys of its variable, and the output
+    with its row indices."""
     updated: list[tuple[tuple[int, ...], int | None]] = []
     counts: list[int] = []
 
