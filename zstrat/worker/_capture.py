@@ -151,11 +151,11 @@ class JaxProfile:
         self._clock, self._limit = clock, limit
         self._marks: list[tuple[float, float]] = []
         self.folder = ""
-        """Folder of the profile, once started."""
+        """Path of the profile's folder, once the profile was started."""
         self.problem = ""
         """Why there is no profile; "" if there is one."""
         self.events: JaxEvents | None = None
-        """Events of the profile, once stopped."""
+        """Events of the profile, once it was stopped."""
         self._is_running = False
 
     def start(self) -> None:

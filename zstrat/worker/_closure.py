@@ -71,7 +71,7 @@ class StepNotes:
     drew: float = 0.0
     """Seconds that the step's preparation took."""
     examples: int = 0
-    """Number of examples drawn."""
+    """Number of examples that the step has drawn."""
     asked: float = 0.0
     """When the step's values were first requested."""
     arrived: float = 0.0
@@ -140,7 +140,8 @@ class SharedPull:
     steps: list[ClosureStep]
     asked: float
     clocks: Clocks = field(default_factory=dict)
-    """Clocks of the servers, in the order of their answers."""
+    """Clocks of the servers in their answers, in the order in which the answers
+    arrived."""
     rounds: dict[int, int] = field(default_factory=dict)
     """By optimizer: the round whose values the pull has read."""
 

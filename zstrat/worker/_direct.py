@@ -68,7 +68,7 @@ class WaitingUpdates:
         self._names: list[str] = []
         self._nbytes = 0
         self.wires: dict[int, Wire] = {}
-        """The formats of gradients, by number of the optimizer."""
+        """By number of an optimizer: the format in which its gradients are sent."""
         self._times: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
@@ -145,7 +145,8 @@ class Asking:
     def later(
         self, start: Callable[[PsClient], asyncio.Future[T]]
     ) -> concurrent.futures.Future[T]:
-        """Starts the request; returns its outcome as a future."""
+        """Starts the request; returns a future of its outcome, which the calling thread
+        can wait for."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._begin, start, answer)
         return answer

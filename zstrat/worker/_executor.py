@@ -29,10 +29,11 @@ _LOG: Final = logging.getLogger("zstrat.worker")
 
 
 class WorkerThread(Protocol):
-    """The part of `Executor` that the loop uses."""
+    """The part of `Executor` that sessions use, on the loop."""
 
     def tell(self, event: Callable[[], None]) -> None:
-        """Calls ``event`` on the thread, after everything sent before."""
+        """Calls ``event`` on the thread, after the work that was sent to the thread
+        before."""
         ...
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
@@ -81,7 +82,8 @@ class Executor:
         self._thread.start()
 
     def tell(self, event: Callable[[], None]) -> None:
-        """Calls ``event`` on the thread, after everything sent before."""
+        """Calls ``event`` on the thread, after the work that was sent to the thread
+        before."""
         self._inbox.put(event)
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:

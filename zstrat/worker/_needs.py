@@ -58,7 +58,7 @@ class Needs:
     rounds: tuple[int, ...]
     """Ids of the optimizers that update by rounds."""
     wires: Mapping[int, Wire]
-    """The formats of gradients, by number of the optimizer."""
+    """By number of an optimizer: the format in which its gradients are sent."""
     bfloat16: frozenset[int]
     """Keys of variables whose values are read as bfloat16."""
     has_residents: bool
@@ -81,7 +81,7 @@ class Catalog:
         self._row_bytes: Final[dict[int, int]] = {}
 
     def of(self, plan: Plan) -> Needs:
-        """Returns the needs of steps of this plan."""
+        """Returns the needs of the steps of a plan."""
         needs = self._needs.get(plan)
         if needs is None:
             needs = self._needs[plan] = self._computed(plan)

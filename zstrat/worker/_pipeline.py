@@ -1,45 +1,47 @@
-"""What a worker does next: which closure to prepare, to run, and what to post when.
+"""Decides what a worker does next: which closure to prepare, to run, and what to post
+when.
 
 A closure is *queued*, then *prepared* (its batch drawn, its program found), then it
-waits in the *line* for the values that it reads, runs, and leaves an ending and perhaps
-a push. Between the thread that does this and the event loop that owns the sockets every
-hop costs a wake-up, so what has to cross is collected in an outbox and posted at once.
-Theory of operation:
+waits in the *line* for the values that it reads, runs, and leaves an *ending* (its
+outcome) and perhaps a push. Between the thread that does this and the event loop that
+owns the sockets every hop costs a wake-up, so messages that have to cross are collected
+in an *outbox* and *posted* (handed to the loop) at once. Theory of operation:
 
 - Order. Closures run in the order of dispatch. A closure reads what those before it
   wrote: its pull is posted only after their pushes, on the same links, which keep
-  order. So of the line everything up to the first *writer* may be pulled, and one
-  closure after it may be prepared while the writer waits or runs (``_held``). When
-  the writer has run, its push and the pull of the next one leave in one post: a
+  order. So the closures of the line up to the first *writer* may be pulled, and one
+  closure after it may be prepared while the writer waits or runs (``_held``). When the
+  writer has run, its push and the pull of the next closure leave in one post: a
   training step costs one hop each way and one round trip.
-- With a ``prefetch`` of n, steps that only feed optimizers do not wait for each other's
-  pushes: the values of the next n are pulled while one computes. They are then older by
-  up to n steps of this worker, as those of the other workers are anyway.
-- Levels. The rows that a step looks up may say which rows it needs next. Its answer
-  is then given back to the program (*advance*), which names what to pull; it may run
-  after its last answer. A step that may be pulled may be pulled again at any time, so
-  steps advance wherever in the line they stand, and before the head runs.
+- With a ``prefetch`` of n, steps that only write gradients for optimizers do not wait
+  for each other's pushes: the values of the next n are pulled while one computes. These
+  values are then older by up to n steps of this worker, as those of the other workers
+  are anyway.
+- Levels. The rows that a step looks up may say which rows it needs next. The answer to
+  its pull is then given to the program (*advance*), which names what to pull next; the
+  step may run after its last answer. A step that may be pulled may be pulled again at
+  any time, so steps advance wherever in the line they are, and before the head runs.
 - Read-only closures may be prepared ``window`` ahead. Those that read the same
   variables share one pull: each of them was dispatched before that pull, so a value
   read by it is as fresh as its own pull could promise. Rows are never shared.
-- The values that wait in the line, and the rows that steps have made of answers when
-  they advanced, are bounded: beyond ``budget`` nothing is prepared or
-  advanced but what the head needs, and the one step after it.
-- Elements are drawn in the order of the closures. A step whose values do not come gives
-  its element back, so those after it that failed with it give theirs back first, and
-  the others are prepared once more (`put_back`).
-- A window may have steps that need no values (*begin*). The head computes them while
-  its pull is under way; all before it have run.
+- The values that wait in the line, and the rows that steps have made from answers when
+  they advanced, are bounded: beyond ``budget`` nothing is prepared or advanced but what
+  the head needs, and the one step after it.
+- Elements are drawn in the order of the closures. A step whose values do not arrive
+  gives its element back, so the steps after it that failed with it give theirs back
+  first, and the others are prepared once more (`put_back`).
+- A window of local steps may have steps that need no values (*begin*). The head
+  computes them while its pull is under way; all closures before it have run.
 - A closure that cannot be prepared ends when those before it have run, and nothing is
-  prepared after it until then: a dataset that has ended must not cost the closures
+  prepared after it until then: a dataset that has ended must not make the closures fail
   that still had an element.
-- An outbox is posted when nothing else can be done, when a pull in it is what the
-  head of the line waits for, or when the next piece of work would end after the oldest
-  entry has waited for ``interval``. Work that was never measured counts as endless, so
-  no result waits for the compilation of another step.
+- An outbox is posted when nothing else can be done, when a pull in it is what the head
+  of the line waits for, or when the next piece of work would end after the oldest entry
+  has waited for ``interval``. Work that was never measured counts as endless, so no
+  result waits for the compilation of another step.
 
-No thread, no clock, no socket: the executor calls and obeys. The law: each dispatched
-closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).
+No thread, no clock, no socket: the executor asks what to do, and does it. The law: each
+dispatched closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).
 """
 
 from __future__ import annotations

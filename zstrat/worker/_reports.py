@@ -210,7 +210,8 @@ near this limit."""
 
 @final
 class Results:
-    """Large results by step. Beyond ``limit`` bytes in total the oldest are dropped."""
+    """The large results of closures, by step. Beyond ``limit`` bytes in total the
+    oldest are dropped."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self.nbytes = 0
@@ -250,7 +251,7 @@ class Results:
         raise NotFoundError(f"the result of closure {step} is not here: {why}")
 
     def drop(self, steps: Iterable[int]) -> None:
-        """Drops results; ignores unknown ones."""
+        """Drops the results of these steps; ignores unknown ones."""
         for step in steps:
             arrays = self._kept.pop(step, None)
             if arrays is not None:
@@ -372,7 +373,7 @@ class StepOutput:
     # The loop
 
     def close(self) -> None:
-        """Stops sending."""
+        """Stops sending printed output."""
         # Threads of the session may still print; `hear` looks at this first.
         self._closed = True
         if self._timer is not None:

@@ -64,7 +64,7 @@ class WindowPlace(NamedTuple):
     is_whole: bool
     """Whether all variables are one fragment, so that any round will do."""
     steps: int
-    """How many steps the window makes."""
+    """How many local steps the window makes."""
     adapts: bool = False
     """Whether workers make different numbers of steps per window."""
 
@@ -85,7 +85,7 @@ class _Progress:
     offset: int = 0
     """The round of a window, minus its index."""
     restarts: bool = True
-    """Whether the next window takes the values of all fragments."""
+    """Whether the next window reads the values of all fragments from the servers."""
     every: int = 0
     """The number of steps per window to which this worker has adapted; 0: no
     adaptation."""
@@ -154,7 +154,8 @@ class Residents:
         return SnapshotPinned(entries, len(pinned))
 
     def read(self, message: ReadSnapshot) -> np.ndarray:
-        """Returns bytes of a pinned array. From any thread.
+        """Returns some bytes of an array that is pinned for a snapshot. From any
+        thread.
 
         Raises:
             NotFoundError: The snapshot is not here.

@@ -256,7 +256,7 @@ class Resources:
                 shipped.uses.clear()
 
     def close(self) -> None:
-        """Closes all iterators and drops everything."""
+        """Closes all iterators and drops all code, arguments and resources."""
         self._arguments.clear()
         self._code.clear()
         self.drop(list(self._built))

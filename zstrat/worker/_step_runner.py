@@ -173,7 +173,8 @@ class StepRunner:
         batches: Iterable[tuple[Batch, Sequence[memoryview]]],
         low_water: int,
     ) -> None:
-        """Queues closures, each batch with the inputs of its steps, if it has any."""
+        """Queues closures. ``batches`` are pairs of a batch and the inputs of its
+        steps; the inputs are empty if the steps have none of their own."""
         now = self.clock()
         for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)

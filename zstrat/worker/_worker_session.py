@@ -429,7 +429,8 @@ class WorkerSession:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
     def _next_round(self, optimizer: int) -> int:
-        """Returns the first round to which this worker has not contributed."""
+        """Returns the first round of an optimizer to which this worker has not
+        contributed."""
         return max(self._contributed[optimizer], default=-1) + 1
 
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
