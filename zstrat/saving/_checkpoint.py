@@ -47,7 +47,7 @@ class Checkpoint(Tracked):
     _tracked: dict[str, Any]
     _restore: Restore | None
     save_counter: Variable
-    """The number of calls of `save`; int64, in this process."""
+    """Number of calls of `save`: an int64 variable of this process."""
 
     def __init__(self, root: Any = None, **trackables: Any) -> None:
         # Past `__setattr__`, which tracks what it is given and refuses these names.

@@ -67,10 +67,11 @@ class LoadingServer:
 
 
 async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
-    """Reads a whole checkpoint and compares it with its digests.
+    """Reads all files of a checkpoint and compares their tensors with the digests in
+    the manifest.
 
     Raises:
-        DataLossError: Names the file and the tensor that differ.
+        DataLossError: A tensor differs; names the file and the tensor.
 
     Cancellation: nothing is lost; the file that is being read is read to its end.
     """
@@ -393,7 +394,8 @@ log = logging.getLogger("zstrat.saving")
 @final
 @dataclass(frozen=True)
 class SavedServers:
-    """The part of one checkpoint that the parameter servers of one cluster load."""
+    """The part of one checkpoint that the parameter servers of one cluster have to
+    load, remembered for the loss of a server."""
 
     path: str
     variables: frozenset[int]

@@ -53,7 +53,7 @@ class MatchResult:
     pairs: list[tuple[Any, int]] = field(default_factory=list)
     """Objects of the program, each with the index of its stored node."""
     missing: list[str] = field(default_factory=list)
-    """Objects that the program has and the checkpoint does not, as text."""
+    """Objects of the program that the checkpoint lacks, as text."""
     wrong: list[str] = field(default_factory=list)
     """Differences between objects of the program and of the checkpoint, as text."""
     left: dict[str, str] = field(default_factory=dict)
@@ -498,7 +498,8 @@ def words(variable: AbstractVariable) -> str:
 
 
 def _leaves(value: Any, path: str, named: bool) -> list[str]:
-    """Describes the variables, optimizers and iterators below an object."""
+    """Returns descriptions of the variables, optimizers and iterators below an object,
+    as text."""
     found = []
     for node in graph_of(value, path).nodes:
         match node.value:

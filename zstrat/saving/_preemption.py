@@ -83,7 +83,7 @@ class Wish(enum.IntEnum):
     SAVE = 1
     """Save and continue: the end is announced, and time is left."""
     LEAVE = 2
-    """Save, and exit."""
+    """The time is up: save, and exit."""
 
 
 @final
@@ -290,7 +290,8 @@ class PreemptionCheckpointHandler:
             signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
 
     def _agreed(self) -> Wish:
-        """Returns what all processes do after this run."""
+        """Returns what all processes do after this run: the greatest of their
+        wishes."""
         now = time.monotonic()
         watch = self._config.termination_watcher_fn
         if watch is not None and now - self._asked_at >= _PAUSE:

@@ -147,7 +147,8 @@ class CheckpointManager:
         self._last_at: float | None = None
         self._full_every, self._differences = every, 0
         self._base: Base | None = None
-        """The last checkpoint with all rows, if it was saved by this object."""
+        """The last checkpoint that this object saved with all rows of tables; None if
+        it saved none."""
         self._lock: FolderLock | None = None
         self._damaged: set[str] = set()
         self._began = clock()

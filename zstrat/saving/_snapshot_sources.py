@@ -104,7 +104,7 @@ class SnapshotSource(abc.ABC):
 
     @abc.abstractmethod
     async def fetch(self, number: int, offset: int, size: int) -> Buffer:
-        """Fetches some bytes of a tensor."""
+        """Fetches ``size`` bytes of tensor ``number``, from ``offset`` on."""
 
 
 class LocalSnapshotSource(SnapshotSource):
@@ -360,7 +360,7 @@ class _WorkerSource(SnapshotSource):
         self.name = f"worker{worker}"
 
     async def fetch(self, number: int, offset: int, size: int) -> Buffer:
-        """Fetches some bytes of an array.
+        """Fetches ``size`` bytes of the worker's array ``number``, from ``offset`` on.
 
         Raises:
             WorkerLostError: The worker is lost.

@@ -52,7 +52,7 @@ class SavedList:
         return [name for name, _ in self.saved]
 
     def with_saved(self, name: str, at: float) -> SavedList:
-        """Returns the list with this checkpoint as its newest."""
+        """Returns the list with the checkpoint ``name`` as its newest."""
         others = tuple(entry for entry in self.saved if entry[0] != name)
         doomed = tuple(other for other in self.doomed if other != name)
         left = tuple(other for other in self.left if other != name)
