@@ -307,7 +307,8 @@ def _counted(
 
 
 class CompiledProgram:
-    """The program of one signature, compiled when it first runs.
+    """The program of one signature (types of arguments and elements), compiled when it
+    first runs.
 
     A call takes the array leaves of the arguments, those of the drawn elements, and the
     values of ``plan.reads``; it returns the arrays of the result and the operands of

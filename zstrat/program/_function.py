@@ -39,7 +39,8 @@ _lock: Final = threading.Lock()
 in_python_step: Final[ContextVar[bool]] = ContextVar(
     "zstrat_python_step", default=False
 )
-"""Whether the body of a step runs in Python, because it branches on the end of data."""
+"""Whether the body of a step runs in Python now, because it branches on the end of its
+data."""
 
 
 class BoundFunctions:

@@ -44,11 +44,12 @@ class PerWorkerVariable(AbstractVariable):
     """A variable with an independent value for each worker of a coordinator.
 
     In a scheduled step it behaves like other variables: the step reads and updates the
-    value of its worker. The body must capture it; it cannot be an argument, and
-    optimizers do not update it. Elsewhere `read_all` returns all values.
+    value of its worker. The body must capture the variable, which cannot be an
+    argument, and optimizers do not update it. Outside of steps `read_all` returns all
+    values.
 
     Args:
-        variables: One for each worker, in order.
+        variables: The variables with the values, one for each worker, in order.
     """
 
     __slots__ = ("_variables",)

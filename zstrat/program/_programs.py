@@ -138,7 +138,8 @@ class CompiledPrograms:
         self.kept = 0
         """Number of programs; may be read on any thread."""
         self.warned: set[str] = set()
-        """Places and dtypes whose downcasts have been warned about."""
+        """Arguments or elements, with their dtypes, of whose downcasts the function has
+        warned."""
         self._has_created = False
         self._step = step
         self._fn = fn

@@ -212,7 +212,8 @@ class Difference:
         return list(zip(given, stand_for, strict=True))
 
     def _late(self) -> dict[int, VariableHandle]:
-        """Returns the components of sharded variables, by key."""
+        """Returns the components of sharded variables, whose values are read only if
+        the function reads them, by key."""
         return {
             part.spec.key: part
             for cut in (*self.cuts, self.own)

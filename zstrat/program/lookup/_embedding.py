@@ -199,7 +199,7 @@ def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
 
 
 def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
-    """Looks up rows of arrays."""
+    """Looks up rows in arrays, which are the parts of a table."""
     arrays = [jnp.asarray(part) for part in parts]
     _require_alike([(array.shape, array.dtype) for array in arrays], layout)
     whole = arrays[0]
@@ -339,8 +339,8 @@ class RaggedIds:
 
     @staticmethod
     def pairs(values: Any, row_ids: Any, nrows: int) -> RaggedIds:
-        """Makes rows from ids ``[m]``: id i belongs to row ``row_ids[i]`` of
-        ``[0, nrows)``, or is ignored if there is no such row.
+        """Makes rows of ids from pairs: the id ``values[i]`` belongs to row
+        ``row_ids[i]`` of ``[0, nrows)``, or is ignored if there is no such row.
 
         For row splits (a RaggedTensor) ``row_ids`` are ``np.repeat(np.arange(nrows),
         np.diff(row_splits))``, for a SparseTensor ``indices[:, 0]``.

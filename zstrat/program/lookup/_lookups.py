@@ -76,7 +76,7 @@ class PlannedLookup:
 
     @property
     def size(self) -> int:
-        """Number of ids."""
+        """Number of ids of the lookup."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 

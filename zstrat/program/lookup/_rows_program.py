@@ -156,7 +156,8 @@ def _compiled(
     name: str,
     wide: frozenset[int],
 ) -> Callable[..., Any]:
-    """Compiles a program that returns the ids of each dtype as one vector."""
+    """Compiles a program that computes ids, and returns all ids of a dtype as one
+    vector."""
     outputs = [output for same in computed.values() for output in same]
     part, needed = flow.part(outputs)
     # Only then: a program with 64 bits converts its inputs at each call.

@@ -115,8 +115,8 @@ def _enter(settings: tuple[Any, ...], entered: contextlib.ExitStack) -> None:
 
 @final
 class ScopedBody:
-    """Calls ``step`` in the scope of ``strategy``, with carried values, under the
-    settings of jax of the program."""
+    """The body of a shipped step: calls ``step`` in the scope of ``strategy``, with the
+    values that were sent with it, and with the program's settings of jax."""
 
     __slots__ = ("settings", "step", "strategy")
 
@@ -171,8 +171,8 @@ class Input(NamedTuple):
 
 
 def input_key(value: Any) -> Hashable | None:
-    """Returns a key that is equal for arrays that can replace each other; None if the
-    value is not an array of plain numbers."""
+    """Returns a key that is equal for arrays that can replace each other in a shipped
+    call; None if the value is not an array of plain numbers."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return _key_of_jax_array(value) if isinstance(value, jax.Array) else None
     # Without bytes there is nothing to send, so it stays in the call.
@@ -205,7 +205,7 @@ def loses_bits(array: Any) -> bool:
 
 
 def bytes_of_inputs(inputs: list[Any]) -> bytes:
-    """Concatenates the bytes of arrays, in C order."""
+    """Joins the bytes of all arrays, each in C order."""
     return b"".join(
         [
             # Of a small array a copy is faster than the call.
@@ -251,7 +251,7 @@ def fill_inputs(value: Any, inputs: Buffer) -> Any:
 
 
 MAX_COMPARED_OBJECTS: Final = 1000
-"""Limit of objects to compare; only the first ones are."""
+"""Most objects to compare after a trial load; only the first ones are compared."""
 
 tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
 """Classes that a trial load has shown to arrive complete; the pickler's lock guards the

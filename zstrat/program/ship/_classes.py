@@ -53,7 +53,7 @@ _PLAIN_CODE: Final = ("__new_member__", "__init__")
 
 
 class KnownClasses:
-    """Classes that were sent from this process, or arrived in it, by number."""
+    """By number, the classes that were sent from this process, or arrived in it."""
 
     def __init__(self) -> None:
         # Weak: a class is freed with the step that uses it.

@@ -92,7 +92,8 @@ def whole(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
 
 
 def remaining(reduced: Reduced) -> Reduced:
-    """Returns the arguments of `fill`, the second step."""
+    """Returns the arguments of `fill`, which is the second step, from cloudpickle's
+    reduction of a function."""
     return reduced[5], reduced[2]
 
 
@@ -134,7 +135,8 @@ def reduced_dispatch(fn: Any) -> Reduced:
 
 
 def remade(obj: object) -> Reduced | None:
-    """Reduces a wrapper of Python's library to a call of it; None for other objects."""
+    """Reduces a wrapper of Python's library to the call that makes it again; None for
+    other objects."""
     match obj:
         case functools.cached_property():  # Python 3.11 keeps a lock in it
             state = {k: v for k, v in vars(obj).items() if k != "lock"}
@@ -195,7 +197,8 @@ _COPIED = (
 
 
 def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
-    """Reduces a function that an installed package made; None for other functions."""
+    """Reduces (as pickle does) a function that an installed package made; None for
+    other functions."""
     module = sys.modules.get(fn.__globals__.get("__name__", ""))
     if module is None or fn.__globals__ is not vars(module) or _is_importable(fn):
         return None
@@ -208,7 +211,7 @@ def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 def reduced_vjp(fn: jax.custom_vjp[Any]) -> tuple[Callable[..., Any], Any, Any]:
-    """Reduces a function with a custom gradient."""
+    """Reduces (as pickle does) a function with a custom gradient."""
     return _blank_vjp, (), vars(fn)
 
 

@@ -38,8 +38,8 @@ PROCESS: Final = "process"
 """Name of the mesh axis over the processes."""
 
 within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=False)
-"""Whether the trace is mapped over `PROCESS`. Law of the file: the code that sets it
-resets it."""
+"""Whether the present trace is mapped over `PROCESS`. Law of the file: the code that
+sets this variable resets it."""
 
 
 class Collective(Protocol):
@@ -91,9 +91,10 @@ class CrossKind(enum.Enum):
 
     SUM = enum.auto()
     GATHER = enum.auto()
-    """Concatenate along the first axis, equally many rows of each process."""
+    """Concatenates the arrays of all processes along the first axis; each has equally
+    many rows."""
     FIRST = enum.auto()
-    """Take the arrays of rank 0."""
+    """Gives every process the arrays of rank 0."""
 
 
 class Channel:

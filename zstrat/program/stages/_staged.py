@@ -131,7 +131,8 @@ _wait: Final[Any] = jax.block_until_ready
 
 
 class StagedProgram:
-    """The programs of one signature, compiled when they first run."""
+    """The stages of the program of one signature (types of arguments and elements),
+    compiled when they first run."""
 
     def __init__(self, plan: Plan, staged: Staged) -> None:
         """Traces the body and divides it into stages.

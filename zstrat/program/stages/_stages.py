@@ -96,7 +96,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
 
 
 def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Computes the results of one equation."""
+    """Computes the results of one equation from its operands."""
     # It stays one equation, at which the program is cut.
     if crosses(eqn):
         results: list[Any] = crossing.bind(*operands, **eqn.params)

@@ -41,7 +41,8 @@ _NUMBERS: Final = (int, float, complex)
 
 
 class WholeProgram:
-    """The program of one signature, compiled when it first runs."""
+    """The program of one signature (types of arguments and elements) over all
+    processes, compiled when it first runs."""
 
     def __init__(self, plan: Plan, staged: Staged, mesh: Mesh) -> None:
         self.plan = plan

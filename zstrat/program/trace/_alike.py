@@ -48,8 +48,8 @@ traced by itself."""
 
 @dataclass(frozen=True, slots=True)
 class GivenVariables:
-    """The variables of one call: the distinct components of its arguments, in order;
-    ``likeness`` is equal for calls that are alike."""
+    """The variables of one call: the distinct components of the variables among its
+    arguments, in order; ``likeness`` is equal for calls that can share a trace."""
 
     variables: tuple[Variable, ...]
     likeness: Hashable

@@ -238,7 +238,8 @@ class Capture(TraceRecorder):
 
     @property
     def variables(self) -> list[VariableHandle]:
-        """The variables that the body reads, and those whose copies it updates."""
+        """The variables that the body reads, and those whose copies (one per replica)
+        it updates."""
         own = {key: variable for key, (variable, _) in self.own.items()}
         return list({**self.reads, **own}.values())
 
@@ -361,7 +362,7 @@ class Capture(TraceRecorder):
         return element
 
     def drew(self, leaf: object) -> bool:
-        """Returns whether this very array is (a leaf of) an element drawn in this
+        """Returns whether an array is, by identity, a leaf of an element drawn in this
         trace."""
         return any(leaf is drawn for drawn in self._drawn)
 

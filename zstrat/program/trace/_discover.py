@@ -135,7 +135,8 @@ def staged(
     capture: Capture,
     mesh: Mesh | None,
 ) -> Staged:
-    """Makes the body of a step on variables of this process, or of several ones."""
+    """Makes the body of a step on variables of this process, or of several processes,
+    as a function to trace."""
     if plan.lookups:
         raise _refusals.lookup_among_stages(plan.function, plan.lookups[0])
     keys = [spec.key for spec in plan.reads]
@@ -205,10 +206,8 @@ def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_taken(leaf: Any) -> Any:
-    """Casts the description of an array to a dtype that jax accepts without a warning.
-
-    (A real array of numpy may have 64 bits.)
-    """
+    """Replaces the dtype in the description of an array by the one to which jax casts
+    the array, so that jax does not warn. (A real array of numpy may have 64 bits.)"""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     as_it_is = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype

@@ -97,15 +97,15 @@ class Immediate(TraceRecorder):
             self._storage_of(target).update_many([(target, op, host, optimizer)])
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """Reads the copies of all replicas."""
+        """Reads the copies of a variable that all replicas have."""
         return jnp.asarray(device_storage(variable).copies(variable))
 
     def copy(self, variable: VariableHandle, number: int) -> jax.Array:
-        """Reads the copy of one replica."""
+        """Reads the copy of a variable that one replica has."""
         return jnp.asarray(device_storage(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """Replaces the copies of all replicas."""
+        """Replaces the copies of a variable that all replicas have."""
         device_storage(variable).put_copies(np.asarray(copies))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
@@ -169,7 +169,7 @@ class Immediate(TraceRecorder):
                 self._lost = lost
 
     def drew(self, leaf: object) -> bool:
-        """Returns whether this very array is (a leaf of) an element drawn in this
+        """Returns whether an array is, by identity, a leaf of an element drawn in this
         step."""
         return any(leaf is drawn for drawn in self._drawn)
 

@@ -78,7 +78,7 @@ class Flow:
 
     @property
     def has_effects(self) -> bool:
-        """Whether the program prints, or calls back."""
+        """Whether the program has side effects: prints, or callbacks to Python."""
         return bool(self._jaxpr.effects)
 
     def inputs_of(self, outputs: Sequence[int]) -> int:
@@ -285,7 +285,7 @@ class TraceFeed(Protocol):
         ...
 
     def element(self, ordinal: int, iterator: StepIterator) -> Any:
-        """Returns the next element of iterator number ``ordinal``."""
+        """Returns the next element of the step's iterator number ``ordinal``."""
         ...
 
     def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
@@ -428,7 +428,7 @@ class BodyProgram:
         return self.closed.in_avals[self.names.index(name) - len(self.names)]
 
     def __call__(self, inputs: Sequence[Any], values: Mapping[Hashable, Any]) -> Any:
-        """Computes the outputs. Called in a trace of jax."""
+        """Computes the outputs of the body. Called in a trace of jax."""
         given = [values[name] for name in self.names]
         return self.tree.unflatten(jaxpr_as_fun(self.closed)(*inputs, *given))
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """The elements, real or abstract, that one call draws, uses and gives back."""
+    """The elements, real or abstract, that one call draws, uses and may give back to
+    their iterators."""
 
     def __init__(self, iterators: Sequence[StepIterator]) -> None:
         self.iterators = iterators
@@ -84,7 +85,7 @@ class Draws:
         return element
 
     def require_real(self) -> None:
-        """Refuses iterators without elements.
+        """Refuses iterators that have only a description of their elements.
 
         Raises:
             RuntimeError: The elements are on a worker.
@@ -133,7 +134,8 @@ class Draws:
         self._used = 0
 
     def keep_used(self) -> None:
-        """Gives back the elements that the trace has not used."""
+        """Gives back the elements that were drawn before and that the trace has not
+        used."""
         self._give_back(self._used)
 
     def unread(self) -> None:
@@ -299,8 +301,8 @@ class StepIterator:
         return element if self._steady else joined.mapped(kept, element)
 
     def unread(self, element: Any) -> None:
-        """Gives back the element that was drawn last; of several, the last one
-        first."""
+        """Gives back the element that was drawn last. Of several elements, give back
+        the last one first."""
         self._drawn -= 1
         if isinstance(self._source, Elements):  # checkpoints may save its position
             self._source.unread(element)

@@ -60,8 +60,8 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
 
 
 class LoopsOverData(RuntimeError):
-    """A traced step branches on the end of its data, which differs between calls, so
-    that it cannot be one program. Caught where the step can run in Python."""
+    """A traced step branches on the end of its data. The end differs between calls, so
+    the step cannot be one program. Caught where the step can run in Python."""
 
     def __init__(self, name: str, where: str = "") -> None:
         self.name, self.where = name, where or here()

@@ -90,7 +90,8 @@ def as_replica(number: int, count: int) -> AbstractContextManager[None]:
 
 
 def current_trace() -> object:
-    """Returns jax's innermost transformation, as an opaque object to compare."""
+    """Returns an opaque object that identifies jax's innermost transformation, for
+    comparison."""
     state: object = get_opaque_trace_state()  # type: ignore[no-untyped-call]
     return state
 
@@ -227,7 +228,8 @@ _Tracer: Final = jax.core.Tracer
 
 
 class Plain:
-    """A Python number that is static in a step: each value is traced by itself."""
+    """A Python number that is static in a step: each value of it has a separate
+    trace."""
 
     __slots__ = ("_key", "value")
 

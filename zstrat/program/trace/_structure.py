@@ -109,7 +109,7 @@ class Structure:
         return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Rebuilds the result with these arrays."""
+        """Rebuilds the result from the structure and these arrays."""
         return self.treedef.unflatten(
             [s.value if isinstance(s, Static) else leaves[s] for s in self.slots]
         )

@@ -191,7 +191,7 @@ _OF_BOOLEANS: Final = {
 
 
 def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
-    """Applies one update to a value."""
+    """Returns the value that one update makes from a value."""
     match op:
         case UpdateOp.ASSIGN:
             return operands[0]
@@ -385,7 +385,8 @@ def rows_here(
 
 
 def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
-    """Applies one update, without an optimizer, to a whole variable."""
+    """Returns the value that one update, without an optimizer, makes from the whole
+    value of a variable."""
     if op is UpdateOp.ASSIGN:
         return operands[0]
     if len(operands) > 1:  # negative indices do not count from the end

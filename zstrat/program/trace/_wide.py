@@ -306,7 +306,7 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
 
 
 def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
-    """Evaluates one equation with the dtypes of the trace."""
+    """Evaluates one equation by itself, with the dtypes of the trace."""
     invars, values = [], []
     for var, operand in zip(eqn.invars, given, strict=True):
         if not isinstance(var, Literal) and var not in invars:

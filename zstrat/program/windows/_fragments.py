@@ -105,7 +105,7 @@ class Exchanges:
     pace: Variable | None = None
 
     def steps_in(self, segment: Segment) -> int:
-        """Returns how many steps a segment makes."""
+        """Returns how many local steps a segment makes."""
         count = steps_of(segment.number, self.every, self.fragments)
         if segment.every:
             # At least one after the copy has taken the result of the round before:

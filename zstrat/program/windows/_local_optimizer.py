@@ -153,7 +153,7 @@ class LocalOptimizer:
 
     @property
     def inner(self) -> Any:
-        """The optax transformation of the steps."""
+        """The optax transformation of the local steps."""
         return self._inner.transformation
 
     def window(self, step: Callable[..., Any]) -> Function:

@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 window_of_step: Final[ContextVar[int | None]] = ContextVar(
     "zstrat_window_of_step", default=None
 )
-"""The id of the inner optimizer whose window is being traced. The code that sets it
-resets it."""
+"""The id of the inner optimizer whose window is being traced, if any. The code that
+sets this variable resets it."""
 
 
 class NeedsElement(BaseException):
@@ -114,7 +114,7 @@ class WindowRecorder(TraceRecorder):
         """The gradients that the step applies; their arrays belong to the trace."""
         self.moves = Moves(self)
         self.drawn = 0
-        """Number of elements drawn."""
+        """Number of elements that the step has drawn."""
         self._inner, self._outer, self._elements = inner, outer, drawn
         self._is_trial = values is None
         self._values = {} if values is None else dict(values)
