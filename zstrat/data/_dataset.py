@@ -388,7 +388,7 @@ class Dataset(Sources):
         return Dataset(passes.Prefetched(self._recipe, size)) if size else self
 
     def take(self, count: int) -> Dataset:
-        """Yields at most the first ``count`` elements; -1: all.
+        """Yields at most the first ``count`` elements; all if ``count`` is -1.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -399,7 +399,7 @@ class Dataset(Sources):
         return Dataset(passes.SlicedPass(self._recipe, stop=count))
 
     def skip(self, count: int) -> Dataset:
-        """Skips the first ``count`` elements; -1: all.
+        """Skips the first ``count`` elements; all if ``count`` is -1.
 
         Raises:
             ValueError: ``count`` is below -1.

@@ -208,7 +208,7 @@ class LeasedSource:
 
 @final
 class LeasedReader:
-    """Reads the examples of leases. One thread uses it at a time."""
+    """Reads the examples of leases. One thread uses a reader at a time."""
 
     def __init__(self, rows: IndexedRows, seed: int | None) -> None:
         self._rows, self._seed = rows, seed
@@ -351,7 +351,7 @@ class LeasedElements:
         return result_of(results)
 
     def close(self) -> None:
-        """Ends the thread and closes the source."""
+        """Ends the thread that reads in advance, and closes the source."""
         if self._caller is not None:
             self._caller.close()
         self._reader.close()

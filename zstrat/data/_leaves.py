@@ -87,7 +87,8 @@ class RowSlices(Protocol):
 
 @runtime_checkable
 class Ragged(Protocol):
-    """Rows of different lengths, as TensorFlow has them."""
+    """Rows of different lengths in one array of values, as in TensorFlow's
+    RaggedTensor."""
 
     @property
     def values(self) -> Any: ...
@@ -112,7 +113,7 @@ class Node(NamedTuple):
     """Equal for objects of the same class with the same static part."""
 
     def rebuilt(self, children: Iterable[Any]) -> Any:
-        """Returns an object of the same kind with other children."""
+        """Returns an object of the same class with other children."""
         return self.treedef.unflatten(children)
 
 

@@ -66,7 +66,7 @@ class Hinted(Reordered):
 @final
 @dataclass(frozen=True, slots=True)
 class Opted(Reordered):
-    """Sets options for all operations before and after it."""
+    """Sets options, which apply to all operations before and after this one."""
 
     source: Recipe
     policy: AutoShardPolicy | None

@@ -84,7 +84,8 @@ class Recipe(abc.ABC):
         return self.map_sources(lambda source: source.begin_pass())
 
     def as_repeat(self, number: int) -> Recipe:
-        """Returns the begun recipe as repeat ``number`` within its pass."""
+        """Returns the begun recipe as its repeat ``number`` within a pass, for the
+        operation repeat."""
         return self.map_sources(lambda source: source.as_repeat(number))
 
     def without_first(self, count: int) -> Recipe:
@@ -103,7 +104,7 @@ class Recipe(abc.ABC):
         return item
 
     def batch_of(self, items: list[Any]) -> Element:
-        """Makes one batch of the elements of several items."""
+        """Makes one batch from several items: makes their elements, and stacks them."""
         return stacked(items)
 
     def elements(self) -> Iterator[Element]:

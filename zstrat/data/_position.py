@@ -274,7 +274,7 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
 
 
 def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
-    """Returns the shuffles of a recipe, the last one first."""
+    """Yields the shuffles of a recipe, the last operation first."""
     return (each for each in walk(recipe) if isinstance(each, Shuffled))
 
 

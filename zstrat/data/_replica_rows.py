@@ -209,7 +209,8 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def take(self, rows: int) -> list[Cut]:
-        """Returns the steps that are complete when a batch of ``rows`` has arrived."""
+        """Returns the steps (one cut each) that are complete when a batch of ``rows``
+        rows has arrived."""
 
     @abc.abstractmethod
     def finish(self) -> list[Cut]:

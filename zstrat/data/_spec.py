@@ -45,9 +45,10 @@ class TensorSpec:
     """The shape and dtype of one component of an element.
 
     Args:
-        shape: None stands for a length that is not the same in all elements.
-        dtype: `bytes` for records and text as TensorFlow has it (an array of several is
-            of dtype object), `str` for text of any length.
+        shape: Lengths of the axes; None for a length that is not the same in all
+            elements.
+        dtype: `bytes` for records, and for text as TensorFlow has it (an array of
+            several is of dtype object); `str` for text of any length.
 
     Raises:
         TypeError: numpy does not know the dtype, or a length is not an integer.

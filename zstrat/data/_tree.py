@@ -149,7 +149,7 @@ def dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
-    """Returns a tree of the same structure with another value for each leaf."""
+    """Applies ``leaf`` to each leaf of a tree; returns a tree of the same structure."""
     if isinstance(tree, dict):
         return dict_like(tree, {key: mapped(leaf, x) for key, x in tree.items()})
     if isinstance(tree, tuple):
@@ -160,7 +160,8 @@ def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
 
 
 def with_leaves(tree: Element, new: Iterable[Any]) -> Element:
-    """Returns a tree of the same structure with these leaves, in order."""
+    """Returns a tree of the same structure as ``tree`` with the leaves ``new``, in
+    order."""
     values = iter(new)
     return mapped(lambda _: next(values), tree)
 

@@ -59,7 +59,7 @@ class Files(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Listed(Files):
-    """The names of files, as `bytes`."""
+    """A source whose elements are the names of files, as `bytes`."""
 
     paths: tuple[str, ...]
 
@@ -154,7 +154,7 @@ class Tables(TableRows):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenTable:
-    """A file that is open, or a part of one."""
+    """A file of arrays that is open, or a part of one."""
 
     path: str
     arrays: Element
