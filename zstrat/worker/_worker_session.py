@@ -597,8 +597,8 @@ class _PushUnderWay:
 def _is_of_round(
     pushes: Sequence[tuple[Any, Ending]], pulls: Sequence[SharedPull]
 ) -> bool:
-    """Returns whether one of these pushes or pulls belongs to a round; the pull may
-    then wait longer than the push."""
+    """Returns whether the first push or the first pull belongs to a round. The pull may
+    then wait longer than the push, so they are sent in separate messages."""
     return isinstance(pushes[0][0], RoundPush) or bool(pulls[0].reads.rounds)
 
 

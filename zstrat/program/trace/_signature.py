@@ -146,8 +146,8 @@ class StrategyFingerprint:
     """The properties of a strategy that a body can observe; bodies with equal
     fingerprints can share a program.
 
-    Programs reference the ``strategy`` weakly; ``side`` says whether the code runs in a
-    replica or outside of the replicas.
+    Programs reference the ``strategy`` weakly; ``side`` says where the code runs: in
+    which replica or outside of the replicas, and in the update of which copy.
     """
 
     strategy: weakref.ref[object]
