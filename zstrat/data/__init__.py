@@ -1,4 +1,5 @@
-"""Input pipelines: what a worker's step functions draw their batches from. No jax."""
+"""Input pipelines: the datasets from which a worker's step functions draw their
+batches. Imports no jax."""
 
 from . import experimental as experimental
 from ._autoshard import Allotment as Allotment

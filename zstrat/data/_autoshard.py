@@ -1,9 +1,9 @@
-"""The part that one worker reads of a dataset that several have.
+"""Decides which part of a dataset each of several workers reads.
 
-The law: every decision is made here, before the first element is read, of numbers and
-of the recipe alone (`_lineage`); the iterators only obey.
+The law: every decision is made here, before the first element is read, from numbers and
+from the recipe alone (`_lineage`); the iterators only carry out the decision.
 
-Which of these rows its replicas get is decided next (`_replica_rows`).
+`_replica_rows` then decides which rows of a worker's batches each of its replicas gets.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _UNORDERED: Final = (
 @final
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """The part of a dataset that a worker reads.
+    """The part of a dataset that one worker reads.
 
     Args:
-        recipe: Of that part.
-        policy: How it was found: OFF, FILE, DATA or HINT.
-        batch_size: Rows of a global batch, None if nobody knows.
+        recipe: Makes the elements of the part.
+        policy: The policy by which the part was chosen: OFF, FILE, DATA or HINT.
+        batch_size: Rows of a global batch, None if unknown.
         sharded_at: See `_lineage.sharded_operation`; None for one worker alone.
     """
 
@@ -64,17 +64,18 @@ class Allotment:
 
     @property
     def is_steady(self) -> bool:
-        """Whether nobody writes to an element that was yielded."""
+        """Whether an element is never written to after it was yielded."""
         return lineage.is_steady(self.recipe)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether only the reader of an element has its memory."""
+        """Whether only the reader of an element holds references to the element's
+        memory."""
         return lineage.is_fresh(self.recipe)
 
     @property
     def shapes(self) -> lineage.KnownShapes:
-        """Returns the shapes of its elements, as far as known."""
+        """The shapes of the part's elements, as far as known."""
         return lineage.shapes_of(self.recipe)
 
     @property
@@ -83,19 +84,21 @@ class Allotment:
 
     @property
     def ends_with_others(self) -> bool:
-        """Whether all workers come to the end in the same step, whatever the data."""
+        """Whether all workers reach the end of their parts in the same step, whatever
+        the data are."""
         one = self.worker.count == 1
         return one or self.policy is AutoShardPolicy.DATA
 
     def elements(self) -> Iterator[Any]:
-        """Returns the elements of a fresh pass."""
+        """Begins a pass and yields its elements."""
         return self.begin().elements()
 
     def begin(self, place: Position | None = None) -> Recipe:
         """Begins a pass now; its elements may be made later, in any process.
 
         Args:
-            place: The pass is the one in which this is; None: a fresh one.
+            place: Begin the pass that this position is in, from its first element;
+                None: begin a new pass.
         """
         return (
             self.recipe.begin_pass()
@@ -104,8 +107,8 @@ class Allotment:
         )
 
     def before(self, steps: int) -> tuple[int, int]:
-        """Returns what comes before step ``steps`` of a pass: the number of batches
-        that it may skip whole, and the number of steps whose batches have to be
+        """Returns what comes before step ``steps`` of a pass: the number of whole
+        batches that the pass may skip, and the number of steps whose batches have to be
         read."""
         size = self.batch_size
         if not size or isinstance(self.recipe, Foreign):  # may have empty ones, too
@@ -120,29 +123,30 @@ class Allotment:
         return 0, steps
 
     def order(self, begun: Recipe) -> str:
-        """Returns what distinguishes the order of a pass from others: the workers need
-        the same; "" if they do not."""
+        """Returns text that identifies the order of a begun pass, which must be the
+        same in all workers; "" if the order need not be the same."""
         return (
             "" if self.sharded_at is None else lineage.order_of(begun, self.sharded_at)
         )
 
     def cutter(self) -> Cutter:
-        """Returns a fresh cutter, for one pass."""
+        """Returns a new cutter, which assigns the rows of one pass to replicas."""
         promised = self.shapes.promised_rows
         return cutter(self.batch_size, self.policy, self.worker, promised)
 
 
 def as_dataset(source: Any) -> Dataset:
-    """Converts anything that a strategy distributes to a `Dataset`.
+    """Converts whatever a strategy can distribute to a `Dataset`.
 
-    A dict, a tuple, an array or an object of a class that jax knows as a pytree is data
-    itself, one element for each index of the first axis; a list, like any other
-    iterable, is the elements one after the other.
+    A dict, a tuple, an array or an object of a class that jax knows as a pytree is
+    data: the dataset has one element for each index of the first axis. A list, like any
+    other iterable, is the sequence of the elements.
 
     Raises:
-        TypeError: It is of another type, or arrays of objects. While iterating: an
-            element has an object in it that is not data, and that jax cannot open.
-        ValueError: Arrays with first axes of different lengths.
+        TypeError: The source has another type, or has arrays of objects. While
+            iterating: an element contains an object that is not data, and that jax
+            cannot flatten.
+        ValueError: The arrays have first axes of different lengths.
     """
     if isinstance(source, Dataset):
         return source
@@ -154,25 +158,25 @@ def as_dataset(source: Any) -> Dataset:
 
 
 def is_steady(source: object) -> bool:
-    """Returns whether it is known that nobody writes to an element that ``source``
-    yielded, so that none need be copied: of a `Dataset` whose elements are its own, a
-    list, a tuple."""
+    """Returns whether it is known that an element of ``source`` is never written to
+    after it was yielded, so that no element need be copied. True for a `Dataset` whose
+    operations guarantee it, a list, and a tuple."""
     if isinstance(source, Dataset):
         return lineage.is_steady(source.recipe)
     return isinstance(source, list | tuple)
 
 
 def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
-    """Returns what the worker reads of a dataset of global batches.
+    """Decides which part of a dataset of global batches the worker reads.
 
     Raises:
-        TypeError: It is not a dataset.
-        ValueError: It is not batched, though there are several replicas; its policy
-            does not fit it.
+        TypeError: The source is not a dataset.
+        ValueError: The dataset is not batched, though there are several replicas; or
+            its policy does not fit it.
 
     Warns:
-        UserWarning: Several workers deal it out, and shuffle it differently, or map it
-            in any order.
+        UserWarning: Several workers share the dataset out, and each shuffles it
+            differently, or maps it in any order.
     """
     dataset = as_dataset(source)
     recipe = dataset.recipe
@@ -200,7 +204,8 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
 
 
 def not_batched() -> ValueError:
-    """Returns the error of elements that cannot be cut."""
+    """Returns the error for a dataset without batches, whose elements cannot be divided
+    among replicas."""
     return ValueError(
         "experimental_distribute_dataset takes a dataset of batches, which it cuts for "
         "the replicas. Call the `batch` method of the dataset with the global batch "
@@ -213,11 +218,12 @@ def sharing_policy(
 ) -> AutoShardPolicy:
     """Returns the policy for this many workers: OFF, FILE, DATA or HINT.
 
-    One worker reads everything whatever the policy says; it says how the rows are cut
-    for its replicas, and there AUTO is found as among several.
+    One worker reads everything, whatever the policy is. The policy still says how the
+    rows are divided among the worker's replicas, and AUTO is resolved as for several
+    workers.
 
     Args:
-        files: How many files the dataset is read from; None: it is not.
+        files: How many files the dataset is read from; None: it is not read from files.
 
     Raises:
         ValueError: FILE without files, or with fewer files than workers.

@@ -1,12 +1,12 @@
-"""Batches taken apart, into rows or batches of other sizes, and those that are padded.
+"""Batches taken apart into rows, regrouped into other sizes, or padded.
 
-Rows that were in a batch stay in their order, and are views of the batches where they
-do not reach over the end of one. Elements of different shapes are stacked when each
-array is filled up to a common one.
+Rows that were in a batch stay in their order. They are views of the batch, except where
+a new batch joins rows of several old ones. Elements of different shapes are stacked
+when each array is padded to a common shape.
 
-Batches of examples that are found by number are a dataset like any other: what a
-coordinator leases to steps, range by range, `IndexedPass` yields in the order of the
-positions, all epochs, one after the other.
+`IndexedPass` makes a dataset from examples that are read by number. The coordinator
+leases the ranges of such a dataset to steps; `IndexedPass` yields the same batches in
+the order of their positions, one epoch after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Unbatched(Derived):
-    """The rows of each element."""
+    """The rows of each element of the source, as single elements."""
 
     source: Recipe
 
@@ -66,7 +66,8 @@ class Unbatched(Derived):
 @final
 @dataclass(frozen=True, slots=True)
 class Rebatched(Derived):
-    """The rows of all elements, in batches of these sizes, again and again."""
+    """The rows of all elements of the source, regrouped into batches of ``sizes``,
+    which repeat."""
 
     source: Recipe
     sizes: tuple[int, ...]
@@ -74,7 +75,7 @@ class Rebatched(Derived):
 
     def items(self) -> Iterator[Element]:
         waiting: deque[Element] = deque()
-        """Rows that are in no batch yet."""
+        """Rows that were read and are not yet in a batch."""
         count = 0
         sizes = itertools.cycle(self.sizes)
         wanted = next(sizes)
@@ -96,7 +97,8 @@ class Rebatched(Derived):
 
     @property
     def rows(self) -> int | None:
-        """The rows of every whole batch, if all have the same number of them."""
+        """Number of rows of every whole batch, if all have the same number; None
+        otherwise."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
     def spec(self, look: Look) -> Spec:
@@ -109,10 +111,11 @@ class Rebatched(Derived):
 
 
 def rows_of(element: Element, what: str) -> int:
-    """Returns the one first axis of the arrays of a batch.
+    """Returns the number of rows of a batch: the length of the first axis, which all
+    its arrays share.
 
     Raises:
-        ValueError: One has none, or they differ; in TF's words.
+        ValueError: An array has no axis, or the first axes differ; in TF's words.
     """
     found = [(path, np.shape(leaf)) for path, leaf in leaves(element)]
     for path, shape in found:
@@ -133,7 +136,8 @@ def rows_of(element: Element, what: str) -> int:
 
 
 def _taken(waiting: deque[Element], rows: int) -> Element:
-    """Returns the next rows, of which there are enough."""
+    """Removes the next ``rows`` rows, which must be there, and returns them as one
+    batch."""
     parts: list[Element] = []
     while rows:
         element = waiting.popleft()
@@ -148,12 +152,12 @@ def _taken(waiting: deque[Element], rows: int) -> Element:
 
 
 def _cut(element: Element, rows: int | slice) -> Element:
-    """Returns a row of a batch, or some rows of it as a smaller batch: views."""
+    """Returns one row of a batch, or some rows as a smaller batch; both are views."""
     return mapped(lambda leaf: leaf[rows], element)
 
 
 def appended(parts: Sequence[Element]) -> Element:
-    """Returns one batch of all rows, in order.
+    """Joins batches to one batch of all their rows, in order.
 
     Raises:
         ValueError: The parts differ in structure, or in the shape of a row.
@@ -191,13 +195,14 @@ def _concatenated(column: list[Any], path: str) -> np.ndarray:
 @final
 @dataclass(frozen=True, slots=True)
 class PaddedBatches(Batching):
-    """Stacks elements whose arrays were filled up at their ends.
+    """Stacks elements whose arrays are padded at their ends to a common shape.
 
     Args:
-        shapes: The structure of an element with a shape at each leaf, whose None and -1
-            mean the longest of the batch; None: that in all axes.
-        values: The same with a value at each leaf, or one for all; None: zero, False,
-            or empty text.
+        shapes: The structure of an element, with a shape at each leaf. None and -1 in a
+            shape mean the longest length in the batch; None in place of all shapes
+            means that for all axes.
+        values: The same structure with a padding value at each leaf, or one value for
+            all leaves; None: zero, False, or empty text.
     """
 
     source: Recipe
@@ -208,7 +213,8 @@ class PaddedBatches(Batching):
 
     @property
     def pads_to_one_shape(self) -> bool:
-        """Whether every length was given, whatever the elements are."""
+        """Whether all lengths are fixed, so that every element is padded to the same
+        shape."""
         return self.shapes is not None and None not in _lengths(self.shapes)
 
     def join_batch(self, chunk: list[Any]) -> Element:
@@ -243,7 +249,8 @@ class PaddedBatches(Batching):
 
     @staticmethod
     def _per_leaf(element: Element, given: Any, name: str) -> list[Any]:
-        """Returns the argument for each leaf, in order."""
+        """Returns the value of the argument ``name`` for each leaf of an element, in
+        order."""
         found: list[Any] = []
         _flatten(element, given, name, "", found)
         return found
@@ -292,12 +299,14 @@ def _is_scalar(given: Any) -> bool:
 
 
 def _no_shape(leaf: Any) -> Any:
-    """Returns what distinguishes kinds and structures, whatever the lengths."""
+    """Replaces a leaf by a value that shows only its kind, so that structures can be
+    compared without lengths."""
     return leaf if isinstance(leaf, bytes) else np.zeros((), np.asarray(leaf).dtype)
 
 
 def _lengths(shapes: Any) -> list[int | None]:
-    """Returns all lengths in a structure of shapes; a tuple is a part, or a shape."""
+    """Returns the lengths of a shape, or of all shapes in a structure; a tuple may be
+    either."""
     if isinstance(shapes, dict | tuple):
         inner = shapes.values() if isinstance(shapes, dict) else shapes
         return [length for shape in inner for length in _lengths(shape)]
@@ -312,7 +321,7 @@ def _sizes(shape: Any) -> tuple[int | None, ...]:
 
 
 def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndarray:
-    """Stacks one component of several elements, filled up to one shape."""
+    """Stacks one component of several elements, padded to one shape."""
     arrays = [_as_array(leaf) for leaf in column]
     found = {array.ndim for array in arrays}
     if len(found) > 1:
@@ -387,7 +396,7 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
 
 
 class IndexedBatches(Protocol):
-    """A `LeasedSource`, as this file needs it."""
+    """What this file uses of a `LeasedSource`."""
 
     @property
     def batch(self) -> int: ...
@@ -399,7 +408,7 @@ class IndexedBatches(Protocol):
     def drop_remainder(self) -> bool: ...
 
     def batches(self, start: int) -> Iterator[Element]:
-        """Yields the batches of all epochs, without the first ``start``."""
+        """Yields the batches of all epochs, without the first ``start`` batches."""
         ...
 
     def steps(self) -> int:
@@ -410,7 +419,8 @@ class IndexedBatches(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class IndexedPass(Recipe):
-    """The batches of all epochs, without the first ``start``."""
+    """The batches of all epochs of a leased source, without the first ``start``
+    batches."""
 
     source: IndexedBatches
     start: int = 0

@@ -1,13 +1,15 @@
-"""Elements of a pass that are kept for later ones, in memory or in a file.
+"""The operation `cache`: keeps the elements of one pass for later passes, in memory or
+in a file.
 
-Law: only a whole pass is kept. One that was given up leaves nothing, and of several at
-once the first that comes to its end is kept. What stands before the cache is always
-passed over as in its first pass, so all passes, of all processes, see the shuffles
-there in one order, whichever of them filled the cache.
+Law: only a complete pass is kept. A pass that is abandoned leaves nothing, and of
+several passes at once the first that reaches its end is kept. The operations before the
+cache always run as in their first pass, so all passes of all processes see the shuffles
+there in one order, whichever pass filled the cache.
 
-A file has arrays as they are in memory, each element after a line that says what
-follows. No pickles: reading a file runs no code. What has no place in it is refused
-when it is written: named tuples, dtypes of several fields or of other libraries.
+A file has arrays in the format that they have in memory, each element after a line that
+describes what follows. There are no pickles in the file, so reading it runs no code.
+Values that this format cannot describe are refused when the file is written: named
+tuples, dtypes with several fields or from other libraries.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ if TYPE_CHECKING:
 _START: Final = b"zstrat elements 1\n"
 _END: Final = b"end\n"
 _PLAIN: Final = "biufcSUmM"
-"""Kinds of dtypes whose name says all about them."""
+"""Kinds of dtypes that are fully described by their name."""
 _MALFORMED: Final = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
-"""Errors of decoding: a flipped bit may leave JSON that describes no element."""
+"""Errors that decoding a damaged file may raise: a flipped bit may leave JSON that
+describes no element."""
 
 
 @final
 class WholePass:
-    """The elements of one whole pass, once there was one. A copy has none."""
+    """Holds the elements of one complete pass, None before there was one. A pickled
+    copy holds none."""
 
     __slots__ = ("elements",)
 
@@ -56,11 +60,11 @@ class WholePass:
 @final
 @dataclass(frozen=True, slots=True)
 class Cached(PassThrough):
-    """Keeps the elements of its source: they are made once.
+    """Keeps the elements of its source, so that they are made only once.
 
     Args:
-        path: Of a file, beside which a pass writes another one until it is whole; "":
-            in memory. Arrays in memory cannot be written to.
+        path: Path of the file; while a pass runs, it writes another file beside that
+            one. "": keep elements in memory; their arrays cannot be written to.
     """
 
     source: Recipe
@@ -68,7 +72,7 @@ class Cached(PassThrough):
     kept: WholePass = field(default_factory=WholePass, compare=False)
 
     def with_source(self, source: Recipe) -> Self:
-        """Returns the cache of another recipe, whose elements are kept apart."""
+        """Returns the cache of another source; its elements are kept separately."""
         if source is self.source:
             return self
         return replace(self, source=source, kept=WholePass())
@@ -85,8 +89,8 @@ class Cached(PassThrough):
         return self
 
     def shared(self, parts: int, index: int) -> Cached:
-        """Returns the cache of one worker among several, which has a separate
-        file."""
+        """Returns the cache of worker ``index`` among ``parts`` workers, which uses a
+        separate file."""
         # The count of parts, too: another number of workers has other elements.
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
         return replace(self, path=path, kept=WholePass())
@@ -131,7 +135,7 @@ class Cached(PassThrough):
 
 
 def _fixed(leaf: Any) -> Any:
-    """Makes an array read-only: it is yielded again in the next pass."""
+    """Makes an array read-only, because it is yielded again in the next pass."""
     leaf = own(leaf)
     if isinstance(leaf, np.ndarray):
         leaf.flags.writeable = False
@@ -139,11 +143,12 @@ def _fixed(leaf: Any) -> Any:
 
 
 def _write_element(file: BinaryIO, element: Element, path: str) -> None:
-    """Appends one element.
+    """Appends one element to the file.
 
     Raises:
-        TypeError: It has something that has no place in a file; says what.
-        OSError: It cannot be written.
+        TypeError: The element has a value that the file format cannot describe; says
+            which.
+        OSError: The file cannot be written.
     """
     blobs: list[bytes] = []
     head = json.dumps(_head(element, blobs, path))
@@ -156,7 +161,8 @@ def _read_elements(path: str) -> Iterator[Element]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: It is not a file of a `cache`, or ends too early; names it.
+        ValueError: The file was not written by `cache`, or ends too early; names the
+            file.
     """
     with open(path, "rb") as file:
         if file.readline() != _START:

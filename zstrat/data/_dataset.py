@@ -1,8 +1,8 @@
-"""`Dataset`: the input pipelines of tf.data, as a thin face over numpy.
+"""`Dataset`: the input pipelines of tf.data, as a thin interface over numpy.
 
-Every tf.distribute program begins with one. The face checks arguments and speaks TF's
-words; `_passes` does the work. A program that needs more (worker processes, weighted
-mixtures) gives a strategy a grain dataset or any generator instead.
+Every tf.distribute program begins with a dataset. This class checks arguments and uses
+TF's names and messages; `_passes` does the work. A program that needs more (worker
+processes, weighted mixtures) gives a strategy a grain dataset or any generator instead.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     from ._spec import Spec
 
 AUTOTUNE: Final = -1
-"""Stands for a buffer of two elements, one that is read while the next one is made."""
+"""As a buffer size: two elements, one that is read while the next one is made."""
 INFINITE_CARDINALITY: Final = passes.INFINITE
 UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
 
 
 @final
 class Dataset(Sources):
-    """A sequence of elements; each ``iter()`` is a fresh pass over it.
+    """A sequence of elements; each ``iter()`` begins a new pass over them.
 
     Elements are numpy arrays, scalars and `bytes`, or dicts and tuples of them, nested
-    at will; as in TF a list is not structure but one array. A batch of `bytes` is an
+    in any way; as in TF a list is not structure but one array. A batch of `bytes` is an
     array of objects, as in TF: numpy's strings drop the zeros at their ends.
 
     Datasets are immutable: every method returns a new one. Make one with `range`,
-    `from_tensors`, `from_tensor_slices`, `from_generator`, `zip`, or of files:
+    `from_tensors`, `from_tensor_slices`, `from_generator`, `zip`, or from files:
     `from_text_lines`, `from_tfrecords`, `from_npy`, `from_npz`, `from_parquet`,
     `from_files`, `list_files`. A generator or a mapped function may fill the same
-    buffer again and again.
+    buffer again and again, because its elements are copied.
     """
 
     __slots__ = ()
@@ -68,16 +68,16 @@ class Dataset(Sources):
         epochs: int | None = 1,
         drop_remainder: bool = False,
     ) -> Dataset:
-        """Yields batches of examples that are found by number, in a permutation that is
+        """Yields batches of examples that are read by number, in a permutation that is
         computed from the seed and the epoch, and not stored.
 
-        A coordinator leases it to workers (``create_leased_dataset``), and any strategy
-        distributes it. For the arguments see `ClusterCoordinator.create_leased_dataset`
-        and `docs/data.md`.
+        A coordinator leases such a dataset to workers (``create_leased_dataset``), and
+        any strategy distributes it. For the arguments see
+        `ClusterCoordinator.create_leased_dataset` and `docs/data.md`.
 
         Raises:
-            TypeError, ValueError: The examples of the source have no numbers; says what
-                to give. Or an argument is wrong.
+            TypeError, ValueError: The examples of the source cannot be read by number;
+                says what to give. Or an argument is wrong.
         """
         leased = LeasedSource(source, batch, shuffle_seed, epochs, drop_remainder)
         # Now, on the machine of the user: workers would fail one after the other.
@@ -99,7 +99,7 @@ class Dataset(Sources):
         """Repeats the dataset ``count`` times; None or -1: without end.
 
         Raises:
-            ValueError: ``count`` is below -1.
+            ValueError: ``count`` is less than -1.
         """
         if count is not None and count != -1:
             _at_least("count", count, 0)
@@ -114,17 +114,17 @@ class Dataset(Sources):
         """Draws each element at random from the next ``buffer_size`` ones.
 
         The order is uniform if the buffer holds all elements. ``seed`` makes the
-        sequence of passes repeatable; each pass of it, and each repeat within a pass,
-        has another order, unless ``reshuffle_each_iteration`` is false: then all have
-        the same one. Passes are numbered as ``iter()`` is called, however far each of
-        them is drawn; a pickled copy begins at the first.
+        sequence of passes repeatable. Each pass, and each repeat within a pass, has
+        another order, unless ``reshuffle_each_iteration`` is false: then all have the
+        same one. Passes are numbered as ``iter()`` is called, however many elements
+        each of them yields; a pickled copy of the dataset begins at the first pass.
 
-        Processes that deal one dataset out among themselves (`AutoShardPolicy.DATA`)
-        need the same seed each, and begin passes over the distributed dataset, which
-        are counted apart, equally often. A process that was restarted has begun
-        none: then all of them make the dataset again, from here on, and distribute it
-        again. The first step of a pass is refused where its number is not the same in
-        all of them.
+        Processes that share one dataset out among themselves (`AutoShardPolicy.DATA`)
+        all need the same seed, and have to begin equally many passes over the
+        distributed dataset; these passes are counted separately. A process that was
+        restarted has begun none: then all processes have to make the dataset again,
+        from here on, and distribute it again. The first step of a pass is refused if
+        the number of the pass is not the same in all processes.
 
         Raises:
             ValueError: ``buffer_size`` is not positive.
@@ -139,14 +139,17 @@ class Dataset(Sources):
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Keeps every ``num_shards``-th element, from element ``index`` on; right after
-        `from_parquet` it keeps every such row group, if there are enough of them.
+        """Keeps every ``num_shards``-th element, from element ``index`` on. Directly
+        after `from_parquet`, and if there are enough row groups, keeps every
+        ``num_shards``-th row group instead.
 
-        With `SHARD_HINT` for both, a strategy that distributes the dataset under
-        `AutoShardPolicy.HINT` puts its workers in; nothing else can iterate it.
+        With `SHARD_HINT` for both arguments, a strategy that distributes the dataset
+        under `AutoShardPolicy.HINT` replaces them by its number of workers and the
+        worker's index; such a dataset cannot be iterated otherwise.
 
         Raises:
-            ValueError: ``num_shards`` below 1, or ``index`` not in [0, num_shards).
+            ValueError: ``num_shards`` is below 1, or ``index`` is not in [0,
+                num_shards).
         """
         if num_shards == SHARD_HINT and index == SHARD_HINT:
             return Dataset(Hinted(self._recipe))
@@ -165,21 +168,22 @@ class Dataset(Sources):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """Applies ``map_func`` to each element, in numpy; a plain tuple is spread over
-        its parameters, and a list that it returns is a tuple, as in TF. Errors of the
-        function pass through, with a note of the line and the element.
+        """Applies ``map_func`` to each element, in numpy. The components of a plain
+        tuple are passed as separate arguments, and a list that the function returns is
+        a tuple, as in TF. Errors of the function are raised unchanged, with a note of
+        the line and the element.
 
         Args:
             num_parallel_calls: Number of elements made at a time, on threads that end
                 with the iterator; -1 (`AUTOTUNE`): one for each core, 16 at most. The
-                function must be safe to be called so, and threads help where it waits
-                for a disk, or computes in numpy.
-            deterministic: False: elements come as they are made, in any order; else in
-                the order of the source. Says nothing without threads.
+                function must be safe to be called from several threads. Threads help
+                where the function waits for a disk, or computes in numpy.
+            deterministic: False: elements are yielded as they are made, in any order;
+                otherwise in the order of the source. Has no effect without threads.
 
         Raises:
-            TypeError: ``map_func`` is not callable. While iterating: what it returns
-                has an object in it; see `from_generator`.
+            TypeError: ``map_func`` is not callable. While iterating: its result
+                contains an object; see `from_generator`.
             ValueError: ``num_parallel_calls`` is 0, or below -1.
         """
         _require_callable("map_func", map_func)
@@ -187,12 +191,12 @@ class Dataset(Sources):
         return Dataset(passes.MappedPass(self._recipe, map_func, threads, in_order))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """Keeps the elements for which ``predicate`` returns True; a plain tuple is
-        spread over its parameters.
+        """Keeps the elements for which ``predicate`` returns True. The components of a
+        plain tuple are passed as separate arguments.
 
         Raises:
             TypeError: ``predicate`` is not callable. While iterating: it returns
-                something else than one bool.
+                something other than one bool.
         """
         _require_callable("predicate", predicate)
         return Dataset(passes.Filtered(self._recipe, predicate))
@@ -206,22 +210,22 @@ class Dataset(Sources):
         deterministic: bool | None = None,
     ) -> Dataset:
         """Maps each element to a dataset by ``map_func``, and interleaves these
-        datasets: yields ``block_length`` (1) elements of one, then of the next, of
-        ``cycle_length`` datasets that are open at a time (2, or
+        datasets: yields ``block_length`` (default 1) elements of one, then of the next,
+        of ``cycle_length`` datasets that are open at a time (default 2, or
         ``num_parallel_calls``).
 
-        The order is the same in any case; ``deterministic=False`` would allow another
-        one, of which no use is made. A `shuffle` in such a dataset has another order
-        for each element, and the same ones in each pass.
+        The order does not depend on threads; ``deterministic=False`` would allow
+        another order, and has no effect. A `shuffle` in a dataset that ``map_func``
+        returns has another order for each element, and the same orders in each pass.
 
         Args:
-            num_parallel_calls: Number of open datasets to read ahead, a block
-                each, on separate threads; -1 (`AUTOTUNE`): all.
+            num_parallel_calls: Number of open datasets to read ahead, one block each,
+                on separate threads; -1 (`AUTOTUNE`): all.
 
         Raises:
             ValueError: A number is not positive; more parallel calls than datasets.
-            TypeError: ``map_func`` is not callable. While iterating: it returns no
-                dataset.
+            TypeError: ``map_func`` is not callable. While iterating: it returns
+                something other than a dataset.
         """
         del deterministic
         _require_callable("map_func", map_func)
@@ -241,8 +245,8 @@ class Dataset(Sources):
         return Dataset(Interleaved(self._recipe, map_func, length, block, calls))
 
     def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
-        """Maps each element to a dataset by ``map_func``, and yields their elements,
-        one dataset after the other.
+        """Maps each element to a dataset by ``map_func``, and yields the elements of
+        these datasets, one dataset after the other.
 
         Raises:
             TypeError: As `interleave`.
@@ -250,11 +254,11 @@ class Dataset(Sources):
         return self.interleave(map_func, cycle_length=1)
 
     def concatenate(self, dataset: Dataset) -> Dataset:
-        """Yields the elements of this dataset, then those of the other.
+        """Yields the elements of this dataset, then those of ``dataset``.
 
         Raises:
-            TypeError: It is not a dataset; its elements differ from these in structure,
-                rank or dtype, as far as that is known without a pass.
+            TypeError: ``dataset`` is not a dataset; or the elements of the two differ
+                in structure, rank or dtype, as far as these are known without a pass.
         """
         if not isinstance(dataset, Dataset):
             raise TypeError(
@@ -267,20 +271,21 @@ class Dataset(Sources):
         return Dataset(Concatenated((self._recipe, dataset.recipe)))
 
     def cache(self, filename: str | os.PathLike[str] = "") -> Dataset:
-        """Caches the elements of the first whole pass for all later ones; in memory, or
-        in a file of that name, which later programs find.
+        """Keeps the elements of the first complete pass for all later passes; in
+        memory, or in a file with the name ``filename``, which later programs read.
 
-        Only a pass that came to its end is kept. A `shuffle` before it mixes once, and
-        one after it again in each pass. Elements kept in memory cannot be written to.
-        Of a dataset that a strategy shards by file or hint each worker keeps its
-        own part, in a file ``filename-00000-of-00002``. Nobody looks whether a file
-        still fits the dataset: remove it when that changes.
+        Only a pass that reached its end is kept. A `shuffle` before the cache shuffles
+        once, and one after the cache again in each pass. Elements kept in memory cannot
+        be written to. If a strategy shards the dataset by file or hint, each worker
+        keeps its own part, in a file such as ``filename-00000-of-00002``. Nothing
+        checks whether a file still fits the dataset: remove the file when the dataset
+        changes.
 
         Raises:
-            ValueError: It has no end. While iterating: the file is damaged, or none of
-                these.
-            TypeError: While iterating, with a file: named tuples, or dtypes of other
-                libraries.
+            ValueError: The dataset has no end. While iterating: the file is damaged, or
+                was not written by `cache`.
+            TypeError: While iterating, with a file: elements contain named tuples, or
+                dtypes from other libraries.
         """
         if self._recipe.size() == INFINITE_CARDINALITY:
             raise ValueError(
@@ -293,18 +298,20 @@ class Dataset(Sources):
         """Splits each element into its rows.
 
         Raises (while iterating):
-            ValueError: A component is a scalar; first axes differ.
+            ValueError: A component is a scalar, or the first axes of the components
+                differ.
         """
         return Dataset(Unbatched(self._recipe))
 
     def rebatch(
         self, batch_size: int | Sequence[int], drop_remainder: bool = False
     ) -> Dataset:
-        """Regroups the rows of all batches into batches of ``batch_size``, or of a
-        cycle of these sizes; the last may be shorter unless ``drop_remainder``.
+        """Regroups the rows of all batches into batches of ``batch_size``; if that is a
+        sequence, its sizes are used one after the other, again and again. The last
+        batch may be shorter unless ``drop_remainder``.
 
         Raises:
-            ValueError: A size is not positive, or there is none; while iterating: as
+            ValueError: A size is not positive, or there is none. While iterating: as
                 `unbatch`, or batches differ in structure or in the shape of their rows.
         """
         # An integer of numpy has no length; anything else is a sequence of sizes.
@@ -323,20 +330,21 @@ class Dataset(Sources):
         padding_values: Any = None,
         drop_remainder: bool = False,
     ) -> Dataset:
-        """Stacks elements of different lengths, filled up at their ends.
+        """Stacks elements of different lengths, padded at their ends.
 
         Args:
-            padded_shapes: For each component a shape, whose None and -1 stand for the
-                longest of the batch; None: that in all axes of all components. The
-                structure is that of an element: one component takes ``[4]``.
-            padding_values: For each component a value, or one for all; None: zeros,
-                False, empty text.
+            padded_shapes: A shape for each component. None and -1 in a shape mean the
+                longest length in the batch; None in place of all shapes means that for
+                all axes of all components. The structure is that of an element: for an
+                element of one component, a shape such as ``[4]``.
+            padding_values: A value for each component, or one value for all; None:
+                zeros, False, empty text.
 
         Raises:
             ValueError: ``batch_size`` is not positive. While iterating: an element is
                 larger than its padded shape, or has another rank.
-            TypeError: While iterating: the structures differ; a dtype cannot hold its
-                padding value.
+            TypeError: While iterating: the structures differ; or a dtype cannot hold
+                its padding value.
         """
         _at_least("batch_size", batch_size, 1)
         how = (batch_size, drop_remainder, padded_shapes, padding_values)
@@ -345,14 +353,14 @@ class Dataset(Sources):
     def reduce(
         self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]
     ) -> Element:
-        """Reduces the elements to one state by ``reduce_func(state, element)``, from
-        ``initial_state`` on; returns the last state, in numpy. Neither argument is
-        spread.
+        """Reduces the elements to one state: calls ``reduce_func(state, element)`` for
+        each element, beginning with ``initial_state``; returns the last state, in
+        numpy. A state or element that is a tuple is passed as one argument.
 
         Raises:
             ValueError: The dataset has no end.
-            TypeError: A state differs from the first in structure, or in a dtype that
-                this cannot hold.
+            TypeError: A state differs from the first one in structure, or has values
+                that the dtypes of the first one cannot hold.
         """
         _require_callable("reduce_func", reduce_func)
         if self._recipe.size() == INFINITE_CARDINALITY:
@@ -368,8 +376,9 @@ class Dataset(Sources):
         return state
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Makes up to ``buffer_size`` elements ahead, on its own thread, which ends
-        with its iterator; -1 (`AUTOTUNE`) stands for 2, 0 for none.
+        """Makes up to ``buffer_size`` elements in advance, on a separate thread, which
+        ends with its iterator; -1 (`AUTOTUNE`) means 2 elements, 0 means no
+        prefetching.
 
         Raises:
             ValueError: ``buffer_size`` is below -1.
@@ -379,7 +388,7 @@ class Dataset(Sources):
         return Dataset(passes.Prefetched(self._recipe, size)) if size else self
 
     def take(self, count: int) -> Dataset:
-        """Yields at most the first ``count`` elements; -1: all.
+        """Yields at most the first ``count`` elements; all if ``count`` is -1.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -390,7 +399,7 @@ class Dataset(Sources):
         return Dataset(passes.SlicedPass(self._recipe, stop=count))
 
     def skip(self, count: int) -> Dataset:
-        """Skips the first ``count`` elements; -1: all.
+        """Skips the first ``count`` elements; all if ``count`` is -1.
 
         Raises:
             ValueError: ``count`` is below -1.
@@ -406,48 +415,50 @@ class Dataset(Sources):
         return Dataset(passes.Enumerated(self._recipe, start))
 
     def with_options(self, options: Options) -> Dataset:
-        """Returns the dataset with these options, which also hold for datasets made
-        from it; options that are set already are kept where ``options`` does not set
-        them.
+        """Returns the dataset with these options, which also apply to datasets made
+        from it. An option that is set already is kept if ``options`` does not set it.
 
         Raises:
-            TypeError: ``options`` is no `Options`.
+            TypeError: ``options`` is not an `Options` object.
         """
         if not isinstance(options, Options):
             raise TypeError(f"`options` must be a zs.data.Options, got {options!r:.99}")
         return Dataset(Opted(self._recipe, options.experimental_distribute.chosen))
 
     def options(self) -> Options:
-        """Returns the options, as a copy: changing it changes no dataset."""
+        """Returns a copy of the dataset's options: changing the copy does not change a
+        dataset."""
         return options_of(self._recipe)
 
     @property
     def element_spec(self) -> Spec:
-        """Describes an element: a `TensorSpec` at each leaf, with None for
-        lengths that differ.
+        """Describes an element: a `TensorSpec` at each leaf, with None for lengths that
+        differ.
 
-        Known of arrays, files, numbers, a generator with a signature, and all that
-        keeps or stacks their elements. Where it is not (after `map` and `interleave`,
-        of other generators) the first element is drawn, by a separate pass that no
-        other pass counts, and its lengths are reported unchanged.
+        The spec is known without a pass for arrays, files, numbers, generators with a
+        signature, and all operations that keep or stack their elements. Otherwise
+        (after `map` and `interleave`, for other generators) the first element is drawn,
+        by a separate pass that is not counted, and the spec has the lengths of that
+        element.
 
         Raises:
-            OutOfRangeError: It is not known, and there is no element to inspect.
+            OutOfRangeError: The spec is not known, and there is no element to inspect.
         """
         return self._recipe.spec(first_element_spec)
 
     def __iter__(self) -> DatasetIterator:
-        """Returns a fresh pass, whose place a `zs.Checkpoint` can save.
+        """Begins a new pass; a `zs.Checkpoint` can save the position of the returned
+        iterator.
 
-        After an error of a function or a source, which ends a pass here and not in TF,
-        each later draw raises that error again: a program that catches it does not take
-        it for the end of the data. After Ctrl-C in a draw, which ends the pass,
-        too, each later one raises `ClosedError`.
+        An error of a function or a source ends the pass here (in TF the pass
+        continues). Each later draw raises that error again, so that a program that
+        catches the error does not take it for the end of the data. A Ctrl-C during a
+        draw also ends the pass; each later draw then raises `ClosedError`.
         """
         return DatasetIterator(self._recipe)
 
     def as_numpy_iterator(self) -> DatasetIterator:
-        """Iterates as ``iter`` does: elements are numpy anyway."""
+        """Iterates as ``iter`` does, because elements are numpy arrays anyway."""
         return iter(self)
 
     def cardinality(self) -> int:

@@ -1,9 +1,9 @@
 """Draws the elements of a pass, one after the other.
 
-A pass can look ahead and take back (`Elements`). A worker must know the shape of the
-first element before the first step runs, and must return what a cancelled step has
-drawn; a plain Python iterator can do neither. The elements themselves are opaque here:
-any pytree of arrays.
+`Elements` can look ahead in a pass, and take elements back. A worker must know the
+shape of the first element before the first step runs, and must put back what a
+cancelled step has drawn; a plain Python iterator can do neither. The elements are
+opaque here: any pytree of arrays.
 
 Law: an element that was drawn and put back is drawn again before any other, in the
 order of the first drawing. One thread uses an `Elements` at a time.
@@ -28,17 +28,18 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ClosingIterator(Protocol):
-    """An iterator that holds something open: a generator, a prefetching thread."""
+    """An iterator that must be closed, such as a generator or a prefetching thread."""
 
     def close(self) -> None: ...
 
 
 @contextlib.contextmanager
 def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Closes the iterator at the end of the block, if it is one that can be closed.
+    """Closes the iterator at the end of the ``with`` block, if it has a ``close``
+    method.
 
-    A pass that is given up ends its sources one after the other by this, not by the
-    garbage collector's whim.
+    So a pass that is abandoned ends its sources at once, one after the other, and not
+    when the garbage collector happens to run.
     """
     # Asked now: at the end of the interpreter nobody can answer.
     closing = iterator if isinstance(iterator, ClosingIterator) else None
@@ -50,10 +51,10 @@ def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
 
 
 class Elements(Generic[T]):
-    """A peekable iterator with push-back over any iterable.
+    """An iterator over any iterable that can look ahead, and take elements back.
 
-    ``name`` stands in the errors. Iterating raises StopIteration at the end, as Python
-    wants it; `draw` and `peek` raise `OutOfRangeError`.
+    ``name`` is the name of the data in errors. At the end, iterating raises
+    StopIteration, as Python requires; `draw` and `peek` raise `OutOfRangeError`.
     """
 
     def __init__(self, source: Iterable[T], name: str = "the dataset") -> None:
@@ -66,10 +67,10 @@ class Elements(Generic[T]):
             ) from error
         self.name: Final = name
         self._ready: Final[deque[T]] = deque()
-        """Elements that were put back, the next one first."""
+        """Elements that were put back; the first of them is the next element."""
         self._broken: tuple[Exception, TracebackType | None] | None = None
-        """The last error of the source, and where it was raised: each further `raise`
-        would make the traceback of the exception itself longer."""
+        """The last error of the source, and its traceback when it was first raised:
+        each further `raise` would make the traceback of the exception itself longer."""
         self._ended = False
         self._closed = False
 
@@ -91,12 +92,12 @@ class Elements(Generic[T]):
         """Returns the next element.
 
         Raises:
-            OutOfRangeError: There are no more.
+            OutOfRangeError: There are no more elements.
             ClosedError: After `close`.
-            Exception: Whatever the source raised, unchanged. A source that can continue
-                after its error does; of one that cannot (a generator), every later draw
-                raises that error again rather than to pass for its end; `ClosedError`
-                where that was Ctrl-C.
+            Exception: Whatever the source raised, unchanged. If the source can continue
+                after an error, the next draw continues. If it cannot (a generator),
+                every later draw raises the same error again, so that the error is not
+                taken for the end; after Ctrl-C every later draw raises `ClosedError`.
         """
         try:
             return next(self)
@@ -106,13 +107,14 @@ class Elements(Generic[T]):
             ) from None
 
     def peek(self) -> T:
-        """Returns the next element, which stays the next one. Raises as `draw` does."""
+        """Returns the next element without drawing it. Raises as `draw` does."""
         element = self.draw()
         self.unread(element)
         return element
 
     def unread(self, element: T) -> None:
-        """Puts back what was drawn last; of several, the last one first."""
+        """Puts back the element that was drawn last. Of several, put back the last one
+        first."""
         if not self._closed:
             self._ready.appendleft(element)
 
@@ -130,8 +132,8 @@ class Elements(Generic[T]):
             self._source.close()
 
     def replace(self, source: Iterator[T]) -> None:
-        """Switches to another source; drops elements prefetched from this one.
-        Not after `close`."""
+        """Continues with another source; drops elements that were prefetched from this
+        one. Must not be called after `close`."""
         self._ready.clear()
         self._broken, self._ended = None, False
         # The new one first: closing the old one runs code of the user, which may raise.

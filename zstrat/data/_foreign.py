@@ -1,9 +1,11 @@
-"""Datasets of others: grain's, TensorFlow's, and whatever else can be iterated.
+"""Datasets of other libraries: grain's, TensorFlow's, and whatever else can be
+iterated.
 
-Their elements pass through as they are, and are refused if there are objects in them.
-What is known about them without a pass (rows of a batch, how many elements, who may
-still write to them) is asked of their libraries, which are never imported here: an
-object of grain has imported it before.
+Their elements are passed on unchanged, and are refused if they contain objects. What is
+known about the elements without a pass (rows of a batch, how many elements, whether
+they are still written to) is read from attributes that these libraries define. The
+libraries are never imported here: a program that has an object of grain has imported
+grain.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ Dimensions = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
 _ENDLESS: Final = sys.maxsize >> 20
-"""Indices of a dataset of grain that is repeated without end, also in large batches."""
+"""A grain dataset with at least this many indices counts as repeated without end; the
+number is low enough for datasets of large batches."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Foreign(Recipe):
-    """Any iterable, and what is known about it.
+    """Any iterable, and what is known about its elements.
 
     Args:
-        begin: A fresh pass.
-        is_steady: Nobody writes to an element that was yielded.
-        is_read_once: It is an iterator itself.
+        begin: Returns the iterator of a new pass.
+        is_steady: An element is never written to after it was yielded.
+        is_read_once: The source is an iterator itself, so it has one pass only.
     """
 
     begin: Callable[[], Iterator[Any]]
@@ -88,7 +91,7 @@ def foreign(source: Iterable[Any]) -> Foreign:
     """Returns the recipe of a dataset of another library.
 
     Raises:
-        TypeError: It cannot be iterated.
+        TypeError: The source cannot be iterated.
     """
     # Looked up, not imported: an object of a library is here only if somebody has
     # imported that, and importing TensorFlow takes seconds.
@@ -112,7 +115,8 @@ def foreign(source: Iterable[Any]) -> Foreign:
 
 
 def is_huggingface(source: object) -> bool:
-    """Returns whether it is a dataset of HuggingFace, whose columns are lists."""
+    """Returns whether the source is a dataset of HuggingFace, whose columns are
+    lists."""
     theirs: Any = sys.modules.get("datasets")
     kinds = (
         getattr(theirs, "Dataset", None),
@@ -122,11 +126,11 @@ def is_huggingface(source: object) -> bool:
 
 
 def parse_no_flags() -> None:
-    """Gives the flags of absl, if it is here, their defaults: the command line has none
-    of them. For processes whose command line is ours.
+    """Gives the flags of absl, if absl is imported, their default values. For processes
+    whose command line is zstrat's own, and contains no absl flags.
 
-    grain asks for its flags when it starts processes (``mp_prefetch``), and absl would
-    refuse to say, because nobody has called ``app.run``.
+    grain reads its flags when it starts processes (``mp_prefetch``), and absl would
+    refuse to return them, because ``app.run`` was not called.
     """
     absl: Any = sys.modules.get("absl.flags")
     if absl is not None and not absl.FLAGS.is_parsed():
@@ -134,8 +138,8 @@ def parse_no_flags() -> None:
 
 
 def _of_huggingface(source: Any) -> Foreign:
-    """Returns a dataset of HuggingFace, whose elements are dicts of lists: each list is
-    one array, no structure."""
+    """Returns the recipe of a dataset of HuggingFace, whose elements are dicts of
+    lists; each list becomes one array."""
 
     def begin() -> Iterator[Any]:
         for element in source:
@@ -154,7 +158,8 @@ def _of_huggingface(source: Any) -> Foreign:
 
 
 def _of_list(batches: list[Any]) -> Foreign:
-    """Batches in memory. They are alike if all but the last have the same rows."""
+    """Returns the recipe of a list of batches. Their size is known if all but the last
+    have equally many rows."""
     found = [_shapes(batch) for batch in batches]
     whole = [shapes for shapes in found if shapes is not None]
     is_known = bool(found) and len(whole) == len(found)
@@ -168,8 +173,8 @@ def _of_list(batches: list[Any]) -> Foreign:
 
 
 def _common_rows(batches: list[list[Shape]]) -> int | None:
-    """Returns the rows of each batch but the last, if they are alike; of one, its
-    rows."""
+    """Returns the number of rows of each batch except the last, if all are equal, and
+    None otherwise; of a single batch, its rows."""
     if len({tuple(shape[1:] for shape in shapes) for shapes in batches}) != 1:
         return None
     whole = [shape for shapes in batches[:-1] or batches for shape in shapes]
@@ -221,8 +226,8 @@ def _dimensions(spec: Any) -> Dimensions | None:
 
 
 def _shapes(batch: Any) -> list[Shape] | None:
-    """Returns the shapes of all leaves; lists are structure here, as jax has it. None
-    if there is anything else: jax may know its class as a pytree, and open it."""
+    """Returns the shapes of all leaves; lists are structure here, as in jax. None if
+    there is a leaf of an unknown class, which jax may know as a pytree and flatten."""
     if batch is None:
         return []
     if isinstance(batch, SCALARS | Array):

@@ -1,9 +1,10 @@
-"""Examples by their numbers: what the ranges of a leased dataset are read from.
+"""Examples that are read by their numbers, for the ranges of leased datasets.
 
-A source is `IndexedRows`: *blocks* of examples, each of a known length, of which any
+A source is an `IndexedRows`: *blocks* of examples, each of a known length, of which any
 rows can be read. Arrays, and anything with ``len`` and an index, are one block. Files
-have a block for each row group, table, or file of records, as that is what is read at
-once. `indexed` finds what an object is, or refuses it with what to write instead.
+have a block for each row group, table, or file of records, because that is the unit in
+which they are read. `indexed` finds out what kind of source an object is, or refuses it
+with advice.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from .files import OpenTable
 
 OPEN_TABLES: Final = 2
-"""A range may span two, and its neighbours read the same ones."""
+"""Number of tables to keep open. A range of examples may span two tables, and its
+neighbours read the same ones."""
 
 
 @runtime_checkable
@@ -58,33 +60,35 @@ class IndexedData(Protocol):
 
 
 class IndexedRows(abc.ABC):
-    """Blocks of examples, whose rows are read by their numbers. Subclasses are final.
-    One thread uses it at a time."""
+    """Blocks of examples; rows of a block are read by their numbers. Subclasses are
+    final. One thread uses a source at a time."""
 
     is_quick = False
-    """Whether a thread that reads ahead would cost more than it saves."""
+    """Whether reading is so quick that a thread that reads ahead would cost more than
+    it saves."""
     is_sequential = False
-    """Whether the rows of a block can be read in their order alone."""
+    """Whether the rows of a block can only be read in their order."""
 
     @property
     @abc.abstractmethod
     def blocks(self) -> tuple[int, ...]:
-        """The number of examples of each block; may read all files to count them."""
+        """Number of examples of each block; may read all files to count the
+        examples."""
 
     @abc.abstractmethod
     def read(self, block: int, rows: np.ndarray) -> Element:
         """Returns these rows of a block, stacked."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
-        """Closes what is open."""
+        """Closes open files."""
 
 
 def indexed(source: object) -> IndexedRows:
-    """Returns the examples of an object by their numbers.
+    """Returns a source from which the examples of an object are read by number.
 
     Raises:
-        TypeError, ValueError: It has no examples that can be read by number; says what
-            to give.
+        TypeError, ValueError: The examples of the object cannot be read by number; says
+            what to give.
     """
     if is_huggingface(source) and not isinstance(source, Sized):
         raise TypeError(
@@ -163,7 +167,7 @@ _REMEDIES: Final[tuple[tuple[Any, str, str], ...]] = (
 
 @final
 class _InMemory(IndexedRows):
-    """Arrays, or a range of numbers."""
+    """Arrays in memory, or a range of numbers, as one block."""
 
     is_quick = True
 
@@ -183,8 +187,8 @@ class _InMemory(IndexedRows):
 
 @final
 class _Items(IndexedRows):
-    """Any object with a length and an index; a dataset of HuggingFace takes several
-    indices at a time."""
+    """Any object with a length and an index, as one block; a HuggingFace dataset reads
+    several indices in one call."""
 
     def __init__(self, data: IndexedData) -> None:
         self._data: Final = data
@@ -210,7 +214,7 @@ class _Items(IndexedRows):
 
 @final
 class _Mapped(IndexedRows):
-    """A function of each example."""
+    """Applies a function to each example of a source."""
 
     def __init__(self, source: IndexedRows, recipe: MappedPass) -> None:
         self.is_sequential = source.is_sequential
@@ -236,7 +240,8 @@ class _Mapped(IndexedRows):
 
 @final
 class _Sliced(IndexedRows):
-    """The examples ``start`` to ``stop`` of all blocks; None: to the end."""
+    """The examples ``start`` to ``stop`` of all blocks together; ``stop`` None: to the
+    end."""
 
     def __init__(self, source: IndexedRows, start: int, stop: int | None) -> None:
         self.is_quick = source.is_quick
@@ -245,7 +250,7 @@ class _Sliced(IndexedRows):
 
     @cached_property
     def _ranges(self) -> list[range]:
-        """The rows that are left of each block."""
+        """For each block, the range of its rows that belong to the slice."""
         # What is skipped or taken is counted through all blocks.
         ranges, start, stop = [], self._start, self._stop
         for size in self._source.blocks:
@@ -267,7 +272,8 @@ class _Sliced(IndexedRows):
 
 @final
 class _Tables(IndexedRows):
-    """Files of arrays, or row groups of Parquet files; a block is one of them."""
+    """Files of arrays, or row groups of Parquet files; each file or row group is a
+    block."""
 
     def __init__(self, recipe: TableRows) -> None:
         self._recipe: Final = recipe
@@ -294,8 +300,8 @@ class _Tables(IndexedRows):
 
 @final
 class _RecordFiles(IndexedRows):
-    """The rows that a reader yields of each file; a block is a file, read from its
-    start. The records of all files are counted once."""
+    """The records that a reader yields for each file; a file is a block, and is read
+    from its start. The records of all files are counted once."""
 
     is_sequential = True
 

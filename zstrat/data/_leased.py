@@ -1,19 +1,20 @@
-"""`LeasedSource`: the examples of a source in one order for all workers.
+"""`LeasedSource`: the examples of a source, in one order for all workers.
 
 A *lease* is a range of positions in the order of an epoch. The order is computed from
 the seed, the epoch and the position alone, so every worker reads the same examples for
-a lease, again after a failure, too. Which worker gets which lease is decided elsewhere.
+a lease, also when it is read again after a failure. Which worker gets which lease is
+decided elsewhere.
 
-With a seed one block of examples is permuted as a whole. Of several blocks (files, row
-groups) the blocks are permuted, and the rows within each of them: so a lease reads one
-or two blocks, and neighbouring examples come from one file.
+With a seed, a source of one block of examples is permuted as a whole. If there are
+several blocks (files, row groups), the blocks are permuted, and the rows within each of
+them: so a lease reads one or two blocks, and neighbouring examples come from one file.
 
 The order is computed, not stored: as an array it would take 8 bytes an example, in each
-process. It is a generalized Feistel cipher on the numbers below n, with cycle walking
-for the few numbers of its domain that are not (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5). It is statistical, not
-cryptographic: the function of each round is the finalizer of splitmix64 (Steele, Lea
-and Flood, OOPSLA 2014).
+process. The permutation is a generalized Feistel cipher on the numbers below n, with
+cycle walking for the few numbers of its domain that are not below n (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5). It is random in
+the statistical, not in the cryptographic sense: the function of each round is the
+finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ if TYPE_CHECKING:
     from ._leaves import Element
 
 ROUNDS: Final = 6
-"""Four pass for random already (Luby and Rackoff 1988), for large halves alone."""
+"""Rounds of the Feistel cipher. Four rounds pass for random already, but only for large
+halves (Luby and Rackoff 1988)."""
 MOST: Final = 2**62
-"""The domain is larger than n by less than 2 sqrt(n), and fits 63 bits."""
+"""Largest size n of a permutation: the domain of the cipher exceeds n by less than 2
+sqrt(n), and fits 63 bits."""
 
 
 @final
 class Permutation:
-    """A random order of the numbers below ``size``, the same for the same ``key``.
+    """A pseudorandom permutation of the numbers below ``size``, the same for the same
+    ``key``.
 
     Args:
         size: 1 to 2^62.
@@ -89,11 +93,12 @@ def _mixed(numbers: Any) -> Any:
 
 
 CHUNK: Final = 8192
-"""Positions that are permuted at a time: of a few the calls of numpy cost more."""
+"""Number of positions to permute in one call: for a few, the calls of numpy cost more
+than the work."""
 CHUNKS: Final = 4
-"""Parts of orders that are kept."""
+"""Number of parts of permuted orders to keep."""
 AHEAD: Final = 2
-"""Leases that are read in advance: one while the other one waits."""
+"""Number of leases to read in advance: one is read while the other one waits."""
 
 
 class Lease(NamedTuple):
@@ -111,19 +116,19 @@ class Lease(NamedTuple):
 @final
 @dataclass(frozen=True)
 class LeasedSource:
-    """The recipe of a leased dataset, which travels to the workers.
+    """The description of a leased dataset, which is sent to the workers.
 
     Args:
-        source: What `indexed` takes, or a function that returns it, called where the
-            examples are read.
-        batch: The most examples of a lease.
-        seed: Of all orders; None: the order of the source.
-        epochs: None: without end.
+        source: What `indexed` takes, or a function that returns it; the function is
+            called in the process that reads the examples.
+        batch: Number of examples in a lease; the last lease of an epoch may have fewer.
+        seed: Seed of the orders of all epochs; None: the order of the source.
+        epochs: Number of epochs; None: without end.
         drop_remainder: Leave out the examples of an epoch that do not fill a batch.
 
     Raises:
         ValueError: A number is too small.
-        TypeError: It is not an integer.
+        TypeError: A number is not an integer.
     """
 
     source: Any
@@ -153,7 +158,8 @@ class LeasedSource:
             object.__setattr__(self, field, number)
 
     def batches(self, start: int = 0) -> Iterator[Element]:
-        """Yields the batches of all epochs in order, without the first ``start``."""
+        """Yields the batches of all epochs in order, without the first ``start``
+        batches."""
         reader = self.open()
         try:
             epoch, number = divmod(start, self._steps_of(reader.size))
@@ -167,8 +173,8 @@ class LeasedSource:
             reader.close()
 
     def steps(self) -> int:
-        """Returns the number of batches of all epochs, `INFINITE`, or `UNKNOWN`: of a
-        function, or of files whose records have to be counted."""
+        """Returns the number of batches of all epochs; `INFINITE`; or `UNKNOWN`, if the
+        source is a function, or files whose records have to be counted."""
         if self.epochs is None:
             return INFINITE
         # A function is called where the examples are read, which need not be here.
@@ -181,7 +187,7 @@ class LeasedSource:
         return size // self.batch if self.drop_remainder else -(-size // self.batch)
 
     def check(self) -> None:
-        """Checks the source without reading it, unless it is a function.
+        """Checks the source without reading it. Does not check a function.
 
         Raises:
             TypeError, ValueError: See `indexed`.
@@ -190,11 +196,11 @@ class LeasedSource:
             indexed(self.source)
 
     def open(self) -> LeasedReader:
-        """Opens the source.
+        """Opens the source for reading.
 
         Raises:
-            TypeError, ValueError: See `indexed`; or it is empty.
-            Exception: The error of the function.
+            TypeError, ValueError: See `indexed`; or the source is empty.
+            Exception: The error of the function that returns the source.
         """
         source = self.source() if callable(self.source) else self.source
         return LeasedReader(indexed(source), self.seed)
@@ -202,7 +208,7 @@ class LeasedSource:
 
 @final
 class LeasedReader:
-    """Reads the examples of leases. One thread uses it at a time."""
+    """Reads the examples of leases. One thread uses a reader at a time."""
 
     def __init__(self, rows: IndexedRows, seed: int | None) -> None:
         self._rows, self._seed = rows, seed
@@ -215,7 +221,8 @@ class LeasedReader:
 
     @property
     def is_quick(self) -> bool:
-        """Whether a thread that reads ahead would cost more than it saves."""
+        """Whether reading is so quick that a thread that reads ahead would cost more
+        than it saves."""
         return self._rows.is_quick
 
     def read(self, lease: Lease) -> Element:
@@ -237,7 +244,8 @@ class LeasedReader:
         self._rows.close()
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of the blocks, and where each of them ends."""
+        """Returns the order of the blocks in an epoch, and the position at which each
+        of them ends."""
         if self._order is None or self._order[0] != epoch:
             order = np.arange(len(self._blocks))
             if self._seed is not None and len(order) > 1:
@@ -246,7 +254,8 @@ class LeasedReader:
         return self._order[1:]
 
     def _permuted(self, epoch: int, block: int, start: int, stop: int) -> np.ndarray:
-        """Returns the rows of a block at these positions."""
+        """Returns the rows of a block that are at these positions of its order in an
+        epoch."""
         # Of a file that is read from its start only the blocks are permuted.
         if self._seed is None or self._rows.is_sequential:
             return np.arange(start, stop)
@@ -275,11 +284,10 @@ class LeasedReader:
 
 @final
 class LeasedElements:
-    """The batches of the leases that a worker has, as an iterator of one step at a
-    time.
+    """Yields the batches of the leases that a worker has, for one step at a time.
 
-    Leases that are expected are read in advance, at most `AHEAD`, on one thread; a
-    source in memory is read when it is drawn.
+    Expected leases are read in advance, at most `AHEAD` of them, on one thread; a
+    source in memory is read when a batch is drawn.
     """
 
     def __init__(self, reader: LeasedReader) -> None:
@@ -290,13 +298,14 @@ class LeasedElements:
         self._caller: Callers | None = None
 
     def expect(self, leases: Iterable[Lease]) -> None:
-        """Notes leases of steps that will run, in order."""
+        """Records the leases of steps that will run, in order, and starts to read them
+        in advance."""
         if not self._reader.is_quick:
             self._expected.extend(leases)
             self._read_ahead()
 
     def expect_none(self) -> None:
-        """Forgets the expected leases, as their steps were cancelled."""
+        """Forgets the expected leases, because their steps were cancelled."""
         # A read that is under way ends on its thread; nobody looks at its result.
         self._expected.clear()
         self._reading.clear()
@@ -309,7 +318,7 @@ class LeasedElements:
 
     @property
     def left(self) -> int:
-        """The number of leases that are not drawn."""
+        """Number of leases of the present step that were not drawn."""
         return len(self._given)
 
     def __iter__(self) -> Self:
@@ -342,7 +351,7 @@ class LeasedElements:
         return result_of(results)
 
     def close(self) -> None:
-        """Ends the thread and closes the source."""
+        """Ends the thread that reads in advance, and closes the source."""
         if self._caller is not None:
             self._caller.close()
         self._reader.close()
@@ -353,7 +362,7 @@ class LeasedElements:
             self._reading[lease] = self._begun(lease)
 
     def _begun(self, lease: Lease) -> Results:
-        """Starts to read on the thread, which is the only one that uses the reader."""
+        """Starts to read a lease on the thread, which alone uses the reader."""
         # One thread, made when it is needed: the reader is not safe for two.
         if self._caller is None:
             self._caller = Callers(1)

@@ -1,14 +1,15 @@
-"""The leaves of an element: numbers, booleans, text, records, and arrays of them.
+"""The leaves of an element: numbers, booleans, text, records (`bytes`), and arrays of
+them.
 
-numpy wraps whatever else a source gives into an array of one object, and a step would
-take that for one of its constants. So it is refused where it enters, with its place,
-its type and what to give instead.
+numpy wraps any other value that a source yields into an array of one object, and a step
+would treat that array as a constant. So such a value is refused as soon as a dataset
+receives it; the error names its path, its type and what to give instead.
 
-Classes that jax knows as pytrees are structure. jax is asked about them if somebody has
-imported it; else no class can be registered with it.
+Objects of classes that jax knows as pytrees are structure. jax is consulted only if the
+program has imported it; otherwise no class can be registered with it.
 
 Law of leaves: nothing is converted or copied, and arrays of other libraries are not
-read: they may be on a device.
+read, because they may be on a device.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ numpy scalars or `bytes` as leaves."""
 
 SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic
-"""Leaves that are data whatever they hold."""
+"""Types of leaves that are data whatever their value is."""
 _NO_NODES: Final = _PLAIN | np.ndarray | list | None
-"""Types of which jax need not be asked; a list is one array here, and no structure."""
+"""Types that are known not to be pytree nodes, so that jax need not be consulted; a
+list is one array here, not structure."""
 _TEXT: Final = str | bytes | None
-"""Objects that an array may hold: text and records, and None where one is missing.
-"""
+"""Types of objects that an array may hold: text and records, and None where one is
+missing."""
 _DATA: Final = (
     "no data: elements are numbers, booleans, text, bytes and arrays of these, in "
     "dicts, tuples and classes that jax knows as pytrees"
@@ -59,7 +61,8 @@ class Assignable(Protocol):
 
 @runtime_checkable
 class Specified(Protocol):
-    """An array, or what one is like: a `TensorSpec`, a ``jax.ShapeDtypeStruct``, …"""
+    """An array, or a description of one: a `TensorSpec`, a ``jax.ShapeDtypeStruct``,
+    …"""
 
     @property
     def shape(self) -> Any: ...
@@ -70,7 +73,7 @@ class Specified(Protocol):
 
 @runtime_checkable
 class RowSlices(Protocol):
-    """Rows of a larger array, or numbers at places of one, with their indices."""
+    """Rows of a larger array, or single values of one, with their indices."""
 
     @property
     def values(self) -> Any: ...
@@ -84,7 +87,8 @@ class RowSlices(Protocol):
 
 @runtime_checkable
 class Ragged(Protocol):
-    """Rows of different lengths, as TensorFlow has them."""
+    """Rows of different lengths in one array of values, as in TensorFlow's
+    RaggedTensor."""
 
     @property
     def values(self) -> Any: ...
@@ -101,22 +105,22 @@ class Densable(Protocol):
 
 
 class Node(NamedTuple):
-    """An object of a class that jax knows as a pytree, opened by one level."""
+    """An object of a class that jax knows as a pytree, flattened by one level."""
 
     paths: tuple[str, ...]
     children: tuple[Any, ...]
     treedef: Any
-    """Equal for objects of one class and one static part."""
+    """Equal for objects of the same class with the same static part."""
 
     def rebuilt(self, children: Iterable[Any]) -> Any:
-        """Returns an object of the same kind with other children."""
+        """Returns an object of the same class with other children."""
         return self.treedef.unflatten(children)
 
 
 def node_of(value: Any) -> Node | None:
-    """Returns the object opened, if jax knows its class as a pytree; None for any
-    other, for lists, which are one array, and for what is sparse or ragged. Dicts and
-    tuples are not asked about."""
+    """Returns an object flattened by one level, if jax knows its class as a pytree.
+    Returns None for all other objects, for lists, which are one array, and for sparse
+    or ragged arrays. Do not call this for dicts and tuples."""
     # The plain ones first: this is asked of each leaf of each element.
     if isinstance(value, _NO_NODES) or _is_of_jax(value):
         return None
@@ -134,20 +138,20 @@ def node_of(value: Any) -> Node | None:
 
 
 def require_text(array: Any, path: str, given: object) -> None:
-    """Refuses an array of objects that are not all text, records or None.
+    """Checks that an array of objects holds only text, records or None.
 
     Args:
-        given: What numpy made the array of, for the words.
+        given: The value from which numpy made the array, for the error message.
 
     Raises:
-        TypeError: Says where, what, and what to give instead.
+        TypeError: Names the path, the value, and what to give instead.
     """
     if not _is_text(array):
         raise _no_data(given, path)
 
 
 def require_data(element: Element) -> None:
-    """Refuses an element of a foreign dataset that has a leaf which is not data.
+    """Checks that all leaves of an element from another library's dataset are data.
 
     Raises:
         TypeError: As `require_text`.
@@ -160,13 +164,14 @@ def require_data(element: Element) -> None:
 
 
 def dense(elements: Iterator[Element], why: str) -> Iterator[Element]:
-    """Yields the elements, none of them sparse or ragged.
+    """Yields the elements unchanged, and raises if one of them contains a sparse or
+    ragged array.
 
     Args:
-        why: What would go wrong, and what else to do, as a sentence.
+        why: A sentence that says what would go wrong, and what else to do.
 
     Raises (while iterating):
-        ValueError: A component is; with its place and ``why``.
+        ValueError: A component is sparse or ragged; with its path and ``why``.
     """
     with ending(elements) as source:
         for element in source:
@@ -222,7 +227,8 @@ def _advice(leaf: object) -> str:
 
 
 def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields what is neither plain structure nor plainly data, with its place."""
+    """Yields the values of an element that are neither plain structure nor certainly
+    data, each with its path."""
     # By exact type: a subclass of dict or tuple may be a pytree class of its own.
     kind = type(element)
     if kind is dict:
@@ -239,8 +245,8 @@ def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_jax(leaf: object) -> bool:
-    """Returns whether it is an array of jax; what else it could be takes longer to
-    ask."""
+    """Returns whether a leaf is an array of jax. This check comes first because the
+    others take longer."""
     jax: Any = sys.modules.get("jax")
     return jax is not None and isinstance(leaf, jax.Array)
 
@@ -248,8 +254,8 @@ def _is_of_jax(leaf: object) -> bool:
 def _opened(
     node: Any, path: str, is_leaf: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of what jax knows as a pytree, and what is to count as one; of
-    anything else itself."""
+    """Yields the leaves of a jax pytree, and the nodes for which ``is_leaf`` is true,
+    each with its path; yields any other value itself."""
     jax: Any = sys.modules.get("jax")
     if jax is not None:
         found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf)
@@ -283,7 +289,7 @@ def _is_text(array: Any) -> bool:
 
 
 _TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")
-"""TensorFlow's."""
+"""TensorFlow's classes of tuples."""
 
 
 def _is_sparse(node: object) -> bool:

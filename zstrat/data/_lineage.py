@@ -1,10 +1,10 @@
-"""The parts of a recipe, found by walking from the last operation to the source.
+"""Finds and rewrites the operations of a recipe, from the last operation to the source.
 
-Sharing a dataset out among workers rewrites its recipe: another source with fewer
-files, or a shard where the user left a hint. What is known without a pass (the batch
-size, the ranks of the leaves, the options) is found on the same walk.
+A dataset is shared out among workers by rewriting its recipe: with a source of fewer
+files, or with a shard where the user left a hint. What is known without a pass (the
+batch size, the ranks of the leaves, the options) is found in the same way.
 
-Law of the file: nothing here passes over a dataset.
+Law of the file: nothing here iterates over a dataset.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Hinted(Reordered):
-    """Marks where the user wants the dataset sharded when it is distributed."""
+    """Marks the operation at which the user wants the dataset sharded when it is
+    distributed."""
 
     source: Recipe
 
@@ -65,7 +66,7 @@ class Hinted(Reordered):
 @final
 @dataclass(frozen=True, slots=True)
 class Opted(Reordered):
-    """Sets options for all operations before and after it."""
+    """Sets options, which apply to all operations before and after this one."""
 
     source: Recipe
     policy: AutoShardPolicy | None
@@ -81,7 +82,8 @@ class Opted(Reordered):
 
 
 def options_of(recipe: Recipe) -> Options:
-    """Returns the options of the recipe; the last ones win."""
+    """Returns the options of the recipe; options that were set later override earlier
+    ones."""
     found = Options()
     for each in walk(recipe):
         if isinstance(each, Opted | Foreign):
@@ -91,35 +93,39 @@ def options_of(recipe: Recipe) -> Options:
 
 
 class ShapePromise(enum.IntEnum):
-    """The shapes of all elements, as far as they are known before a pass.
+    """How much is known, before a pass, about whether all elements have the same
+    shapes.
 
-    TF traces the functions of a dataset, and so knows what they promise; here only what
-    they made shows it. The greater one is that of elements made of several.
+    TF traces the functions of a dataset, and so knows the shapes that they return; here
+    only the elements that a function made show them. An element that is made of several
+    others has the greatest of their promises.
     """
 
     SAME = 0
     """All elements have the same shapes."""
     AS_MADE = 1
-    """A function decides: those of the same shapes are taken to keep a promise."""
+    """A function makes the elements: if those seen have the same shapes, all are
+    assumed to."""
     ROWS = 2
-    """Batches may differ in their rows; numbers still have one shape."""
+    """Batches may differ in their number of rows; all else has one shape."""
     NONE = 3
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class KnownShapes:
-    """The shapes of the elements of a recipe, as far as it shows them without a pass.
-    What functions make of which datasets is known when a pass has made an element.
+    """The shapes of the elements of a recipe, as far as the recipe shows them without a
+    pass. The shapes of datasets that a function makes are known when a pass has made an
+    element.
 
     Args:
-        batch_size: The rows of a whole batch, None if that is not known.
-        is_even: All batches but the last have ``batch_size`` rows.
-        is_whole: The last batch has them, too.
-        promised_rows: What all batches are promised to have; a function of ``map`` is
-            taken to keep them.
-        promise: Of all elements.
-        ranks: Of the leaves of an element, None if not known.
+        batch_size: The rows of a whole batch, None if unknown.
+        is_even: All batches except the last have ``batch_size`` rows.
+        is_whole: The last batch has ``batch_size`` rows, too.
+        promised_rows: The number of rows that all batches are assumed to have; a
+            function of ``map`` is assumed not to change it.
+        promise: Whether all elements have the same shapes.
+        ranks: The ranks of the leaves of an element, None if unknown.
     """
 
     batch_size: int | None = None
@@ -131,7 +137,8 @@ class KnownShapes:
 
 
 def shapes_of(recipe: Recipe) -> KnownShapes:
-    """Returns the shapes that are known: its own spec says more than the operation."""
+    """Returns the shapes that are known of a recipe's elements; where the recipe has
+    its own spec, they are taken from the spec."""
     match recipe:
         case Foreign():
             return KnownShapes(recipe.batch_size, ranks=recipe.ranks)
@@ -226,7 +233,8 @@ def _promise_of_batches(recipe: Recipe, rows: int | None) -> ShapePromise:
 
 
 def is_steady(recipe: Recipe) -> bool:
-    """Returns whether nobody writes to an element that was yielded."""
+    """Returns whether an element of the recipe is never written to after it was
+    yielded."""
     match recipe:
         case Foreign():
             return recipe.is_steady
@@ -242,7 +250,8 @@ def is_steady(recipe: Recipe) -> bool:
 
 
 def is_fresh(recipe: Recipe) -> bool:
-    """Returns whether only the reader of an element has its memory."""
+    """Returns whether only the reader of an element holds references to the element's
+    memory."""
     match recipe:
         case Batched():
             return True
@@ -255,8 +264,9 @@ def is_fresh(recipe: Recipe) -> bool:
 
 
 def file_count(recipe: Recipe) -> int | None:
-    """Returns how many files (or parts) it is read from, None if it is not, or not
-    from them alone. Nobody knows which files of zipped datasets belong together."""
+    """Returns how many files (or parts of files) the recipe is read from; None if it is
+    read from something else, or not from files alone. Zipped datasets count as
+    something else, because it is unknown which of their files belong together."""
     source = _source(recipe)
     if isinstance(source, Files):
         return len(source.paths)
@@ -268,7 +278,8 @@ def file_count(recipe: Recipe) -> int | None:
 
 
 def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
-    """Returns the recipe over the files ``worker``, ``worker + workers``, … alone."""
+    """Returns the recipe restricted to the files ``worker``, ``worker + workers``,
+    …."""
 
     def fewer(source: Recipe) -> Recipe:
         if isinstance(source, Files):
@@ -290,10 +301,10 @@ def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
-    """Returns the recipe with the shard of the worker where the hint is.
+    """Returns the recipe with the shard of the worker in place of the user's hint.
 
     Raises:
-        ValueError: There is no hint, and several workers.
+        ValueError: There is no hint, and there are several workers.
     """
     if workers == 1:
         return _unhinted(recipe)
@@ -313,9 +324,9 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
-    """Counts, from the last operation, those after the one whose elements are sharded
-    by number, so that all workers have to see these in one order; None: no elements
-    are."""
+    """Returns the index, counted from the last operation, of the operation whose
+    elements are sharded by number; None if elements are not sharded by number. All
+    workers have to see these elements in one order."""
     if policy is AutoShardPolicy.HINT:
         hints = (n for n, each in enumerate(_chain(recipe)) if isinstance(each, Hinted))
         return next(hints, None)
@@ -324,15 +335,16 @@ def sharded_operation(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
 
 
 def order_differs(recipe: Recipe, sharded_at: int) -> bool:
-    """Returns whether workers see elements that are sharded by number in different
-    orders, so that some elements are read twice, and others never."""
+    """Returns whether workers shuffle the elements that are sharded by number
+    differently, so that some elements are read twice, and others never."""
     return any(
         not each.is_the_same_everywhere for each in _shuffled(recipe, sharded_at)
     )
 
 
 def has_no_order(recipe: Recipe, sharded_at: int) -> bool:
-    """Returns whether elements that are sharded by number come in no fixed order."""
+    """Returns whether the elements that are sharded by number are made in no fixed
+    order."""
     return any(
         isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
         for each in itertools.islice(walk(recipe), sharded_at, None)
@@ -340,8 +352,9 @@ def has_no_order(recipe: Recipe, sharded_at: int) -> bool:
 
 
 def order_of(begun: Recipe, sharded_at: int) -> str:
-    """Returns the numbers of a pass that make the order in which it is sharded; "" if
-    it has the same order as all others, or another one in every process anyway."""
+    """Returns the pass numbers that determine the order in which a begun recipe is
+    sharded; "" if all its passes have the same order, or if the order differs between
+    processes anyway."""
     return ", ".join(
         ".".join(map(str, each.order))
         for each in _shuffled(begun, sharded_at)
@@ -356,7 +369,7 @@ def _shuffled(recipe: Recipe, sharded_at: int) -> Iterator[Shuffled]:
 
 
 def walk(recipe: Recipe) -> Iterator[Recipe]:
-    """Yields the recipe and all that it is made of."""
+    """Yields the recipe and, recursively, all recipes that it is made of."""
     yield recipe
     if isinstance(recipe, Derived):
         yield from walk(recipe.source)
@@ -366,7 +379,8 @@ def walk(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _chain(recipe: Recipe) -> Iterator[Recipe]:
-    """Yields the recipe and what it is made of, up to where that is several."""
+    """Yields the recipe, the recipe that it is made of, and so on, up to the first one
+    that is made of several recipes or of none."""
     yield recipe
     while isinstance(recipe, Derived):
         recipe = recipe.source
@@ -384,8 +398,9 @@ def _rewritten(
     change: Callable[[Recipe], Recipe],
     place: tuple[int, int],
 ) -> Recipe:
-    """Returns the recipe with the last wanted operation changed, for one worker of
-    several."""
+    """Returns the recipe with the last operation changed for which ``is_wanted`` is
+    true; caches after it are separated for this worker. ``place``: number of workers,
+    and index of this one."""
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"

@@ -1,14 +1,14 @@
 """Threads that work for a pass: one that reads ahead, several that call functions.
 
-A `Prefetcher` stays a bounded number of elements ahead of its reader. Its thread knows
-the buffer and the source, never the iterator: so an iterator without references is
-collected, and its end closes the buffer and thereby ends the thread. The source
-runs, fails and is closed on that thread alone.
+A `Prefetcher` stays a bounded number of elements ahead of its reader. Its thread
+references the buffer and the source, never the iterator: so an iterator without
+references is collected, and its finalizer closes the buffer, which ends the thread. The
+source runs, fails and is closed on that thread alone.
 
 `in_order` calls a user's function for several elements at a time, on as many threads as
-are configured. The reader draws from the source, so it needs no thread and no lock;
-elements that were drawn and not yielded are as many as threads, and one more for each
-that waits for its turn.
+are configured. The reader draws the elements from the source, so the source needs no
+thread and no lock. At most as many elements are drawn and not yet yielded as there are
+threads, plus one more for each that waits for its turn.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 GOODBYE: Final = 5.0
-"""Seconds that a close, and the end of the interpreter, wait for a thread
-that is blocked in user code; it is a daemon and ends when the code returns."""
+"""Seconds that a close, and the end of the interpreter, wait for a thread that is
+blocked in user code; the thread is a daemon and ends when the code returns."""
 
 _WAITING: Final = 2
-"""Elements that are under way, for each thread: one is made, one is ready or begun."""
+"""For each thread, the number of elements that are drawn and not yet yielded: one is
+being made, one is ready or begun."""
 
 MOST_THREADS: Final = 16
-"""The value of `AUTOTUNE` on a machine with more cores."""
+"""Number of threads for `AUTOTUNE` on a machine with more cores than this."""
 
 
 class _End(NamedTuple):
-    """The last item of the buffer: the source's error, or its end."""
+    """The last item of the buffer: the end of the source, or the error that the source
+    raised."""
 
     error: BaseException | None = None
     trace: TracebackType | None = None
@@ -60,11 +62,12 @@ _CLOSED: Final = object()
 
 
 class _Buffer:
-    """At most ``size`` items between two threads, which either may close.
+    """A buffer of at most ``size`` items between two threads; either thread may close
+    it.
 
-    One queue carries the items, the other the room for them. Both are C alone, so that
-    handing over costs little beside elements that are cheap to make, and a finalizer
-    may close the buffer whatever its thread is doing.
+    One queue carries the items, another one the free slots. Both queues are implemented
+    in C, so handing an item over costs little even if elements are cheap to make, and a
+    finalizer may close the buffer whatever its thread is doing.
     """
 
     __slots__ = ("_end", "_is_closed", "_items", "_room", "_taken")
@@ -73,15 +76,15 @@ class _Buffer:
         self._items: Final[SimpleQueue[Any]] = SimpleQueue()
         self._room: Final[SimpleQueue[bool]] = SimpleQueue()
         self._taken: Final[list[Any]] = []
-        """Items that have left the queue, and not this object."""
+        """Items that have left the queue, and were not returned yet."""
         self._is_closed = False
         self._end: _End | None = None
         for _ in range(size):
             self._room.put(True)
 
     def put(self, item: object) -> bool:
-        """Puts an item into the buffer. Returns False if the buffer is closed: the item
-        was not taken, stop."""
+        """Puts an item into the buffer. Returns False if the buffer is closed: then the
+        item was not taken, and the caller has to stop."""
         # No deadline: a slow reader is not a fault, and one that is gone closes this.
         if not self._room.get() or self._is_closed:
             return False
@@ -89,7 +92,7 @@ class _Buffer:
         return True
 
     def finish(self, end: _End) -> None:
-        """Puts the end after the last item; there is always room for it."""
+        """Puts the end marker after the last item; there is always a slot for it."""
         self._items.put(end)
 
     def get(self) -> Any:
@@ -97,7 +100,7 @@ class _Buffer:
 
         Raises:
             StopIteration: The source has ended, or the buffer was closed.
-            BaseException: That of the source, likewise at every later read.
+            BaseException: The error of the source, again at every later call.
         """
         if self._is_closed:
             raise StopIteration
@@ -125,8 +128,8 @@ class _Buffer:
 
     def close(self) -> bool:
         """Closes the buffer for both threads. Returns False if it was closed before, as
-        all are when the interpreter ends: later the modules that it needs may be
-        gone."""
+        all buffers are when the interpreter ends: then modules that the thread needs
+        may be gone."""
         if self._is_closed:
             return False
         # The mark first: there may be room left, and a thread that gets it has to see
@@ -188,10 +191,11 @@ def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
 
 
 def threads_of(calls: int | None) -> int:
-    """Returns the threads for ``num_parallel_calls``: -1 is one per core, None is 0.
+    """Returns the number of threads for ``num_parallel_calls``: -1 is one per core,
+    None is 0.
 
     Raises:
-        ValueError: It is 0, or below -1.
+        ValueError: The argument is 0, or below -1.
     """
     if calls is None:
         return 0
@@ -209,12 +213,12 @@ def in_order(
     is_ordered: bool,
     start: int = 0,
 ) -> Iterator[Any]:
-    """Yields ``function(number, element)`` of each element of the source, the first of
-    which has the number ``start``; calls ``threads`` at a time.
+    """Yields ``function(number, element)`` for each element of the source, in parallel
+    calls on ``threads`` threads. The first element has the number ``start``.
 
-    An error is raised in the place of its element, or as soon as it is there if the
-    order does not count. Closing waits for calls that run, some seconds at most, and
-    begins no others.
+    If ``is_ordered``, results are yielded, and errors raised, in the order of the
+    elements; otherwise as soon as they are ready. Closing waits for calls that run,
+    some seconds at most, and begins no others.
     """
     # In order each call has its own queue of results, which are read one after the
     # other; else all share one, and the first result that is there is the next.
@@ -249,13 +253,14 @@ Results = SimpleQueue[_Result]
 
 
 def _dropped() -> _Result:
-    """Returns an error for a call that will not be made, as readers must not wait for
-    it."""
+    """Returns an error in place of the result of a call that will not be made, so that
+    readers do not wait for the call."""
     return _Result(None, CancelledError())
 
 
 def result_of(results: Results) -> Any:
-    """Waits for the result of a call of `Callers.call`; raises its error."""
+    """Waits for the result of a call that `Callers.call` has begun; raises the error of
+    the call."""
     result = results.get()
     if result.error is None:
         return result.value
@@ -267,10 +272,11 @@ def result_of(results: Results) -> Any:
 
 @final
 class Callers:
-    """Threads that call functions, in the order in which they are asked to.
+    """Threads that call functions, in the order of the requests.
 
-    They are daemons, and know the queue alone: one that is blocked in a user's function
-    keeps no program from ending, as those of a ThreadPoolExecutor would.
+    The threads are daemons, and reference only the queue of requests: a thread that is
+    blocked in a user's function does not keep the program from ending, as one of a
+    ThreadPoolExecutor would.
     """
 
     def __init__(self, count: int) -> None:
@@ -285,14 +291,15 @@ class Callers:
             thread.start()
 
     def call(self, results: Results, function: Callable[..., Any], *args: Any) -> None:
-        """Begins a call in the reader's context; its result goes to ``results``."""
+        """Begins a call on one of the threads, in the context of the caller; the result
+        is put into ``results``."""
         run = contextvars.copy_context().run  # one each: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
         if self._is_ended:  # after the last look at the calls: no thread makes it
             results.put(_dropped())
 
     def end(self) -> bool:
-        """Asks the threads to end after their present call; False if they were
+        """Asks the threads to end after their present call. Returns False if they were
         stopped before, as all are when the interpreter ends."""
         if self._is_ended:
             return False
@@ -337,8 +344,8 @@ _OPEN: Final[weakref.WeakSet[Callers]] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """Ends the threads before the interpreter does: it would tear a thread out of jax's
-    C++, which ends the process with an error."""
+    """Ends all threads before the interpreter ends. The interpreter would stop a thread
+    inside of jax's C++, which ends the process with an error."""
     running, left = list(_RUNNING.items()), list(_OPEN)
     # All are asked to end before any is waited for: they share one deadline.
     for _, buffer in running:
@@ -358,8 +365,8 @@ atexit.register(_end_all)
 def numbered(
     call: Callable[[Any], Any], what: str, function: Callable[..., Any]
 ) -> Callable[[int, Any], Any]:
-    """Wraps ``call`` so that its errors get a note of which element it was, and at
-    which line of the user's function. Their type and words stay."""
+    """Wraps ``call`` so that an error gets a note with the number of the element and
+    the line of the user's function. The type and message of the error stay."""
 
     def named(number: int, element: Any) -> Any:
         try:
@@ -382,7 +389,8 @@ def _note(
 
 
 def _line(function: Any, error: BaseException) -> str:
-    """Returns the line of the user's function that failed, not one that it called."""
+    """Returns the line of the user's function at which the error occurred, not a line
+    of a function that it called."""
     code = getattr(function, "__code__", None)
     trace = error.__traceback__
     # The outermost frame of the function: a recursive one is at the user's line there.

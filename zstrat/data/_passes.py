@@ -1,15 +1,17 @@
-"""The operations of a dataset, each as a value that can be passed over again and again.
+"""The operations of a dataset, each as an immutable value that can be iterated many
+times.
 
 A `Recipe` yields *items*; `Recipe.element_of` makes the element of an item, and
-`Recipe.batch_of` the batch of several. Over arrays in memory an item is only a row
+`Recipe.batch_of` the batch of several items. For arrays in memory an item is only a row
 number, so that shuffling, repeating and sharding move integers, and a batch is one
-gather per array instead of hundreds of slices and a stack. Whatever looks at elements
-(`MappedPass`, `Batched`) makes them first; from there on an item is its own element.
+gather per array instead of hundreds of slices and a stack. Operations that need the
+elements (`MappedPass`, `Batched`) make them first; after these operations an item is
+the element itself.
 
-The law: a pass is begun once, by `Recipe.begin_pass`, in the thread that asks for it;
-it shares nothing with other passes but the count that gave it its number, and is the
-same whenever, and in whatever thread, its items are made. Nobody writes to an element
-that it has yielded.
+The law: a *pass* (one iteration over a dataset) is begun once, by `Recipe.begin_pass`,
+in the thread that asks for it. It shares nothing with other passes except the counter
+from which it got its number, and it yields the same elements whenever, and in whatever
+thread, they are made. An element that a pass has yielded is never written to.
 """
 
 from __future__ import annotations
@@ -38,81 +40,83 @@ UNKNOWN: Final = -2
 
 
 class Recipe(abc.ABC):
-    """A plan of operations by which a dataset makes its elements. Subclasses are
-    final."""
+    """The operations by which a dataset makes its elements. Subclasses are final."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def items(self) -> Iterator[Any]:
-        """Returns the items of the pass that was begun, from the first one."""
+        """Yields the items of a begun pass, from the first one."""
 
     @abc.abstractmethod
     def size(self) -> int:
         """Returns the number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
     def spec(self, look: Look) -> Spec:
-        """Describes an element without a pass; a recipe that does not know asks
-        ``look``, which may draw one."""
+        """Describes an element without a pass; a recipe that does not know its spec
+        calls ``look``, which may draw an element."""
         return look(self)
 
     def shard(self, parts: int, index: int) -> Recipe:
         """Returns shard ``index`` of ``parts``: every ``parts``-th item, unless the
-        source is better cut otherwise, as a file into row groups."""
+        source is better divided in another way, as a file into row groups."""
         return SlicedPass(self, start=index, step=parts)
 
     def map_sources(self, change: Callable[[Recipe], Recipe]) -> Recipe:
-        """Returns the recipe over changed sources; itself, if it has none."""
+        """Returns the recipe with each of its sources replaced by ``change(source)``; a
+        recipe without sources returns itself."""
         del change
         return self
 
     def with_own_count(self) -> Recipe:
-        """Returns the recipe with its own count of passes, which other readers of the
-        dataset do not advance: processes that share it out have to agree about the
-        numbers of their passes."""
+        """Returns the recipe with a separate counter of passes, which other readers of
+        the dataset do not advance: processes that share a dataset out have to agree
+        about the numbers of their passes."""
         return self.map_sources(lambda source: source.with_own_count())
 
     def first_pass(self) -> Recipe:
-        """Returns the recipe, begun, as if it had never been iterated before."""
+        """Returns the recipe as a begun pass, as if it had never been iterated
+        before."""
         return self.map_sources(lambda source: source.first_pass())
 
     def begin_pass(self) -> Recipe:
-        """Returns the recipe as a pass that begins now, with the next number of a
-        pass."""
+        """Returns the recipe as a pass that begins now, with the next pass number."""
         return self.map_sources(lambda source: source.begin_pass())
 
     def as_repeat(self, number: int) -> Recipe:
-        """Returns the begun recipe as repeat ``number`` within its pass."""
+        """Returns the begun recipe as its repeat ``number`` within a pass, for the
+        operation repeat."""
         return self.map_sources(lambda source: source.as_repeat(number))
 
     def without_first(self, count: int) -> Recipe:
-        """Returns the begun recipe without its first ``count`` elements, making as few
-        of these as possible. It cannot be begun or repeated again."""
+        """Returns the begun recipe without its first ``count`` elements, and makes as
+        few of these elements as possible. The result cannot be begun or repeated again.
+        """
         return SlicedPass(self, start=count) if count else self
 
     def why_order_varies(self) -> str:
-        """Returns why a pass may come in another order although its numbers are the
-        same, as text for the user; "" if the recipe shows no reason."""
+        """Returns why two passes with the same numbers may have different orders, as
+        text for the user; "" if the recipe shows no reason."""
         return ""
 
     def element_of(self, item: Any) -> Element:
-        """Makes the element of an item; for most recipes they are the same."""
+        """Makes the element of an item; for most recipes the item is the element."""
         return item
 
     def batch_of(self, items: list[Any]) -> Element:
-        """Makes one batch of the elements of several items."""
+        """Makes one batch from several items: makes their elements, and stacks them."""
         return stacked(items)
 
     def elements(self) -> Iterator[Element]:
-        """Yields the elements of the pass that was begun, from the first."""
+        """Yields the elements of a begun pass, from the first one."""
         with ending(self.items()) as items:
             for item in items:
                 yield self.element_of(item)
 
 
 class Derived(Recipe):
-    """A recipe made of one other; it has as many items, unless the subclass says
-    otherwise."""
+    """A recipe made of one other recipe. It has as many items as that one, unless the
+    subclass says otherwise."""
 
     __slots__ = ()
 
@@ -125,7 +129,7 @@ class Derived(Recipe):
         return self.source.why_order_varies()
 
     def with_source(self, source: Recipe) -> Self:
-        """Returns this operation over another recipe."""
+        """Returns this operation with another source."""
         # Itself where nothing changed: a `Cached` of it keeps its elements by that.
         if source is self.source:
             return self
@@ -137,7 +141,7 @@ class Derived(Recipe):
 
 
 class PassThrough(Derived):
-    """Gives elements of its source, as they are."""
+    """A recipe whose elements are those of its source, unchanged."""
 
     __slots__ = ()
 
@@ -146,7 +150,8 @@ class PassThrough(Derived):
 
 
 class Reordered(PassThrough):
-    """Chooses among the items of its source and leaves their meaning to it."""
+    """A recipe that yields some of its source's items; the source makes their
+    elements."""
 
     __slots__ = ()
 
@@ -185,7 +190,7 @@ class Rows(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Single(Recipe):
-    """One element."""
+    """One element, given in advance."""
 
     element: Element
 
@@ -203,7 +208,7 @@ class Single(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Counted(Recipe):
-    """Whole numbers; an item is a Python int, an element an int64."""
+    """The numbers of a range; an item is a Python int, an element an int64."""
 
     numbers: range
 
@@ -253,11 +258,13 @@ class Generated(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class MappedPass(Derived):
-    """A function of each element.
+    """Applies a function to each element.
 
     Args:
-        threads: How many elements are made at a time; 0: by the reader, one by one.
-        in_order: The results come in the order of the elements, not as they are made.
+        threads: How many elements are made at a time; 0: the reader makes them, one by
+            one.
+        in_order: The results are yielded in the order of the elements, not as they are
+            made.
         start: The number of the first element, for messages.
     """
 
@@ -302,7 +309,7 @@ class MappedPass(Derived):
 @final
 @dataclass(frozen=True, slots=True)
 class Filtered(Reordered):
-    """The items for whose elements a function says True."""
+    """The items of the source for whose elements a function returns True."""
 
     source: Recipe
     predicate: Callable[..., Any]
@@ -355,8 +362,8 @@ class Enumerated(Derived):
 
 
 class Batching(Derived):
-    """Batches of a fixed number of items. Subclasses are final, and say how one is
-    made."""
+    """Groups a fixed number of items into a batch. Subclasses are final, and say how a
+    batch is made."""
 
     __slots__ = ()
 
@@ -376,11 +383,12 @@ class Batching(Derived):
 
     @abc.abstractmethod
     def join_batch(self, chunk: list[Any]) -> Element:
-        """Returns the batch of these items of the source."""
+        """Makes a batch of these items of the source."""
 
     @property
     def rows(self) -> int | None:
-        """The rows of every batch, as far as that is promised."""
+        """The number of rows of every batch, as far as it is promised; None:
+        unknown."""
         return self.batch_size if self.drop_remainder else None
 
     def size(self) -> int:
@@ -394,7 +402,7 @@ class Batching(Derived):
 @final
 @dataclass(frozen=True, slots=True)
 class Batched(Batching):
-    """Elements of one shape, stacked."""
+    """Stacks elements that all have the same shapes."""
 
     source: Recipe
     batch_size: int
@@ -410,11 +418,11 @@ class Batched(Batching):
 @final
 @dataclass(frozen=True, slots=True)
 class Repeated(Reordered):
-    """Its source, again and again.
+    """Repeats its source.
 
     Args:
         start: The number of the first repeat.
-        missing: How many of its items are left out.
+        missing: How many items of the first repeat are left out.
     """
 
     source: Recipe
@@ -458,7 +466,8 @@ class Repeated(Reordered):
 @final
 @dataclass(frozen=True, slots=True)
 class SlicedPass(Reordered):
-    """Items ``start``, ``start + step``, … before ``stop``: take, skip and shard."""
+    """The items ``start``, ``start + step``, … before ``stop``, for the operations
+    take, skip and shard."""
 
     source: Recipe
     start: int = 0
@@ -487,7 +496,8 @@ class SlicedPass(Reordered):
 @final
 @dataclass(frozen=True, slots=True)
 class Prefetched(PassThrough):
-    """Makes elements (not items) ahead: making them is the work to be hidden."""
+    """Makes elements (not items) in advance, because making them is the work to be
+    hidden."""
 
     source: Recipe
     buffer_size: int
@@ -501,7 +511,7 @@ class Prefetched(PassThrough):
 
 
 def arguments(element: Element) -> tuple[Any, ...]:
-    """Returns the arguments of a mapped function: as in TF, the components of a plain
-    tuple."""
+    """Returns the arguments for a mapped function: the components of a plain tuple, as
+    in TF, or the element."""
     # A named tuple is one argument: the function reads its fields by their names.
     return element if type(element) is tuple else (element,)

@@ -1,13 +1,13 @@
-"""The position of a pass, from which another one, of any process, can continue.
+"""The position of a pass, from which another pass, in any process, can continue.
 
-A position is the number of elements that were drawn, and what makes the order of the
-pass: the numbers of its shuffles, and the seeds that were drawn for those without one.
-No element is kept: the pass is begun again and what was drawn is skipped, which over
-arrays in memory costs no element.
+A position is the number of elements that were drawn, and what determines the order of
+the pass: the pass numbers of its shuffles, and the seeds that were drawn for shuffles
+without one. Elements are not stored. To continue, the pass is begun again and the drawn
+elements are skipped; over arrays in memory no element is made for that.
 
-Law of the file: a position is written down only of a pass that comes again in the same
-order, as far as the recipe shows, and found again in a recipe of the same
-operations; functions and sources have to give the same each time.
+Law of the file: a position is saved only if the pass would have the same order again,
+as far as the recipe shows, and is restored only in a recipe with the same operations.
+Functions and sources have to return the same values each time.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ if TYPE_CHECKING:
 
 
 MOST_DRAWN: Final = 2**53
-"""Most elements, or steps, before a position: no program draws more, and times so many
-replicas it is a number of C."""
+"""Limit of elements, or steps, before a position: no program draws more, and multiplied
+by the number of replicas it still fits a C integer."""
 
 
 class CheckpointableIterator(abc.ABC):
-    """An iterator whose place in its data can be saved and found again.
+    """An iterator whose position in its data can be saved and restored.
 
-    A `zs.Checkpoint` that holds one does both. The dataset has to be made in the same
-    way, and whatever functions and sources it has must give the same each time.
+    A `zs.Checkpoint` that holds the iterator does both. The dataset has to be made in
+    the same way, and the dataset's functions and sources must return the same values
+    each time.
     """
 
     @abc.abstractmethod
     def get_state(self) -> dict[str, Any]:
-        """Returns the place, of numbers, texts and lists that JSON has.
+        """Returns the position, made of numbers, text and lists that JSON can hold.
 
         Raises:
             InvalidArgumentError: Another pass would have another order; says what to
@@ -60,32 +61,33 @@ class CheckpointableIterator(abc.ABC):
 
     @abc.abstractmethod
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` gave, of this iterator or of another one of
-        the same dataset; what this one has drawn does not count.
+        """Continues at a position that `get_state` returned, of this iterator or of
+        another one of the same dataset, whatever this iterator has drawn.
 
         Raises:
-            InvalidArgumentError: It is the place of another dataset; nothing changed.
+            InvalidArgumentError: The position is of another dataset; nothing changed.
             ClosedError: The iterator was closed.
         """
 
     @abc.abstractmethod
     def misfit(self, state: Mapping[str, Any]) -> str:
-        """Returns why the iterator cannot go to that position; "" if it can."""
+        """Returns why the iterator cannot continue at a position; "" if it can."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in the passes of a recipe.
+    """A position in the passes of a recipe.
 
     Args:
-        drawn: How many elements come before it.
-        orders: Of each shuffle its seed, if that was drawn, and the number of the pass.
-        sizes: How many elements there are, wherever that changes between the end of the
-            recipe and its sources: they show that it is the same dataset. Empty: not
-            to be compared.
-        operations: Those that decide which elements come when, as text, for the same
-            reason. None: not to be compared.
+        drawn: How many elements come before the position.
+        orders: For each shuffle its seed, if that was drawn, and the number of the
+            pass.
+        sizes: How many elements there are after each operation that changes the number,
+            from the end of the recipe to its sources; used to check that the dataset is
+            the same. Empty: not compared.
+        operations: The operations that decide which elements come when, as text; used
+            for the same check. None: not compared.
     """
 
     drawn: int
@@ -110,10 +112,10 @@ class Position:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Position:
-        """Returns the inverse of `plain`.
+        """Returns the position whose `plain` form this is.
 
         Raises:
-            InvalidArgumentError: It is something else.
+            InvalidArgumentError: The argument is not the plain form of a position.
         """
         match plain:
             case {
@@ -130,13 +132,14 @@ class Position:
         )
 
     def of_all(self, *, are_alike: bool) -> Position:
-        """Returns the place for all processes, each of which reads a part.
+        """Returns the position for all processes, each of which reads a part of the
+        dataset.
 
         Args:
-            are_alike: The same operations in all of them.
+            are_alike: All processes have the same operations.
 
         Raises:
-            InvalidArgumentError: They have not one order.
+            InvalidArgumentError: The processes do not have one common order.
         """
         # A seed is in a place only if it was drawn, and each process has drawn its own.
         if any(seed is not None for seed, _ in self.orders):
@@ -152,7 +155,8 @@ class Position:
         return plain_place(self)
 
     def misfit(self, recipe: Recipe) -> str:
-        """Says why it is not a place in the passes of the recipe; "" if it is one."""
+        """Returns why this is not a position in the passes of the recipe; "" if it
+        is."""
         # From the plainest difference to the subtlest: the first one is named.
         sizes = _sizes(recipe)
         if self.sizes and sizes != self.sizes:
@@ -199,11 +203,12 @@ class Position:
 
 @final
 class DatasetIterator(Elements["Element"], CheckpointableIterator):
-    """A pass over a `Dataset`, which may be an attribute of a `zs.Checkpoint`.
+    """A pass over a `Dataset`. May be an attribute of a `zs.Checkpoint`, which then
+    saves and restores its position.
 
     Args:
-        recipe: Not begun.
-        name: Stands in errors.
+        recipe: The operations, not begun.
+        name: Name of the data in errors.
     """
 
     def __init__(self, recipe: Recipe, name: str = "the dataset") -> None:
@@ -249,14 +254,14 @@ def _unsaved(why: str) -> InvalidArgumentError:
 
 
 def plain_place(place: DataclassInstance) -> dict[str, Any]:
-    """Returns a place as JSON has it, by the names of its fields."""
+    """Returns a position in JSON form, by the names of its fields."""
     # Through JSON: tuples become lists, as they are after a checkpoint was read.
     found: dict[str, Any] = json.loads(json.dumps(asdict(place)))
     return found
 
 
 def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> None:
-    """Refuses the place of another dataset.
+    """Checks that a position is of the iterator's dataset.
 
     Raises:
         InvalidArgumentError: The position is of another dataset.
@@ -269,7 +274,7 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
 
 
 def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
-    """Returns the shuffles of a recipe, the last one first."""
+    """Yields the shuffles of a recipe, the last operation first."""
     return (each for each in walk(recipe) if isinstance(each, Shuffled))
 
 

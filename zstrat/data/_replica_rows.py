@@ -1,26 +1,26 @@
-"""The sharing of a dataset: options, and the rows of each replica, by TF's rules.
+"""The options of a dataset, and which rows of a batch each replica gets, by TF's rules.
 
-Options, in TF's words, are written by the user, attribute by attribute, and copied when
-they are attached to a dataset: what is changed afterwards changes nothing. The context
-of a dataset function is a plain value: the caller fills it with the real index and
-count of the worker, and the function shards or seeds its data by them.
+The user sets options, which have TF's names, attribute by attribute. They are copied
+when they are attached to a dataset: later changes of the object have no effect. The
+context of a dataset function is a plain value: the caller sets the real index and
+number of the worker, and the function shards or seeds its data by them.
 
-Batches arrive one after the other, each so many rows long; a cutter says for one
-worker, step by step, which rows its replicas take. A *span* is rows of one batch; a
-*piece* is the spans of one replica, in order; a *cut* is a step: one piece for each
-replica of the worker.
+Batches arrive one after the other, each with some number of rows. For one worker, a
+cutter decides step by step which rows the worker's replicas take. A *span* is some
+consecutive rows of one batch; a *piece* is the spans of one replica, in order; a *cut*
+is one step: one piece for each replica of the worker.
 
-- A batch size that is known, and a policy other than DATA: rows are taken as if they
-  came one by one, in batches of the sizes of `batch_sizes_for_worker`, again and again
+- If the batch size is known, and the policy is not DATA: rows are taken as if they
+  arrived one by one, in batches of the sizes of `batch_sizes_for_worker`, which repeat
   (`BySizes`).
-- An unknown batch size, or rows that are sharded (DATA, also to one worker, as by
-  TF): each batch is cut separately into as many pieces as there are replicas of all
-  workers (`ByPieces`); into even ones if it has the rows that all are promised to have,
-  as TF, which traces functions, knows them then.
+- If the batch size is unknown, or rows are sharded (DATA, also with one worker, as in
+  TF): each batch is divided separately into as many pieces as there are replicas of all
+  workers (`ByPieces`). The pieces are even if the batch has the number of rows that all
+  batches are promised to have; TF, which traces functions, then knows the sizes.
 
-Law of the file: no data, no I/O; every row is in exactly one piece, in the order of
-arrival, and every piece has a span, though it may be an empty one, so that code that
-obeys knows what nothing looks like.
+Law of the file: no data, no I/O. Every row is in exactly one piece, in the order of
+arrival. Every piece has a span, though it may be an empty one, so that the code that
+slices batches knows the dtype and shape of an empty piece.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ dataset, under `AutoShardPolicy.HINT`."""
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """The way a dataset is sharded among workers that all have it.
+    """How a dataset that all workers have is divided among them.
 
-    AUTO is FILE where the dataset is read from files, at least one for each worker, and
+    AUTO is FILE if the dataset is read from files, at least one for each worker, and
     DATA otherwise. FILE: file i goes to worker ``i % workers``. DATA: every worker
     reads everything and keeps its share. HINT: the dataset says where it is sharded
     (`SHARD_HINT`). OFF: every worker reads everything and keeps all of it.
@@ -59,7 +59,7 @@ class AutoShardPolicy(enum.IntEnum):
 @final
 @dataclass(init=False, repr=False, slots=True)
 class DistributeOptions:
-    """``options.experimental_distribute``: the part about several workers."""
+    """``options.experimental_distribute``: the options for several workers."""
 
     _policy: AutoShardPolicy | None
 
@@ -70,10 +70,10 @@ class DistributeOptions:
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
-        """AUTO unless it was set.
+        """The policy, AUTO unless it was set.
 
         Raises:
-            TypeError: It is set to something else than an `AutoShardPolicy`.
+            TypeError: The policy is set to something other than an `AutoShardPolicy`.
         """
         return AutoShardPolicy.AUTO if self._policy is None else self._policy
 
@@ -88,7 +88,7 @@ class DistributeOptions:
 
     @property
     def chosen(self) -> AutoShardPolicy | None:
-        """The policy if one was set."""
+        """The policy if one was set, else None."""
         return self._policy
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """The number of an input pipeline among those of a cluster.
+    """The index of an input pipeline, and the number of pipelines of the cluster.
 
     For a per-worker dataset ``num_input_pipelines`` is the number of workers and
     ``input_pipeline_id`` the index of this worker, from 0; ``num_replicas_in_sync`` is
@@ -140,10 +140,10 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the part of a batch that one device gets.
+        """Returns the number of rows of a global batch that one device gets.
 
         Raises:
-            ValueError: The batch cannot be shared out evenly.
+            ValueError: The batch cannot be divided evenly.
         """
         if global_batch_size % self.num_replicas_in_sync != 0:
             raise ValueError(
@@ -175,7 +175,8 @@ Cut = tuple[Piece, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The reader: worker ``index`` of ``count``, with ``replicas`` replicas each."""
+    """The worker that reads: worker ``index`` of ``count``, with ``replicas`` replicas
+    each."""
 
     count: int = 1
     index: int = 0
@@ -188,10 +189,10 @@ def batch_sizes_for_worker(
     """Returns the sizes of the batches that a worker takes, one for a replica after the
     other.
 
-    There are as many as replicas of all workers, as even as can be, the first ones
-    larger, beginning with those of the worker's own replicas: so the replicas of all
-    workers take a global batch together in every step, and the worker takes one in as
-    many steps as there are workers.
+    There are as many sizes as replicas of all workers, as equal as possible, the larger
+    ones first, beginning with those of the worker's own replicas. So the replicas of
+    all workers together take a global batch in every step, and the worker takes a
+    global batch in as many steps as there are workers.
     """
     count = workers * replicas_per_worker
     base, more = divmod(global_batch, count)
@@ -203,20 +204,22 @@ def batch_sizes_for_worker(
 
 
 class Cutter(abc.ABC):
-    """Cuts batches for one worker. Subclasses are final."""
+    """Decides which rows of arriving batches the replicas of one worker take.
+    Subclasses are final."""
 
     @abc.abstractmethod
     def take(self, rows: int) -> list[Cut]:
-        """Returns the steps that are complete when a batch of ``rows`` has arrived."""
+        """Returns the steps (one cut each) that are complete when a batch of ``rows``
+        rows has arrived."""
 
     @abc.abstractmethod
     def finish(self) -> list[Cut]:
-        """Returns what is left after the last batch: at most one step."""
+        """Returns the rest after the last batch, which is at most one step."""
 
     @property
     @abc.abstractmethod
     def oldest(self) -> int:
-        """The first batch that a later cut may name."""
+        """The number of the oldest batch that a later cut may refer to."""
 
 
 def cutter(
@@ -225,11 +228,11 @@ def cutter(
     worker: Worker,
     promised: int | None = None,
 ) -> Cutter:
-    """Returns the cutter for a worker, under a policy as `sharing_policy` gives it.
+    """Returns the cutter for a worker, under a policy that `sharing_policy` returned.
 
     Args:
-        batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
-            say whose rows are empty, no steps can be made; it counts as unknown.
+        batch_size: Rows of a global batch, None if unknown. 0, which a source of empty
+            rows may give, counts as unknown, because no steps could be made of it.
         promised: Number of rows that all batches should have; a function may change it.
     """
     # All workers read all batches, so each can be cut alone, and whatever its size. TF
@@ -246,18 +249,18 @@ def cutter(
 
 @final
 class BySizes(Cutter):
-    """Pieces of given sizes, again and again, wherever batches begin and end."""
+    """Takes pieces of given sizes, which repeat, wherever batches begin and end."""
 
     def __init__(self, sizes: Sequence[int], replicas: int) -> None:
         self._sizes: Final = itertools.cycle(sizes)
         self._replicas: Final = replicas
         self._number = -1
         self._whole: list[Piece] = []
-        """The pieces of the next step that are complete."""
+        """The complete pieces of the next step."""
         self._begun: list[Span] = []
-        """The spans of the piece that is under way."""
+        """The spans of the piece that is not complete yet."""
         self._missing = next(self._sizes)
-        """Rows that the piece that was begun still needs."""
+        """Rows that the incomplete piece still needs."""
 
     @property
     def oldest(self) -> int:
@@ -299,13 +302,14 @@ class BySizes(Cutter):
 
 @final
 class ByPieces(Cutter):
-    """Each batch cut by itself, as evenly as equal pieces allow: the last ones may be
-    shorter, down to no rows at all.
+    """Divides each batch separately into equal pieces; the last ones may be shorter,
+    down to no rows at all.
 
     Args:
         is_shared: The workers read the same batches, and worker ``i`` takes pieces
-            ``i``, ``i + workers``, …; else the batches are its own.
-        promised: Batches of this size are cut as `batch_sizes_for_worker` says.
+            ``i``, ``i + workers``, …; otherwise the batches are the worker's own.
+        promised: Batches with this number of rows are divided as
+            `batch_sizes_for_worker` says.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Datasets made of several others: side by side, one after the other, and in turn.
+"""Datasets made of several others: zipped, concatenated, and interleaved.
 
-The order of `Interleaved` is TF's. There are ``cycle_length`` places; the next place
-gives up to ``block_length`` elements, and then the one after it is next. A place whose
-dataset has ended is passed over, and filled when its turn comes again, while there is
-input.
+The order of `Interleaved` is TF's. There are ``cycle_length`` slots for open datasets.
+A slot yields up to ``block_length`` elements, then the next slot does. A slot whose
+dataset has ended is skipped; when its turn comes again it gets the next dataset, while
+there is input.
 
-Law of the others: sources are passed over together. They are begun in one moment, in
-the order in which they were given, and closed whichever of them ends first.
+Law of the others: the sources are iterated together. They are begun at one moment, in
+the order in which they were given, and all are closed whichever of them ends first.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ class Several(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Zipped(Several):
-    """Elements of all sources together; ends with the first that ends.
+    """Combines one element of each source to an element; ends with the source that ends
+    first.
 
-    An item is an item of each source, so that batches are gathered source by source.
+    An item consists of an item of each source, so that batches are gathered source by
+    source.
 
     Args:
-        structure: Of an element; its leaves are numbers of sources.
+        structure: The structure of an element; its leaves are indices of sources.
     """
 
     sources: tuple[Recipe, ...]
@@ -104,7 +106,8 @@ class Zipped(Several):
 @final
 @dataclass(frozen=True, slots=True)
 class Concatenated(Several):
-    """The elements of each source, one source after the other; an item says which."""
+    """Yields the elements of each source, one source after the other; an item says
+    which source it is from."""
 
     sources: tuple[Recipe, ...]
 
@@ -156,10 +159,10 @@ class Concatenated(Several):
 
 
 def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
-    """Returns the structure of datasets as a recipe.
+    """Returns a structure of datasets as a recipe.
 
     Args:
-        recipe_of: Of a leaf; raises if that is not a dataset.
+        recipe_of: Returns the recipe of a leaf; raises if the leaf is not a dataset.
     """
     sources: list[Recipe] = []
 
@@ -176,22 +179,24 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
 
 @final
 class MadeRecipes:
-    """Remembers which datasets a function has made. A copy of it is empty."""
+    """Records which datasets a function has made. A pickled copy has no records."""
 
     __slots__ = ("_found", "last")
 
     def __init__(self) -> None:
         self._found = ""
         self.last: Recipe | None = None
-        """In TF, which traces the function, all are like it."""
+        """The dataset that the function made last. In TF, which traces the function,
+        all datasets of a function have the same spec as this one."""
 
     def note(self, recipe: Recipe) -> None:
-        """Notes that the function has made the dataset."""
+        """Records that the function has made the dataset."""
         # What it has made in its turn is known when all has been drawn from it.
         self._found, self.last = self.why_order_varies(), recipe
 
     def why_order_varies(self) -> str:
-        """Returns `Recipe.why_order_varies` of the first of them that has a reason."""
+        """Returns `Recipe.why_order_varies` of the first of the recorded datasets for
+        which there is a reason."""
         return self._found or (
             "" if self.last is None else self.last.why_order_varies()
         )
@@ -203,12 +208,12 @@ class MadeRecipes:
 @final
 @dataclass(frozen=True, slots=True)
 class Interleaved(Derived):
-    """Elements of the datasets that a function makes.
+    """Interleaves the elements of the datasets that a function makes.
 
     Args:
-        threads: Number of places that read their datasets ahead, a block each; the
-            order stays the same.
-        made: What the function has made, of all passes.
+        threads: Number of slots that read their datasets ahead, a block each; the order
+            stays the same.
+        made: Records of the datasets that the function has made, in all passes.
     """
 
     source: Recipe

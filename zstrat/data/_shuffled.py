@@ -1,8 +1,9 @@
 """Random orders: passes in which elements come shuffled.
 
-Law of shuffles: the order of a repeat is made of the seed, the number of its pass and
-its own number alone. Workers that deal one dataset out among themselves rely on that:
-they prefetch at their own pace, and still have to see the same rows in the same places.
+Law of shuffles: the order of a repeat is computed from the seed, the number of its pass
+and the number of the repeat alone. Workers that share one dataset out among themselves
+rely on that: they prefetch at different speeds, and still have to see the same rows at
+the same positions.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 @final
 class PassCounter:
-    """Numbers the passes over one `Shuffled`, so that each has a different order.
+    """Numbers the passes over one `Shuffled`, so that each pass has a different order.
 
-    A copy begins at the first pass again: what a dataset yields where it was shipped to
-    does not depend on earlier reads.
+    A pickled copy begins at the first pass again: what a dataset yields where it was
+    shipped to does not depend on earlier reads here.
 
     Args:
-        first: What the numbers of all passes here begin with.
+        first: Prefix of the numbers of all passes that are counted here.
     """
 
     __slots__ = ("_branches", "_counting", "_first", "_last")
@@ -53,18 +54,18 @@ class PassCounter:
             return (*self._first, self._last)
 
     def first_number(self) -> tuple[int, ...]:
-        """Returns the number of the first pass, whether it was begun or not."""
+        """Returns the number of the first pass, whether that pass was begun or not."""
         return (*self._first, 1)
 
     def note(self, order: tuple[int, ...]) -> None:
-        """Notes that a pass of this number (of `next_number`) was begun in another
-        process."""
+        """Records that a pass with this number (from `next_number`) was begun in
+        another process."""
         with self._counting:
             # A restored position may be older than passes that were begun here since.
             self._last = max(self._last, order[-1])
 
     def branch(self) -> PassCounter:
-        """Returns a separate count: passes that it numbers are not counted here."""
+        """Returns a separate counter: passes that it numbers are not counted here."""
         return PassCounter((*self._first, next(self._branches)))
 
     def __reduce__(self) -> tuple[type[PassCounter], tuple[tuple[int, ...]]]:
@@ -74,14 +75,16 @@ class PassCounter:
 @final
 @dataclass(frozen=True, slots=True)
 class Shuffled(Reordered):
-    """Draws at random from a buffer of the next ``buffer_size`` items. Passes are in
-    another order each unless ``reshuffle`` is false, which needs a seed.
+    """Draws items at random from a buffer of the next ``buffer_size`` items. Each pass
+    has another order unless ``reshuffle`` is false, which needs a seed.
 
     Args:
         order: The number of the pass, then those of the repeats within it, the
-            outermost first. They and the seed make the order; a shared count that
-            repeats advance would make it depend on how far other passes have come.
-        is_drawn: The seed was drawn in this process: others have another one.
+            outermost first. These numbers and the seed determine the order; a shared
+            counter that repeats advance would make the order depend on the progress of
+            other passes.
+        is_drawn: The seed was drawn at random in this process: other processes have
+            another one.
     """
 
     source: Recipe
@@ -108,8 +111,8 @@ class Shuffled(Reordered):
         return replace(fresh, seed=secrets.randbits(63), is_drawn=True)
 
     def with_order(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
-        """Returns the pass of this number; ``seed``: what was drawn for it, if it
-        was."""
+        """Returns the pass with this number. ``seed`` is the seed that was drawn for
+        the pass, None if none was drawn."""
         if order == self.order and seed in (None, self.seed):
             return self  # a cache after it stays the one of this recipe
         if seed is None:
@@ -153,11 +156,11 @@ class Shuffled(Reordered):
 
 
 def first_element_spec(recipe: Recipe) -> Spec:
-    """Returns the spec of the dataset's first element, drawn from a separate pass
-    that does not change the order of later passes.
+    """Returns the spec of the dataset's first element, drawn from a separate pass that
+    does not change the order of later passes.
 
     Raises:
-        OutOfRangeError: There is no element.
+        OutOfRangeError: The dataset has no element.
     """
     # Apart: a look must not change the order of the passes that follow.
     with ending(
@@ -171,8 +174,8 @@ def first_element_spec(recipe: Recipe) -> Spec:
 
 
 def _unshuffled(recipe: Recipe) -> Recipe:
-    """Returns the recipe without its shuffles, which would fill their buffers for one
-    element."""
+    """Returns the recipe without its shuffles, which would fill their buffers to yield
+    one element."""
     while isinstance(recipe, Shuffled):
         recipe = recipe.source
     # No further than recipes of one source; others keep the shuffles of theirs.

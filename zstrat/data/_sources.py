@@ -1,7 +1,7 @@
 """The sources of the elements of a dataset: arrays, generators, files.
 
-The constructors of `Dataset`, which say what they need in the words of TF; the work is
-that of the recipes. What they refuse they refuse when a dataset is made, not later.
+These are the constructors of `Dataset`. Their errors use TF's words; the recipes do the
+work. Wrong arguments are refused when a dataset is made, not when it is iterated.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Sources:
 
     @property
     def recipe(self) -> Recipe:
-        """Its recipe, for code that shards it."""
+        """The recipe of the dataset, for code that shards it."""
         return self._recipe
 
     @classmethod
     def range(cls, *args: int) -> Self:
-        """Yields the int64 numbers of Python's ``range(*args)``, one an element.
+        """Yields the int64 numbers of Python's ``range(*args)``, each as one element.
 
         Raises:
-            TypeError: An argument is not an integer, or it is a variable.
+            TypeError: An argument is not an integer, or is a variable.
         """
         # A variable has ``__index__``: `range` would silently take its value of now.
         _require_fixed(args)
@@ -52,11 +52,12 @@ class Sources:
 
     @classmethod
     def from_tensors(cls, tensors: Element) -> Self:
-        """Yields one element: the whole structure.
+        """Yields one element: the whole structure ``tensors``.
 
         Raises:
-            ValueError: There is no array in it.
-            TypeError: A variable; or objects, see `from_generator`.
+            ValueError: There is no array in the structure.
+            TypeError: There is a variable, or an object (see `from_generator`), in the
+                structure.
         """
         _require_fixed(tensors)
         element = as_element(tensors)
@@ -66,14 +67,16 @@ class Sources:
 
     @classmethod
     def zip(cls, *args: Any, datasets: Any = None) -> Self:
-        """Zips several datasets, until the first ends: yields tuples of their elements,
-        or for one argument its structure (dicts and tuples of datasets).
+        """Zips several datasets until the first of them ends: yields tuples of their
+        elements or, for one argument, elements of its structure (dicts and tuples of
+        datasets).
 
-        All sources are read at one pace; shuffle and shard what comes out rather than
-        what goes in. A strategy does not deal it out by file.
+        All sources are read at one pace; shuffle and shard the zipped dataset rather
+        than its sources. A strategy does not share a zipped dataset out by file.
 
         Raises:
-            TypeError: No dataset is given, or something that is not one, or a list.
+            TypeError: No dataset is given, or something that is not a dataset, or a
+                list.
         """
         if args and datasets is not None:
             raise TypeError("Both `*args` and `datasets` cannot be set.")
@@ -89,14 +92,15 @@ class Sources:
         shuffle: bool | None = None,
         seed: int | None = None,
     ) -> Self:
-        """Yields the names of the files that match a pattern (or several) now, as
-        `bytes`, in another order in each pass; sorted if ``shuffle`` is false.
+        """Yields the names of the files that match a pattern (or one of several
+        patterns) when this is called, as `bytes`; in another order in each pass, or
+        sorted if ``shuffle`` is false.
 
-        A strategy knows the files, also through `interleave` or `map`, and gives each
+        A strategy finds the files also through `interleave` or `map`, and gives each
         worker some of them.
 
         Raises:
-            ValueError: Nothing matches.
+            ValueError: No file matches.
         """
         found = files.Listed(files.matching(file_pattern))
         # None shuffles, as in TF.
@@ -108,11 +112,13 @@ class Sources:
     def from_tensor_slices(cls, tensors: Element) -> Self:
         """Yields an element for each index of the first axis of the arrays.
 
-        The arrays stay where they are: elements are views or gathers of them.
+        The arrays are not copied: elements are views or gathers of them.
 
         Raises:
-            ValueError: No array, a scalar, or first axes of different lengths.
-            TypeError: A variable; or objects, see `from_generator`.
+            ValueError: There is no array, an array is a scalar, or first axes have
+                different lengths.
+            TypeError: There is a variable, or an object (see `from_generator`), among
+                the arrays.
         """
         _require_fixed(tensors)
         arrays = as_element(tensors)
@@ -142,19 +148,21 @@ class Sources:
         *,
         output_signature: Any = None,
     ) -> Self:
-        """Yields what ``generator(*args)`` yields; it is called once for each pass.
+        """Yields what ``generator(*args)`` yields; the function is called once for each
+        pass.
 
         Args:
-            output_signature: What an element has to look like: a `TensorSpec` at each
-                leaf, or anything with a shape and a dtype. Numbers are converted to
-                that dtype where they keep their values (floats may be rounded).
+            output_signature: The required structure of an element: a `TensorSpec` at
+                each leaf, or anything with a shape and a dtype. Numbers are converted
+                to that dtype if their values stay the same (floats may be rounded).
 
         Raises:
-            TypeError: ``generator`` is not callable (a running generator, for one: it
-                could be passed over only once); the signature has something else in
-                it. While iterating: a component is an object, as `zs.IndexedSlices`
-                are, and no number, text or array; an element is not as the signature
-                says, with its number, its place, what was expected and what came.
+            TypeError: ``generator`` is not callable (for example a running generator,
+                which could be iterated only once); or the signature contains something
+                else. While iterating: a component is an object, such as
+                `zs.IndexedSlices`, and not a number, text or array; or an element does
+                not fit the signature; gives its number, its path, what was expected and
+                what came.
         """
         if not callable(generator):
             raise TypeError(
@@ -169,10 +177,11 @@ class Sources:
     def from_files(
         cls, filenames: Path | Sequence[Path], read: Callable[[str], Iterable[Any]]
     ) -> Self:
-        """Yields what ``read(filename)`` yields of each file, one file after the other.
+        """Yields what ``read(filename)`` yields for each file, one file after the
+        other.
 
-        A strategy knows the files, and gives each worker some of them. ``read`` is
-        called again in each pass; it may yield `bytes`, and then gets bytes back.
+        A strategy finds the files, and gives each worker some of them. ``read`` is
+        called again in each pass; if it yields `bytes`, elements are `bytes`.
 
         Raises:
             ValueError: There are no files.
@@ -184,33 +193,35 @@ class Sources:
 
     @classmethod
     def from_text_lines(cls, filenames: Path | Sequence[Path]) -> Self:
-        """Yields the lines of text files, as `bytes` without their ends; TF's
+        """Yields the lines of text files, as `bytes` without line ends, as TF's
         ``TextLineDataset``. A batch is an array of objects.
 
         Raises:
             ValueError: There are no files.
-            FileNotFoundError: While iterating: one is missing.
+            FileNotFoundError: While iterating: a file is missing.
         """
         return cls(_records(filenames, files.read_lines))
 
     @classmethod
     def from_tfrecords(cls, filenames: Path | Sequence[Path]) -> Self:
-        """Yields the records of TFRecord files, as `bytes`; TF's ``TFRecordDataset``.
+        """Yields the records of TFRecord files, as `bytes`, as TF's
+        ``TFRecordDataset``.
 
         Raises:
-            ImportError: grain, which reads them, is not installed.
-            ValueError: There are no files; while iterating: one ends inside a record.
+            ImportError: grain, which reads the files, is not installed.
+            ValueError: There are no files. While iterating: a file ends inside a
+                record.
         """
         files.require_tfrecords()
         return cls(_records(filenames, files.read_tfrecords))
 
     @classmethod
     def from_npy(cls, filenames: Path | Sequence[Path]) -> Self:
-        """Yields the rows of the arrays in ``.npy`` files, which are mapped into
-        memory: what is not used is not read.
+        """Yields the rows of the arrays in ``.npy`` files. The files are mapped into
+        memory: rows that are not used are not read.
 
         Raises:
-            ValueError: There are no files; while iterating: one holds a scalar, or
+            ValueError: There are no files. While iterating: a file holds a scalar, or
                 objects.
         """
         return cls(files.Tables(files.paths_of(filenames), files.load_npy))
@@ -218,11 +229,13 @@ class Sources:
     @classmethod
     def from_npz(cls, filenames: Path | Sequence[Path]) -> Self:
         """Yields the rows of the arrays in ``.npz`` archives, as dicts by the arrays'
-        names. One archive is in memory at a time, and more while a shuffle mixes them.
+        names. One archive is in memory at a time; more while a shuffle mixes rows of
+        several.
 
         Raises:
-            ValueError: There are no files; while iterating: the arrays of one differ in
-                their first axes, or a batch brings unlike files together.
+            ValueError: There are no files. While iterating: the arrays of an archive
+                differ in their first axes, or a batch has rows of archives that do not
+                fit each other.
         """
         return cls(files.Tables(files.paths_of(filenames), files.load_npz))
 
@@ -233,27 +246,28 @@ class Sources:
         columns: Sequence[str] | None = None,
         batch_size: int | None = None,
     ) -> Self:
-        """Yields the rows of Parquet files, as dicts by column; one row group is in
-        memory at a time, and more while a shuffle mixes them.
+        """Yields the rows of Parquet files, as dicts by column. One row group is in
+        memory at a time; more while a shuffle mixes rows of several.
 
         Text and binary columns are `bytes`, as TF's strings are, and arrays of objects
         in a batch; lists of a fixed size are an axis, others are *ragged*: an array of
         its own length in each row, for `padded_batch`. Structs are dicts.
 
-        Row groups are what is sharded: to workers, as files are
-        (`AutoShardPolicy.FILE`), and by `shard` where it comes first and there is one
-        for each shard. The files are opened now, for their footers.
+        Row groups are the unit of sharding: a strategy gives each worker some of them,
+        as it does with files (`AutoShardPolicy.FILE`), and so does `shard` if it is the
+        first operation and there is a row group for each shard. The files are opened at
+        this call, to read their footers.
 
         Args:
-            columns: Those to be read, in this order; None: all.
+            columns: The columns to read, in this order; None: all.
             batch_size: The same as ``.batch(batch_size)``, for any number of rows.
 
         Raises:
             ImportError: pyarrow is not installed.
             FileNotFoundError: A file is missing.
-            ValueError: There are no files; one is not of Parquet, lacks a column, or
-                has other types than the first; ``batch_size`` is not positive. While
-                iterating: values are null.
+            ValueError: There are no files; a file is not a Parquet file, lacks a
+                column, or has other types than the first; or ``batch_size`` is not
+                positive. While iterating: values are null.
             TypeError: A column is not an array.
         """
         recipe: Recipe = files.parquet_rows(files.paths_of(filenames), columns)
@@ -270,8 +284,8 @@ def _records(filenames: Path | Sequence[Path], read: ReadFile) -> Recipe:
 
 
 def _require_fixed(given: object) -> None:
-    """Refuses variables, of zstrat or of another library: an array made of one stays as
-    it is, whatever is assigned later.
+    """Refuses variables, of zstrat or of another library: an array made from a variable
+    keeps its values, whatever is assigned to the variable later.
 
     Raises:
         TypeError: The argument contains a variable.

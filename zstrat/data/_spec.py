@@ -1,10 +1,10 @@
 """The spec of an element: the shape and dtype of each leaf.
 
-A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
-what they know without a pass; to know more, draw one element (`Look`).
+A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes return
+the part that they know without a pass; to know more, draw one element (`Look`).
 
 Law of the file: a spec is never a guess. What no recipe knows is None, until a caller
-looks at an element.
+draws an element.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from ._leaves import Element
 
 Spec = Any
-"""The structure of an element with a `TensorSpec` at each leaf; None: not known."""
+"""The structure of an element with a `TensorSpec` at each leaf; None: unknown."""
 Look = Callable[[Any], Spec]
-"""A look at a recipe that does not know its own spec."""
+"""A function that finds the spec of a recipe that does not know it, for example by
+drawing an element."""
 
 TEXT: Final = np.dtype(object)
-"""Of `bytes`, whose batches are arrays of objects."""
+"""The dtype of a batch of `bytes`: an array of objects."""
 
 _NUMBERS: Final = "biufc"
-"""Kinds of dtypes of numbers, and of those that are whole."""
+"""Letters of numpy for the kinds of numbers; in `_WHOLE` for booleans and integers."""
 _WHOLE: Final = "biu"
 _ORDER: Final = {"b": 0, "i": 0, "u": 0, "f": 1, "c": 2}
 _FLOAT32: Final = 4
-"""Its bytes."""
+"""Bytes of a float32."""
 
 
 @final
@@ -44,9 +45,10 @@ class TensorSpec:
     """The shape and dtype of one component of an element.
 
     Args:
-        shape: None stands for a length that is not the same in all elements.
-        dtype: `bytes` for records and text as TensorFlow has it (an array of several is
-            of dtype object), `str` for text of any length.
+        shape: Lengths of the axes; None for a length that is not the same in all
+            elements.
+        dtype: `bytes` for records, and for text as TensorFlow has it (an array of
+            several is of dtype object); `str` for text of any length.
 
     Raises:
         TypeError: numpy does not know the dtype, or a length is not an integer.
@@ -77,12 +79,12 @@ class TensorSpec:
 
 
 def unknown(recipe: object) -> Spec:
-    """Returns an unknown spec, without drawing an element."""
+    """A `Look` that returns an unknown spec, without drawing an element."""
     del recipe
 
 
 def spec_of(element: Element) -> Spec:
-    """Returns the spec of an element that is here: all its lengths are known."""
+    """Returns the spec of an existing element, of which all lengths are known."""
     return mapped(leaf_spec, element)
 
 
@@ -97,7 +99,8 @@ def leaf_spec(leaf: Any) -> TensorSpec:
 
 
 def stacked_spec(spec: Spec, rows: int | None) -> Spec:
-    """Returns the spec of a batch of such elements; ``rows`` None: of any length."""
+    """Returns the spec of a batch of elements with the given spec. ``rows`` None:
+    batches of different lengths."""
 
     def stacked(leaf: TensorSpec) -> TensorSpec:
         return TensorSpec((rows, *leaf.shape), leaf.dtype)
@@ -106,18 +109,19 @@ def stacked_spec(spec: Spec, rows: int | None) -> Spec:
 
 
 def row_spec(spec: Spec) -> Spec:
-    """Returns the spec of a row of a batch."""
+    """Returns the spec of one row of a batch with the given spec."""
     return mapped(lambda leaf: TensorSpec(leaf.shape[1:], leaf.dtype), spec)
 
 
 def first_axis(spec: Spec) -> int | None:
-    """Returns the one first axis of all leaves, if it is known."""
+    """Returns the length of the first axis of all leaves; None if unknown or not the
+    same."""
     return common_first_axis(leaf.shape for _, leaf in leaves(spec))
 
 
 def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | None:
-    """Returns the first axis of all shapes. None if they differ in it, or one has none,
-    or is not known itself (None), or there are no shapes."""
+    """Returns the length of the first axis that all shapes share. None if the lengths
+    differ, a shape has no axis or is unknown (None), or there are no shapes."""
     # Slices, as the shape of a scalar has no first entry.
     sizes = {None if shape is None else shape[:1] for shape in shapes}
     if len(sizes) != 1:
@@ -127,10 +131,11 @@ def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | 
 
 
 def common_spec(first: Spec, second: Spec) -> Spec:
-    """Returns the spec of elements of either kind; lengths that differ are not known.
+    """Returns the spec that fits elements of both specs; lengths that differ become
+    unknown.
 
     Raises:
-        TypeError: They differ in structure, in the rank of a leaf, or in its dtype.
+        TypeError: The specs differ in structure, in the rank of a leaf, or in a dtype.
     """
     # By path: dicts of the same keys may have another order.
     theirs = dict(leaves(second))
@@ -151,7 +156,7 @@ def _incompatible(first: Spec, second: Spec) -> TypeError:
 
 
 def signature_of(given: Any) -> Spec:
-    """Returns a user's signature, with a `TensorSpec` at each leaf.
+    """Converts a user's signature to a spec, with a `TensorSpec` at each leaf.
 
     Raises:
         TypeError: A leaf has no shape and dtype.
@@ -167,11 +172,12 @@ def signature_of(given: Any) -> Spec:
 
 
 def cast_to_signature(element: Element, signature: Spec, number: int) -> Element:
-    """Returns the element in the dtypes of its signature.
+    """Returns the element converted to the dtypes of its signature.
 
     Raises:
-        TypeError: It does not fit: in structure, in a shape, or because a value would
-            change in that dtype. Says which element, where, what was expected and got.
+        TypeError: The element does not fit: in structure, in a shape, or because a
+            value would change in that dtype. Says which element, where, what was
+            expected and got.
     """
     if dict(leaves(signature)).keys() != dict(leaves(element)).keys():
         raise TypeError(
@@ -225,7 +231,7 @@ def _leaf(leaf: Any, spec: TensorSpec, number: int, path: str) -> Any:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
-    """Returns the values in another dtype; None if they would be others there."""
+    """Converts an array to another dtype; returns None if values would change."""
     if dtype == TEXT:
         if array.dtype.kind == "S":
             return array.astype(object)  # each as `bytes`
@@ -243,8 +249,10 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
 def lossless_cast(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
     """Casts numbers to another dtype, rounding to floats as numpy and TensorFlow do.
 
-    Returns None where a value would change otherwise: an integer that the dtype does
-    not have, a number that would become infinite, a complex one as a real one."""
+    Returns None if a value would change otherwise: an integer that is out of the
+    dtype's range, a number that would become infinite, a complex number cast to a real
+    one.
+    """
     given, wanted = _kind(array.dtype), _kind(dtype)
     # First by the dtypes alone; most casts need no look at their values.
     if (array.dtype.kind, dtype.kind) != (given, wanted):
@@ -279,13 +287,14 @@ def _kind(dtype: np.dtype[Any]) -> str:
 
 
 def _is_wider(given: str, wanted: str) -> bool:
-    """Returns whether numbers of a kind may become numbers of another one."""
+    """Returns whether numbers of the kind ``given`` may be converted to the kind
+    ``wanted``."""
     is_known = given in _ORDER and wanted in _ORDER
     return is_known and _ORDER[given] <= _ORDER[wanted]
 
 
 def cast_refusal(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Says why `lossless_cast` refuses numbers."""
+    """Returns the reason why `lossless_cast` refuses numbers, as text."""
     given, kind = _kind(found), _kind(wanted)
     if kind in "fc" and (given == kind or _is_wider(given, kind)):
         return "in which some of its values would be infinite"
@@ -307,17 +316,20 @@ def _dtype(given: Any) -> np.dtype[Any]:
 
 
 def state_dtypes(first: Element) -> dict[str, np.dtype[Any]]:
-    """Returns the dtypes that every state of a reduction has, by path: the first's."""
+    """Returns the dtypes that every state of a reduction must have, by path: those of
+    the first state."""
     return {path: _state_dtype(leaf) for path, leaf in leaves(first)}
 
 
 def cast_state(
     state: Element, first: Element, dtypes: dict[str, np.dtype[Any]], number: int
 ) -> Element:
-    """Returns the state after element ``number`` in the dtypes of the first state.
+    """Returns the state after element ``number``, converted to the dtypes of the first
+    state.
 
     Raises:
-        TypeError: It has another structure, or values that its dtype cannot hold.
+        TypeError: The state has another structure, or values that the dtypes cannot
+            hold.
     """
     found = dict(leaves(state))
     if found.keys() != dtypes.keys():

@@ -1,10 +1,10 @@
 """Structures of arrays, as TensorFlow's datasets understand them.
 
-Dicts, tuples (named ones too) and objects of other classes that jax knows as pytrees
-are structure; everything else, a list included, is a leaf and becomes a numpy array. No
-jax is needed: a dataset is also built without it.
+Dicts, tuples (named ones, too) and objects of other classes that jax knows as pytrees
+are structure. Everything else, a list included, is a leaf and becomes a numpy array.
+This module works without jax, because a dataset may be made in a process without it.
 
-Records (`bytes`) alone stay what they are, and several become an array of objects, as
+A single record (`bytes`) stays `bytes`, and several become an array of objects, as
 TensorFlow's strings do: numpy's own strings drop the zeros at their ends.
 """
 
@@ -29,10 +29,10 @@ def as_element(value: object, path: str = "") -> Element:
     """Converts every leaf to a numpy array; single records stay `bytes`.
 
     Raises:
-        ValueError: A leaf is not an array (a ragged list, say), or is a masked array,
-            which would lose its mask. Names its place.
-        TypeError: A leaf is an object that is neither a number nor text, or holds some;
-            names its place, its type and what to give.
+        ValueError: A leaf cannot be an array (a ragged list, say), or is a masked
+            array, which would lose its mask. Names the path of the leaf.
+        TypeError: A leaf is, or contains, an object that is neither a number nor text;
+            names its path, its type and what to give.
     """
     # Records first: numpy makes text of fixed size of them, and cuts zeros at the end.
     if value is None or isinstance(value, bytes):
@@ -65,8 +65,8 @@ def as_element(value: object, path: str = "") -> Element:
 
 
 def _is_masked(value: object) -> bool:
-    """Returns whether it is an array with a mask, which numpy drops where it is
-    copied."""
+    """Returns whether the value is an array with a mask, which numpy drops when it
+    copies."""
     # Plain ones first: numpy imports its masked arrays when they are asked for.
     is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
     return not is_plain and isinstance(value, np.ma.MaskedArray)
@@ -88,7 +88,8 @@ def _converted(value: object, path: str) -> np.ndarray:
 
 
 def owned(value: object) -> Element:
-    """Does what `as_element` does, and copies arrays that others may still write to.
+    """Converts leaves as `as_element` does, and copies arrays that may still be written
+    to.
 
     A generator or a mapped function may fill one buffer again and again, while the
     elements wait in a shuffle's buffer, a batch, or a step that has not run.
@@ -97,7 +98,7 @@ def owned(value: object) -> Element:
 
 
 def own(leaf: Any) -> Any:
-    """Returns the leaf, or a copy if somebody may still write to its memory."""
+    """Returns the leaf, or a copy if its memory may still be written to."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     memory: object = leaf
@@ -110,15 +111,15 @@ def own(leaf: Any) -> Any:
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """Returns the array in this machine's byte order, the only one that jax takes;
-    files written on other machines may have the other one."""
+    """Returns the array in this machine's byte order, which is the only one that jax
+    accepts; files written on other machines may have the other order."""
     dtype = array.dtype
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def gathered(arrays: Element, rows: np.ndarray) -> Element:
-    """Returns these rows of every array, as copies that jax can use without another
-    one. All row numbers have to be valid."""
+    """Returns these rows of every array, as copies that jax can use without copying
+    again. All row numbers have to be valid."""
     return mapped(lambda array: _gathered(array, rows), arrays)
 
 
@@ -133,12 +134,13 @@ def _gathered(array: Any, rows: np.ndarray) -> Any:
 
 
 def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Returns the items as a tuple of the same kind: a named tuple stays one."""
+    """Returns the items as a tuple of the class of ``like``, which may be a named
+    tuple."""
     return tuple(items) if type(like) is tuple else type(like)(*items)
 
 
 def dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns the items as a dict of the same kind, of those that jax knows."""
+    """Returns the items as a dict of the class of ``like``, if jax knows that class."""
     if type(like) is OrderedDict:
         return OrderedDict(items)
     if type(like) is defaultdict:
@@ -147,7 +149,7 @@ def dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
-    """Returns a tree of the same structure with another value for each leaf."""
+    """Applies ``leaf`` to each leaf of a tree; returns a tree of the same structure."""
     if isinstance(tree, dict):
         return dict_like(tree, {key: mapped(leaf, x) for key, x in tree.items()})
     if isinstance(tree, tuple):
@@ -158,7 +160,8 @@ def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
 
 
 def with_leaves(tree: Element, new: Iterable[Any]) -> Element:
-    """Returns a tree of the same structure with these leaves, in order."""
+    """Returns a tree of the same structure as ``tree`` with the leaves ``new``, in
+    order."""
     values = iter(new)
     return mapped(lambda _: next(values), tree)
 
@@ -179,11 +182,11 @@ def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stacked(elements: Sequence[Element], path: str = "") -> Element:
-    """Returns one element whose leaves have a new first axis: the elements, in order.
+    """Stacks elements, in order, along a new first axis of each leaf.
 
     Raises:
-        ValueError: The elements differ in structure, in the shape of a leaf, or in
-            what a leaf holds: numbers, text, bytes, dates.
+        ValueError: The elements differ in structure, in the shape of a leaf, or in the
+            kind of its values: numbers, text, bytes, dates.
     """
     first = elements[0]
     if isinstance(first, dict):
@@ -222,7 +225,8 @@ def _stacked_nodes(first: Node, elements: Sequence[Element], path: str) -> Eleme
 
 
 def node_treedef(value: Any) -> Any:
-    """Returns what jax knows of the class of a node; None for any other class."""
+    """Returns the treedef of a pytree node of a class that jax knows; None for any
+    other value."""
     node = node_of(value)
     return None if node is None else node.treedef
 
@@ -246,12 +250,12 @@ def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
 
 
 def require_joint(arrays: Sequence[Any], dtype: np.dtype[Any], path: str) -> None:
-    """Refuses arrays that numpy joined in a dtype in which they are not what they were:
+    """Refuses arrays whose values would change in the dtype to which numpy joins them:
     numbers beside text become text, and integers of 64 bits beside floats, or int64
     beside uint64, lose their last digits.
 
     Raises:
-        ValueError: Says where, and what came.
+        ValueError: Names the path and the values.
     """
     if dtype.kind in _KINDS:  # what is beside such becomes one
         are_arrays = all(isinstance(each, np.ndarray | np.generic) for each in arrays)
@@ -280,9 +284,10 @@ def _require_digits(array: Any, dtype: np.dtype[Any], number: int, path: str) ->
 
 
 _WHOLE: Final = 2**53
-"""Up to here float64, which numpy takes for them, has all integers."""
+"""Up to this number float64, which numpy uses for joined integers, has all integers."""
 _FLOAT64: Final = 8
-"""Its bytes: what is narrower holds all integers that numpy joins in it."""
+"""Bytes of a float64: it holds all integers of the narrower dtypes that numpy joins in
+it."""
 
 
 def _same_shape(arrays: Sequence[Any], path: str) -> None:
@@ -309,7 +314,7 @@ _KINDS: Final = {
     "m": "spans of time",
     "O": "objects",
 }
-"""Names of values that are not numbers, by the kind of dtype."""
+"""Names of values that are not numbers, by the letter of their dtype's kind."""
 
 _MISSING: Final = "text that is missing"
 
@@ -318,11 +323,12 @@ _OBJECTS: Final[dict[frozenset[object], str]] = {
     frozenset([bytes]): _KINDS["S"],
     frozenset(): _MISSING,
 }
-"""The same of arrays of objects, by the types of these."""
+"""Names of the values of an array of objects, by the set of the objects' types."""
 
 
 def kind_of(leaf: object) -> str:
-    """Returns the sort of values of an array; two sorts cannot be one batch."""
+    """Returns a name of the kind of values of an array; values of two kinds cannot be
+    in one batch."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
         # By the types of the objects: one `str` among `bytes` makes another kind.

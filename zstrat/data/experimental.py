@@ -1,4 +1,4 @@
-"""TF's path of the sharding options of tf.data: the same names as there."""
+"""The sharding options of tf.data, under the path and the names that TF gives them."""
 
 from ._replica_rows import SHARD_HINT as SHARD_HINT
 from ._replica_rows import AutoShardPolicy as AutoShardPolicy

@@ -1,4 +1,4 @@
-"""Compiles a plan to one program, with the sets and results of its steps.
+"""Compiles a plan to one program, and converts the program's outputs to updates.
 
 Law: the outputs of a program never share memory with its inputs.
 
@@ -8,10 +8,10 @@ collective keeps its thread. If two programs run at once, each may hold threads 
 other needs, and neither ends: XLA then aborts the process. Waiting costs nothing: both
 would compute on the same cores.
 
-Small variables of a plan travel side by side, in sets (`zstrat.wire`). The gradients of
-a set leave the program of a step as one array, and so does its push; its values come as
-one array, of which the program gets views. (Cut in the program they would cost a kernel
-each, which XLA compiles for 20 ms.)
+Small variables of a plan are sent in *sets* (`zstrat.wire`). The gradients of a set
+leave the program of a step as one array, which is also pushed as one array; the values
+of a set arrive as one array, of which the program gets views. (If the program divided
+the array, each variable would cost a kernel, which XLA compiles for 20 ms.)
 
 The results of a step are arrays for the caller, and updates of variables. Updates of
 rows are split over the components of a table (`outgoing`). Gradients and sums of equal
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 
 FEWEST: Final = 16
-"""Variables that are worth an array of their own."""
+"""Fewest variables for which a set is worth while."""
 
 
 def sent_by(plan: Plan) -> list[Sent]:
-    """Returns what a step of this plan sends, in order; a set is in the place of its
+    """Returns what a step of this plan sends, in order. A set has the position of its
     first update."""
     sets = {each.numbers[0]: each for each in _update_sets(plan)}
     taken = {number for each in sets.values() for number in each.numbers}
@@ -71,8 +71,8 @@ def sent_by(plan: Plan) -> list[Sent]:
 
 
 def _update_sets(plan: Plan) -> list[Sent]:
-    """Returns the sets of neighbouring gradients for one optimizer, which the server
-    applies as they come."""
+    """Groups gradients for one optimizer into sets; a server applies a set in the form
+    in which it arrives."""
     changes = [
         spec.key
         for update in plan.updates
@@ -119,8 +119,9 @@ def _update_sets(plan: Plan) -> list[Sent]:
 
 
 def read_sets(plan: Plan) -> list[list[int]]:
-    """Returns the sets that a step of this plan reads, as places in ``plan.reads``:
-    those that it updates, whose values servers keep side by side, and others."""
+    """Returns the sets that a step of this plan reads, as indices in ``plan.reads``:
+    sets that the step updates, whose values a server stores as one array, and others.
+    """
     # A request names the variables of a set by their places in it.
     at = {spec.key: place for place, spec in enumerate(plan.reads)}
     # First the sets of gradients, as the server has their values side by side after the
@@ -143,21 +144,23 @@ def read_sets(plan: Plan) -> list[list[int]]:
 
 
 def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns the elements of arrays as one array ``[elements]``, inside of a
+    """Joins arrays to one array ``[elements]`` of all their elements, inside of a
     program."""
     return jnp.concatenate([array.reshape(-1) for array in arrays])
 
 
 class StepUpdate(NamedTuple):
-    """One update that a step makes. ``optimizer`` is 0 for none; ``arrays`` are the
-    operands of the `UpdateOp`, in the dtype and shapes of the plan."""
+    """One update that a step makes. ``optimizer`` is the optimizer's id, 0 for none;
+    ``arrays`` are the operands of the `UpdateOp`, in the dtype and shapes of the plan.
+    """
 
     spec: VariableSpec
     op: UpdateOp
     optimizer: int
     arrays: tuple[np.ndarray, ...]
     call: GradientCall | None = None
-    """The call, for gradients of a tree of variables of this process."""
+    """The call of ``apply_gradients``, if the update is for variables of this process
+    that are trained as one tree."""
 
 
 class StepResult(NamedTuple):
@@ -169,15 +172,15 @@ class StepResult(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A step whose program runs: results and operands, which may not be ready;
-    ``updates`` waits for the operands and makes the updates."""
+    """A step whose program was started: results and operands, which may not be ready.
+    Calling ``updates`` waits for the operands and makes the updates."""
 
     results: list[jax.Array]
     operands: Sequence[Sequence[jax.Array]]
     updates: Callable[[], list[StepUpdate]]
 
     def to_host(self) -> None:
-        """Starts all transfers from an accelerator."""
+        """Starts to copy all arrays from an accelerator to the host."""
         if len(self.results) < 2 and not self.operands:
             return
         all_arrays = [
@@ -194,16 +197,18 @@ class Computed(NamedTuple):
 SUMMED: Final = frozenset(
     {UpdateOp.OPTIMIZE_ROWS, UpdateOp.SCATTER_ADD, UpdateOp.SCATTER_SUB}
 )
-"""Updates that add up the rows of equal indices."""
+"""Kinds of updates that add up the rows of equal indices."""
 
 
 def outgoing(
     update: PlannedUpdate | UpdateSet, operands: Iterable[jax.Array]
 ) -> list[StepUpdate]:
-    """Makes the updates for one that the step sends; waits for its operands.
+    """Converts the operands of one planned update to updates of components, after
+    waiting for the operands.
 
     Raises:
-        IndexError: An index is outside of the table; names it and the user's line.
+        IndexError: An index is outside of the table; names the index and the user's
+            line.
     """
     arrays = tuple([np.asarray(array) for array in operands])
     if isinstance(update, UpdateSet):
@@ -221,7 +226,7 @@ def outgoing(
 
 
 def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUpdate]:
-    """Makes the update with operands that the updates of an optimizer share, once for
+    """Makes an update with operands that an optimizer uses for all its updates, one for
     each parameter server."""
     # Reversed, so the first variable on each server stands for it.
     firsts = {spec.ps: spec for spec in reversed(update.specs)}
@@ -234,7 +239,8 @@ def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUp
 def parted(
     update: PlannedUpdate, rows: np.ndarray, parts: Iterable[Part]
 ) -> list[StepUpdate]:
-    """Makes the updates of components from rows that are summed and split already."""
+    """Makes the updates of a table's components from rows that were summed and split
+    already."""
     updates = [
         StepUpdate(spec, update.op, update.optimizer, (indices, rows[where]))
         for spec, where, indices in parts
@@ -245,10 +251,12 @@ def parted(
 def split(
     update: PlannedUpdate, indices: np.ndarray, rows: np.ndarray
 ) -> list[StepUpdate]:
-    """Splits indices ``[n]`` of a table, and rows, over the components.
+    """Splits an update of the rows at ``indices`` ``[n]`` of a table over the table's
+    components.
 
     Raises:
-        IndexError: An index is outside of the table; names it and the user's line.
+        IndexError: An index is outside of the table; names the index and the user's
+            line.
     """
     table = update.table
     assert table is not None
@@ -285,7 +293,8 @@ def split(
 def _counted(
     update: PlannedUpdate, updates: list[StepUpdate], rows: np.ndarray
 ) -> list[StepUpdate]:
-    """Adds updates without rows for the other components of an optimizer's step."""
+    """Adds updates without rows for those components of a table that an optimizer's
+    step does not touch, so that their count of steps grows, too."""
     specs = update.specs
     if update.op is not UpdateOp.OPTIMIZE_ROWS or len(updates) == len(specs):
         return updates
@@ -298,7 +307,8 @@ def _counted(
 
 
 class CompiledProgram:
-    """The program of one signature, compiled when it first runs.
+    """The program of one signature (types of arguments and elements), compiled when it
+    first runs.
 
     A call takes the array leaves of the arguments, those of the drawn elements, and the
     values of ``plan.reads``; it returns the arrays of the result and the operands of
@@ -308,7 +318,8 @@ class CompiledProgram:
     __slots__ = ("_jitted", "_traced", "constant", "plan")
 
     is_current: Final = True
-    """Always: values are inputs of the program."""
+    """Always True: values are inputs of the program, so it fits however variables are
+    stored."""
 
     def __init__(self, plan: Plan, body: TracedBody) -> None:
         self.plan = plan
@@ -334,7 +345,8 @@ class CompiledProgram:
         """Runs the program; may return before the results are ready.
 
         Raises:
-            TypeError, RuntimeError: The body cannot be captured; only in the first run.
+            TypeError, RuntimeError: The body cannot be captured; raised in the first
+                run only.
         """
         outputs: tuple[list[jax.Array], list[list[jax.Array]]]
         # jax compiles at the first call, and only then can the body raise errors to
@@ -377,7 +389,8 @@ def _replayed(plan: Plan, body: TracedBody, context: WorkerContext | None) -> An
 
 
 def own(array: jax.Array, given: set[int]) -> jax.Array:
-    """Copies an output that is one of the inputs, which may be the caller's memory."""
+    """Copies an output that is one of the inputs (``given``, by ``id``), whose memory
+    may be the caller's."""
     return jnp.copy(array) if id(array) in given else array
 
 
@@ -388,7 +401,8 @@ Outputs = TypeVar("Outputs")
 
 
 def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
-    """Waits for a program over several parts of the CPU; returns its outputs.
+    """Waits for a program if it runs over several parts of the CPU; returns its
+    outputs.
 
     Args:
         outputs: A pytree.

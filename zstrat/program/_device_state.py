@@ -1,8 +1,9 @@
 """`PlannedVariables`: variables of a step on the devices of this process.
 
-A step takes them from the devices, and puts them back. Law: a step holds the turn
-(`DevicePool`) from its first read of a variable to the new value; and during its turn
-the variables are stored as it was traced for (`Outdated`).
+A step takes the values from the devices, and stores the new ones there. Law: a step
+holds the lock of the devices' memory (`DevicePool`) from its first read of a variable
+until the new value is stored; and while it does, the variables are stored as they were
+when the step was traced (otherwise it raises `Outdated`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ T = TypeVar("T")
 
 
 class Outdated(Exception):
-    """The variables are not stored as the program was traced for: another thread has
-    given each replica a copy, or the processes have changed. Nothing was done; the
-    caller finds the program again."""
+    """The variables are no longer stored as when the program was traced: another thread
+    has given each replica a copy, or the set of processes has changed. Nothing was
+    done; the caller looks up or traces the program again."""
 
 
 class PlannedVariables:
-    """The variables of one plan: those it reads, those it updates, and their slots."""
+    """The variables of one plan: those that a step reads, those that it updates, and
+    their slots."""
 
     def __init__(
         self,
@@ -70,8 +72,8 @@ class PlannedVariables:
         # other.
         self._pools: list[DevicePool] = [pools[key] for key in sorted(pools)]
         self.travels = any(pool.travels for pool in self._pools)
-        """Whether values are kept on another device than steps run on, so that a failed
-        step does not lose them."""
+        """Whether values are kept on another device than the one that steps run on, so
+        that a failed step does not lose them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
         self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
         self._places = self._joint_places()
@@ -86,10 +88,12 @@ class PlannedVariables:
     def _joint_places(
         self,
     ) -> list[tuple[DeviceStorage, int, tuple[tuple[SlotRule, int, int], ...]]]:
-        """Returns each updated storage with the indices of its arrays in the outputs.
+        """Returns each updated storage, with the indices of its value and slots in the
+        outputs of the program.
 
-        Empty if the updated variables are not kept as one joint state: values travel,
-        or there are variables of several pools, or on other tasks.
+        Empty if the updated variables cannot share one list of arrays (a *joint
+        state*): because values are kept on another device, or variables belong to
+        several pools (`DevicePool`) or to other tasks.
         """
         storages = {id(storage): storage for storage in self._moved_storages}
         beside: dict[int, list[tuple[SlotRule, int, int]]] = {
@@ -113,7 +117,8 @@ class PlannedVariables:
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> PlannedVariables | None:
-        """Replaces the variables; None if optimizers update some of them."""
+        """Makes the same object for other variables; returns None if optimizers update
+        some of these variables."""
         if self._slot_storages:
             return None
         others = {variable.spec.key: variable for variable in variables}
@@ -130,9 +135,10 @@ class PlannedVariables:
         return where, self._are_apart()
 
     def _are_apart(self) -> tuple[bool, ...]:
-        """Returns for each variable whether each replica has a copy of its own.
+        """Returns for each variable whether each replica has a separate copy of it.
 
-        Looks again only if a variable of the strategy has switched to copies.
+        Computes the answer again only if a variable of the strategy has switched to
+        copies.
         """
         parted = [pool.parted for pool in self._pools]
         if self._parts[0] != parted:
@@ -141,10 +147,11 @@ class PlannedVariables:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices of all processes, if the values are arrays over them.
+        """The mesh over the devices of all processes, if the values are arrays over
+        them; else None.
 
         Raises:
-            ValueError: They are over several meshes.
+            ValueError: The values are arrays over several meshes.
         """
         meshes = {pool.mesh for pool in self._pools} - {None}
         if len(meshes) > 1:
@@ -157,7 +164,7 @@ class PlannedVariables:
     def in_turn(self, act: Callable[[], T]) -> T:
         """Calls ``act`` while no other code computes next values of the variables.
 
-        An exception inside counts as a failed step.
+        An exception raised by ``act`` counts as a failed step.
         """
         # Not a context manager: a Ctrl-C in its Python would leave a lock held. Nothing
         # is raised between the body of a `with` and the release of a lock of C's.
@@ -168,7 +175,8 @@ class PlannedVariables:
         return _holding([pool.turn for pool in pools], lambda: self._settled(act))
 
     def alone(self, act: Callable[[], T]) -> T:
-        """Calls ``act`` while no other code reads the variables; inside of a turn."""
+        """Calls ``act`` while no other code reads the variables. Call this inside of
+        `in_turn`."""
         pools = self._pools
         if len(pools) == 1:
             with pools[0].lock:
@@ -187,7 +195,7 @@ class PlannedVariables:
             raise
 
     def require_kept(self) -> None:
-        """Refuses a step on values that a failed step has lost.
+        """Refuses a step if a failed step has lost one of its values.
 
         Raises:
             DataLossError: A value is lost; names the variable and the remedies.
@@ -205,8 +213,8 @@ class PlannedVariables:
                 storage.require_kept(variable.name)
 
     def values(self) -> list[Any]:
-        """Reads the plan's variables: those on devices as they are, others as arrays of
-        numpy."""
+        """Reads the plan's variables: values on devices as device arrays, others as
+        numpy arrays."""
         if not self._away:
             return [storage.value() for storage in self._read_storages]
         read = iter(read_all(self._away))
@@ -216,30 +224,32 @@ class PlannedVariables:
         ]
 
     def are_here(self) -> list[bool]:
-        """Returns for each of the plan's reads whether it is on devices here."""
+        """Returns for each of the plan's reads whether the variable is on devices of
+        this process."""
         return [isinstance(storage, DeviceStorage) for storage in self._storages]
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of values that all devices of a step have; None for one
+        """The sharding of values that every device of a step has; None for one
         device."""
         shardings = [pool.sharding for pool in self._pools]
         return next((found for found in shardings if found is not None), None)
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
-        """Returns the shardings of the next values, and of each optimizer's slots."""
+        """Returns the shardings for `put`: those of the next values, and those of each
+        optimizer's slots."""
         slots = [storage.pool.sharding for storage, _, _ in self._slot_storages]
         return [storage.sharding for storage in self._moved_storages], slots
 
     def slots(self) -> list[Any]:
-        """Returns the slots of each optimizer for each variable that it updates."""
+        """Returns for each optimizer and each variable that it updates the slots."""
         return [
             storage.slots_before(rule, name)
             for storage, rule, name in self._slot_storages
         ]
 
     def state(self) -> list[Any]:
-        """Returns all `values`, then all leaves of `slots`, in a new list."""
+        """Returns the `values`, followed by all leaves of `slots`, in a new list."""
         joint = None if self._joint is None else self._joint.taken()
         if joint is None:
             return [*self.values(), *itertools.chain.from_iterable(self.slots())]
@@ -249,21 +259,23 @@ class PlannedVariables:
         return values + joint[self._counts[0] :]
 
     def values_and_slots(self) -> list[list[Any]]:
-        """Returns `values`, and the slots of each optimizer."""
+        """Returns the list of `values`, followed by a list of slots for each optimizer
+        and variable."""
         return cut_at(self.state(), [len(self._storages), *self._counts[1:]])
 
     def moved_reads(self) -> list[int]:
-        """Returns the numbers of reads of updated variables, in the order of `put`."""
+        """Returns the indices, among the plan's reads, of the updated variables, in the
+        order of `put`."""
         numbers = {spec.key: n for n, spec in enumerate(self._plan.reads)}
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
     def put(self, arrays: list[Any], draws: Draws) -> None:
-        """Stores the next values, and all leaves of the next slots, in the order of the
-        plan; marks the elements as spent.
+        """Stores the next values and all leaves of the next slots, in the order of the
+        plan, and marks the elements of ``draws`` as used up.
 
-        The list then belongs to this object. The caller holds the lock, unless the
-        values travel.
+        The list ``arrays`` belongs to this object afterwards. The caller holds the
+        lock, unless values are kept on another device.
         """
         # Before the first attempt, so that a second one stores the same numbers.
         steps = [pool.steps + self._moves for pool in self._pools]
@@ -276,8 +288,8 @@ class PlannedVariables:
             raise
 
     def _put(self, arrays: list[Any], steps: Sequence[int]) -> None:
-        """Stores the state; idempotent, for a second call after a Ctrl-C in the
-        first."""
+        """Stores the next values and slots. Idempotent, because it is called again
+        after a Ctrl-C during the first call."""
         if self._places:
             self._keep(arrays)
         else:
@@ -312,6 +324,6 @@ def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
 
 
 def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Cuts a list of leaves into lists of these lengths."""
+    """Splits a list into lists of these lengths."""
     left = iter(leaves)
     return [list(itertools.islice(left, count)) for count in counts]

@@ -1,11 +1,11 @@
 """Runs step functions, on workers (`prepare`) and in this process (`run_here`).
 
-On a worker, `prepare` draws elements and finds the program; then the worker asks for
+On a worker, `prepare` draws elements and finds the program; then the worker requests
 the values that the step reads, and `Prepared.run` computes. An eager step has no plan,
 and runs through `run_eager`.
 
-Law of the file: a result is complete when it is returned, and nothing writes to its
-arrays again.
+Law of the file: a result is complete when it is returned, and its arrays are never
+written to again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class ExecutedFunction(Protocol):
-    """A `Function`, as this file needs it."""
+    """The attributes of a `Function` that this file uses."""
 
     name: str
     eager: bool
@@ -65,16 +65,17 @@ class ExecutedFunction(Protocol):
 def prepare(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Prepared:
-    """Draws the elements of one step and finds its program; traces it if it is new.
+    """Draws the elements of one step and finds its program; traces the step if no
+    program fits.
 
-    Nothing may write to the arguments before the step has run.
+    The arguments must not be written to before the step has run.
 
     Raises:
         OutOfRangeError: A dataset has no more elements; nothing was drawn.
         TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
         ValueError: The function is eager (see `run_eager`).
-        IndexError: It looks up an id outside of the table. Drawn elements are used up,
-            as in every step that fails.
+        IndexError: The step looks up an id outside of the table. Drawn elements are
+            used up, as in every step that fails.
         ValueError: Ids or indices of rows are computed from integers that do not fit 32
             bits.
         Exception: Whatever the body raises while it is traced.
@@ -93,7 +94,7 @@ def prepare(
 
 
 class Prepared:
-    """One step that is ready to run when it gets the answers to its requests.
+    """One step that is ready to run when the answers to its requests have arrived.
 
     A step without draws and lookups may run again, with newer values.
     """
@@ -111,7 +112,8 @@ class Prepared:
         self._given = inputs
         self._begun: list[jax.Array] | None = None
         self.wanted = Wanted(self.plan.reads)
-        """The next request; the first one needs no answer."""
+        """The next request for values and rows. The first request needs no earlier
+        answer."""
         self._lookups: Lookups | None = None
         # Before ids are computed from them.
         if self.plan.downcast_leaves:
@@ -125,36 +127,41 @@ class Prepared:
 
     @property
     def examples(self) -> int:
-        """Number of examples that it has drawn: rows of each element's first array."""
+        """Number of examples that the step has drawn: rows of each element's first
+        array."""
         return sum([_examples(element.leaves) for element in self._draws.elements])
 
     @property
     def may_begin(self) -> bool:
-        """Whether a part of it can be computed without the values that it pulls."""
+        """Whether a part of the step can be computed before the values that it pulls
+        arrive."""
         return isinstance(self._program, OverlappedProgram)
 
     def begin(self, values: Sequence[Any]) -> None:
-        """Starts to compute what needs no pulled values; `run` goes on from there.
+        """Starts to compute the part that needs no pulled values; `run` computes the
+        rest.
 
-        ``values`` are those of ``plan.reads``, with anything in place of pulled ones.
+        ``values`` are those of ``plan.reads``, with anything in place of values to be
+        pulled.
         """
         assert isinstance(self._program, OverlappedProgram)
         elements = _leaves(self._draws)
         self._begun = self._program.begin(self._given, elements, values)
 
     def forget_begun(self) -> None:
-        """Drops what `begin` has computed, as its values have changed."""
+        """Drops what `begin` has computed, because the values that it used have
+        changed."""
         self._begun = None
 
     def unread(self) -> None:
         """Gives the drawn elements back, because the step will not run.
 
-        Of several prepared steps call it for the last one first.
+        Of several prepared steps, call this for the last one first.
         """
         self._draws.unread()
 
     def advance(self, values: Sequence[np.ndarray]) -> Wanted | None:
-        """Takes the answer to `wanted`, and returns the next request.
+        """Takes the answer to the request `wanted`, and returns the next request.
 
         Returns None if that was the last answer, which `run` takes: a plan with
         ``levels`` requests advances one time less. The step may use the arrays of the
@@ -169,7 +176,7 @@ class Prepared:
         return wanted
 
     def compute(self, values: Sequence[np.ndarray]) -> Computed:
-        """Starts to compute; the arrays may not be ready when it returns."""
+        """Starts to compute the step; the returned arrays may not be ready."""
         if self._lookups is not None:
             return self._lookups.compute(values)
         assert isinstance(self._program, CompiledProgram)
@@ -187,10 +194,10 @@ class Prepared:
         """Computes the step.
 
         ``values`` are the answer to the last `wanted`. They may be used without a copy,
-        so nothing may write to them meanwhile; the result shares no memory with them.
+        so they must not be written to meanwhile; the result shares no memory with them.
 
         Raises:
-            TypeError, RuntimeError: The body cannot be captured, as its second trace
+            TypeError, RuntimeError: The body cannot be captured, which its second trace
                 shows when the program first runs.
             IndexError: The step updates a row outside of the table.
         """
@@ -215,13 +222,14 @@ def run_eager(
     storage: Storage | None = None,
     draw: Callable[[StepIterator], Any] = StepIterator.draw,
 ) -> StepResult:
-    """Runs the Python body at once: reads and updates go to ``storage`` as they occur.
+    """Runs the Python body at once: reads and updates are sent to ``storage`` as they
+    occur.
 
     For debugging with print and pdb. An eager step has no plan, and its result has no
     ``updates``.
 
     Args:
-        storage: Of all variables; None for each variable's own.
+        storage: Storage of all variables; None: each variable's own.
         draw: Returns the next element of an iterator.
 
     Raises:
@@ -261,7 +269,7 @@ def _examples(leaves: Sequence[Any]) -> int:
 def run_here(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a step in this process, through the storage of each variable.
+    """Runs a step in this process: reads and updates use the storage of each variable.
 
     Returns the body's result, its arrays as ``jax.Array``. The first call of a step
     that creates its variables runs eagerly.
@@ -305,7 +313,8 @@ def run_here(
 def _run_body(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs the Python body with values; it may create variables."""
+    """Runs the Python body with real values, without tracing; the body may create
+    variables."""
     errors = translated_variable_errors(function.name)
     with errors, Immediate(None).recording() as eager:
         structure, arrays = split(_called(function, args, kwargs, eager), eager.read)
@@ -330,7 +339,8 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
 
 
 def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
-    """Answers the requests of a step; returns the last answer."""
+    """Reads what the requests of a step ask for, request by request; returns the last
+    answer."""
     handles = {v.spec.key: v for v in plan.variables}
     for lookup in plan.lookups:
         handles.update((v.spec.key, v) for v in lookup.table.components)
@@ -345,7 +355,8 @@ def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
 def _outgoing(
     sent: Sequence[PlannedUpdate | UpdateSet], operands: Sequence[Sequence[jax.Array]]
 ) -> list[StepUpdate]:
-    """Makes the updates of a step for variables of other storages."""
+    """Makes the updates of a step for variables that are not on devices of this
+    process."""
     updates: list[StepUpdate] = []
     for update, arrays in zip(sent, operands, strict=True):
         updates += outgoing(update, arrays)
@@ -387,7 +398,8 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
 def _apart(
     update: StepUpdate, handles: Mapping[int, VariableHandle]
 ) -> Iterable[StepUpdate]:
-    """Returns the updates of the variables of a set, or the update."""
+    """Splits an update of a set into updates of its variables; returns any other update
+    as it is."""
     if update.op is not UpdateOp.OPTIMIZE_SET:
         return [update]
     keys, array = update.arrays
@@ -409,8 +421,8 @@ def _called(
     kwargs: Mapping[str, Any],
     eager: Immediate,
 ) -> Any:
-    """Calls the body with jax arrays, as in a captured step, in new containers: other
-    calls share these arguments."""
+    """Calls the body with jax arrays, as a captured step gets them. The containers of
+    the arguments are copied, because other calls share them."""
     watch_keras_models()
     # Before the arguments become arrays of jax, which have lost the bits.
     eager.note_downcasts(joined.leaves((args, dict(kwargs))))
@@ -426,7 +438,8 @@ def _as_jax(leaf: Any) -> Any:
 
 
 def _frozen(array: Any) -> np.ndarray:
-    """Makes a read-only copy: an eager step may write to what it has returned."""
+    """Makes a read-only copy of a result, because an eager step may write to the
+    original."""
     copied = np.array(array, order="C")
     if not copied.dtype.isnative:  # results are sent as raw bytes
         copied = copied.astype(copied.dtype.newbyteorder("="))

@@ -1,10 +1,11 @@
 """``zs.function``: Python that is traced once and then runs as a compiled program.
 
-A step that is a method has programs of its own for each object, so the object keeps the
+A step that is a method has separate programs for each object, so the object keeps the
 bound `Function`, in one private entry of its ``__dict__``. The key there is the unbound
 function, not its name: a subclass and its parent may have a ``step`` each.
 
-Law of the file: a copy of the object, shallow, deep or pickled, starts without any.
+Law of the file: a copy of the object (shallow, deep or pickled) starts without bound
+functions.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _lock: Final = threading.Lock()
 in_python_step: Final[ContextVar[bool]] = ContextVar(
     "zstrat_python_step", default=False
 )
-"""Whether the body of a step runs in Python, because it branches on the end of data."""
+"""Whether the body of a step runs in Python now, because it branches on the end of its
+data."""
 
 
 class BoundFunctions:
-    """The bound step functions that ``owner`` keeps."""
+    """The bound step functions that the object ``owner`` keeps."""
 
     __slots__ = ("_bound", "owner")
 
@@ -51,7 +53,7 @@ class BoundFunctions:
         self._bound: dict[Function, Function] = {}
 
     def of(self, unbound: Function, instance: object) -> Function:
-        """Returns the function bound to the instance; the same object each time."""
+        """Returns the function bound to the instance; the same object at each call."""
         bound = self._bound.get(unbound)
         if bound is None:
             body = unbound.body.__get__(instance)
@@ -65,10 +67,11 @@ class BoundFunctions:
 
 
 def bound_functions(instance: object, name: str) -> BoundFunctions:
-    """Returns the bound functions of an instance; adds them if it has none.
+    """Returns the bound functions of an instance; adds an empty collection if it has
+    none.
 
     Raises:
-        TypeError: It is a class, or has no ``__dict__``.
+        TypeError: The instance is a class, or has no ``__dict__``.
     """
     if isinstance(instance, type):
         raise TypeError(
@@ -97,13 +100,13 @@ def bound_functions(instance: object, name: str) -> BoundFunctions:
 
 
 class Function:
-    """A step function; `function` makes them.
+    """A step function; `function` makes it.
 
     - Inside another step it is inlined.
     - Scheduled by a coordinator it runs on a worker.
     - As a dataset function, or in one, it runs its plain body.
-    - Called elsewhere it runs here: it reads values from each variable's storage,
-      computes, and sends the updates; the result's arrays are ``jax.Array``.
+    - Called elsewhere it runs in this process: it reads values from each variable's
+      storage, computes, and sends the updates; the result's arrays are ``jax.Array``.
 
     The body captures globals and closure variables when it is first traced or shipped,
     as with ``tf.function``: later changes of a captured Python value have no effect.
@@ -134,15 +137,15 @@ class Function:
         self.programs = CompiledPrograms(self.name, self.body)
         self._shipped: tuple[bytes, bytes] | None = None
         self._is_python = False
-        """Whether the body branches on the end of its data, so that it runs in
-        Python."""
+        """Whether the body branches on the end of its data, so that it runs in Python
+        instead of as a program."""
 
     @property
     def trace_count(self) -> int:
         """Number of signatures that were traced in this process.
 
-        The body runs once for each; twice if it first reads a variable inside of a
-        function that jax traces by itself (`lax.scan`, an inner `jax.jit`).
+        The body runs once for each signature; twice if it first reads a variable inside
+        of a function that jax traces by itself (`lax.scan`, an inner `jax.jit`).
         """
         return self.programs.trace_count
 
@@ -151,7 +154,8 @@ class Function:
         """The pickled function, as it is shipped; the same bytes each time.
 
         Raises:
-            TypeError: It captures something that cannot be pickled; says what.
+            TypeError: The function captures something that cannot be pickled; says
+                what.
         """
         return self._code_and_digest()[0]
 
@@ -163,8 +167,8 @@ class Function:
     def plan(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> Plan:
         """Returns the plan of a call with these arguments.
 
-        Traces the function if their signature is new. Elements that it draws from real
-        iterators are given back.
+        Traces the function if their signature is new. Elements that the trace draws
+        from real iterators are given back.
 
         Raises:
             ValueError: The function is eager: it has no plan.
@@ -189,7 +193,7 @@ class Function:
 
     def within(self, strategy: Scoping) -> Function:
         """Returns this step with a body that enters the scope of ``strategy``, under
-        this thread's settings of jax; coordinators ship it."""
+        this thread's settings of jax. Coordinators ship that step to workers."""
         body = ScopedBody(self.body, strategy, jax_settings())
         scoped = _blank()
         scoped.__setstate__({"body": body, "eager": self.eager, "name": self.name})
@@ -223,7 +227,7 @@ class Function:
             in_python_step.reset(before)
 
     def _turn_to_python(self, error: _refusals.LoopsOverData) -> None:
-        """Runs the step in Python from now on, and warns."""
+        """Makes the step run in Python from now on, without tracing, and warns."""
         self._is_python = True
         warnings.warn(
             f"the step function {self.name!r} runs in Python, operation by operation, "
@@ -236,7 +240,7 @@ class Function:
         )
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
-        """Returns the `Function` of a method for an instance, which keeps it."""
+        """Returns the `Function` bound to an instance, which keeps it."""
         if instance is None:
             return self
         return bound_functions(instance, self.name).of(self, instance)
@@ -275,7 +279,7 @@ def function(
     """Makes a step function. Use it as a decorator, with or without arguments.
 
     jax traces the body when it is first called with arguments of new types, so Python
-    in it runs then and not at each step. In the body,
+    code in it runs then and not at each step. In the body,
 
     - variables are read (``v.value()``, arithmetic) and updated (``assign``,
       ``scatter_...``, ``optimizer.apply_gradients``) at its top level, not under
@@ -283,14 +287,14 @@ def function(
     - rows of tables are looked up there, too (``zs.embedding_lookup``,
       ``v.sparse_read``), before the step updates the table; ids may be computed from
       anything. Ids that depend on values that the step reads, or on rows, cost one more
-      request to the parameter servers for each such level; all other rows come with the
-      other reads;
+      request to the parameter servers for each such level; all other rows arrive with
+      the other reads;
     - ``next(iterator)`` draws an element of a dataset, as often as Python calls it; at
       the end of the data the step raises OutOfRangeError. A loop over a dataset or
-      iterator, and `Optional.has_value`, branch on the end of the data, which a trace
-      does not know: such a step runs in Python where it is called, with a warning, and
-      each ``strategy.run`` in it as one program; workers refuse it, unless it is
-      ``eager``;
+      iterator, and `Optional.has_value`, branch on the end of the data, which is
+      unknown during a trace: such a step runs in Python where it is called, with a
+      warning, and each ``strategy.run`` in it as one program; workers refuse such a
+      step, unless it is ``eager``;
     - arrays and Python ints, floats and complexes among the arguments are traced;
       booleans, strings and other hashable values are static, and each value is traced
       by itself;
@@ -303,9 +307,9 @@ def function(
       holds variables is static;
     - the result may be any pytree of arrays, Python numbers, strings and None.
 
-    A step that looks up, or updates, a row outside of the table raises IndexError. With
-    variables on its own devices (`MirroredStrategy`, say) it returns nan, or skips the
-    update.
+    A step that looks up, or updates, a row outside of the table raises IndexError. If
+    the variables are on the devices of this process (`MirroredStrategy`, say), the
+    lookup gives nan instead, and the update is skipped.
 
     Args:
         eager: Do not trace: run the Python body itself on the worker, with values, for
@@ -313,10 +317,10 @@ def function(
             read is a round trip. Updates are sent together, before the next read and at
             the end of the body; if the body raises, those not yet sent are dropped.
             Updates of a lost worker stay: the second run of the step must make the same
-            updates at the same points, else it fails with `RetryDiffersError`.
+            updates at the same points, or it fails with `RetryDiffersError`.
 
     Raises:
-        TypeError: ``fn`` is not a function, or a coroutine or generator function.
+        TypeError: ``fn`` is not a function, or is a coroutine or generator function.
     """
     if fn is None:
         return functools.partial(Function, eager=eager)

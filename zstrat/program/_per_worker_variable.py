@@ -1,10 +1,11 @@
 """`PerWorkerVariable`: one value for each worker (``per_worker_variable=True``).
 
 Each value is a variable on a parameter server, so that a worker that is restarted finds
-its value again. In a step it is the value of the worker that runs the step.
+its value again. In a step, a `PerWorkerVariable` has the value of the worker that runs
+the step.
 
-Law: a step knows its worker only from `worker_context`, and its trace records that it
-asked, so that no other worker uses that program.
+Law: a step gets its worker's index only from `worker_context`, and its trace records
+that it did, so that no other worker uses that program.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class PerWorkerVariable(AbstractVariable):
     """A variable with an independent value for each worker of a coordinator.
 
     In a scheduled step it behaves like other variables: the step reads and updates the
-    value of its worker. The body must capture it; it cannot be an argument, and
-    optimizers do not update it. Elsewhere `read_all` returns all values.
+    value of its worker. The body must capture the variable, which cannot be an
+    argument, and optimizers do not update it. Outside of steps `read_all` returns all
+    values.
 
     Args:
-        variables: One for each worker, in order.
+        variables: The variables with the values, one for each worker, in order.
     """
 
     __slots__ = ("_variables",)
@@ -62,7 +64,7 @@ class PerWorkerVariable(AbstractVariable):
 
         Raises:
             RuntimeError: Called in a step.
-            PSUnavailableError: A ps is gone.
+            PSUnavailableError: A parameter server is gone.
         """
         if recorder.get() is not None:
             raise RuntimeError(
@@ -145,7 +147,8 @@ class PerWorkerVariable(AbstractVariable):
 
 
 class _OnWorkers(UnboundStorage):
-    """The storage in a step that is called here instead of scheduled."""
+    """The storage of a per-worker variable's value in a step that is called in this
+    process instead of scheduled."""
 
     def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
         return RuntimeError(

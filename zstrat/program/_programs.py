@@ -5,7 +5,7 @@ elements that the call draws and, if the body asked for it, the worker's context
 key is traced once. A function that is traced again and again is slow, so traces are
 counted, and a warning says what changed.
 
-Law of the file: programs are added under one lock; a lookup takes none.
+Law of the file: programs are added under one lock; a lookup takes no lock.
 """
 
 from __future__ import annotations
@@ -53,21 +53,23 @@ if TYPE_CHECKING:
     from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
-"""Limit of programs of one function. Each keeps an executable of about a megabyte; a
-function with more retraces by mistake, and has warned about it long before."""
+"""Most programs of one function. Each keeps an executable of about a megabyte; a
+function that needs more is traced again by mistake, and has warned about that long
+before."""
 
 MAX_SHARED: Final = 8
-"""Limit of shared traces of calls that differ in the elements that they draw: a step
-usually gets fewer shapes of batches."""
+"""Most shared traces of calls that differ only in the types of the elements that they
+draw: a step usually gets fewer shapes of batches."""
 
 HereProgram = StagedProgram | WholeProgram
-"""Programs on variables of this process's devices, or of several processes."""
+"""Classes of programs that use variables on this process's devices, or of several
+processes."""
 
 AnyProgram = CompiledProgram | RowsProgram | HereProgram
 
 WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
-"""Numbers of traces at which the function warns (TF warns at the fifth); then at each
-multiple of the last one."""
+"""Numbers of traces at which the function warns (TF warns at the fifth); after the last
+of them it warns at each of its multiples."""
 
 
 class RetraceWarning(UserWarning):
@@ -76,11 +78,11 @@ class RetraceWarning(UserWarning):
 
 @dataclass(slots=True)
 class ProgramsOfCall:
-    """The programs of calls with equal keys of arguments.
+    """The programs of calls whose arguments have equal keys.
 
-    ``draws`` are the draws of the last traced one; ``captured`` the iterators that it
-    draws from which are not arguments; ``asks_context``: one of them asked for the
-    worker's context.
+    ``draws`` are the draws of the last traced one; ``captured`` the iterators from
+    which it draws and which are not arguments; ``asks_context``: one of the programs
+    asked for the worker's context.
     """
 
     draws: tuple[int, ...] = ()
@@ -89,12 +91,14 @@ class ProgramsOfCall:
     programs: dict[Hashable, AnyProgram] = field(default_factory=dict)
 
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
-        """Finds the program for these elements in the current worker context."""
+        """Returns the program for these elements in the current worker context; None if
+        there is none."""
         program = self.programs.get(self._name(elements))
         return program if program is not None and program.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Returns whether there is one whose variables are stored differently now."""
+        """Returns whether there is a program for these elements whose variables are
+        stored differently now."""
         program = self.programs.get(self._name(elements))
         return program is not None and not program.is_current
 
@@ -112,7 +116,7 @@ class ProgramsOfCall:
 
 @dataclass(frozen=True, slots=True)
 class SharedTrace:
-    """The programs of the call ``key``, which calls with other variables may share."""
+    """The programs of the call ``key``, which calls with other variables may reuse."""
 
     key: Hashable
     given: GivenVariables
@@ -127,14 +131,15 @@ _GIVEN: Final = (
 
 
 class CompiledPrograms:
-    """All programs of one function."""
+    """All programs of one step function."""
 
     def __init__(self, step: str, fn: Callable[..., Any]) -> None:
         self.trace_count = 0
         self.kept = 0
         """Number of programs; may be read on any thread."""
         self.warned: set[str] = set()
-        """Places and dtypes whose downcasts have been warned about."""
+        """Arguments or elements, with their dtypes, of whose downcasts the function has
+        warned."""
         self._has_created = False
         self._step = step
         self._fn = fn
@@ -142,13 +147,14 @@ class CompiledPrograms:
         self._words: dict[str, str] = {}
         self._fingerprint: Hashable = None
         self._shared: dict[Hashable, list[SharedTrace]] = {}
-        """By what calls with other variables have in common (`given_variables`), the
-        newest first: they drew other elements, or came when variables were apart."""
+        """Shared traces, by what they have in common with calls with other variables
+        (`given_variables`), the newest first. The traces of one key differ in the
+        elements drawn, or in whether variables had copies."""
         # Re-entrant: a body may call its own step function, which is inlined.
         self._lock = threading.RLock()
 
     def may_create(self) -> bool:
-        """Returns whether the body may create variables now; True only once, before the
+        """Returns whether the body may create variables now. True only once, before the
         first trace, as in ``tf.function``."""
         with self._lock:
             first = not (self.trace_count or self._has_created)
@@ -187,7 +193,8 @@ class CompiledPrograms:
     def _alike(
         self, call: CutCall, given: GivenVariables | None, draws: Draws
     ) -> AnyProgram | None:
-        """Makes the program from a shared trace of other variables, if there is one."""
+        """Makes a program from a trace that a call with other variables has made; None
+        if no such trace fits."""
         # Searched last whether the body holds one of the variables, as that looks at
         # many objects.
         traces = None if given is None else self._shared.get(given.likeness)
@@ -355,7 +362,8 @@ class CompiledPrograms:
 def _for_others(
     shared: SharedTrace, call: CutCall, given: GivenVariables, draws: Draws
 ) -> AnyProgram | None:
-    """Makes the program for other variables; None if this call cannot share it."""
+    """Makes the program for other variables from a shared trace; None if this call
+    cannot use it."""
     origin = shared.programs
     if given.keys == shared.given.keys:
         return None
@@ -371,8 +379,8 @@ def _for_others(
 
 
 def _advice(numbers: Sequence[type]) -> str:
-    """Returns the remedy; ``numbers`` are types of static Python numbers that
-    changed."""
+    """Returns the text with the remedy for repeated traces; ``numbers`` are types of
+    static Python numbers that changed."""
     if not numbers:
         return (
             "Pass arrays of equal shapes and dtypes (pad the last batch), and pass "

@@ -1,4 +1,5 @@
-"""Saving and restoring what a program has: checkpoints, exports, evaluation beside."""
+"""Saving and restoring the state of a program: checkpoints, exports, and evaluation in
+a separate process."""
 
 from ._checkpoint import Checkpoint as Checkpoint
 from ._evaluator import JsonLines as JsonLines

@@ -29,25 +29,25 @@ class Checkpoint(Tracked):
     """Objects to be saved and restored together, each under a name.
 
     Args:
-        root: An object whose own children are held at the top; may be left out.
+        root: An object whose own children are added under their names; may be left out.
         trackables: ``zs.Variable``, ``zs.ShardedVariable``, ``zs.Optimizer``,
             ``zs.Module``, other checkpoints, iterators of a dataset, and pytrees of
-            these. Attributes that are set later count too.
+            these. Attributes that are set later are added, too.
 
-    Values and the slots of optimizers are saved, each variable as one array whatever
-    its partitioning. They are found again by these names and by the attributes, keys
-    and indices below them, and not by the names of variables. Of an iterator its place
-    in the data is saved: see `zs.data.CheckpointableIterator`.
+    Saves values and the slots of optimizers; each variable is one array, whatever its
+    partitioning. Variables are found again by these names and by the attributes, keys
+    and indices below them, not by the names of variables. Of an iterator, the position
+    in its data is saved: see `zs.data.CheckpointableIterator`.
 
     Raises:
-        TypeError: Something is of another type, or holds an array or a number where a
-            variable should be, or has two keys with one text (1 and "1").
+        TypeError: An object has another type, or contains an array or a number where a
+            variable should be, or has two keys with the same text (1 and "1").
     """
 
     _tracked: dict[str, Any]
     _restore: Restore | None
     save_counter: Variable
-    """The number of calls of `save`; int64, in this process."""
+    """Number of calls of `save`: an int64 variable of this process."""
 
     def __init__(self, root: Any = None, **trackables: Any) -> None:
         # Past `__setattr__`, which tracks what it is given and refuses these names.
@@ -88,41 +88,43 @@ class Checkpoint(Tracked):
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves to the folder ``<file_prefix>-<N>`` and returns its path; ``N`` is the
-        `save_counter`, counted up by this call.
+        `save_counter`, which this call increments.
 
-        What is saved is one moment of the training, between two steps: each step, and
-        each update that the program makes by itself, is in it as a whole or not at all,
-        and the manifest says which steps are (``metadata["steps"]``: all ``below`` a
-        number, and some ``besides``). So steps that have not begun wait until those
-        that run have ended; what runs on a worker that falls silent runs on another one
-        first. Training continues while it is written; parameter servers that see the
-        folder write side by side. Programs that share parameter servers
-        (``BetweenGraphStrategy``) do not wait for each other: ``steps`` says null, and
-        each server is saved at another moment.
+        What is saved is one moment of the training, between two steps: the effects of
+        each step, and of each update that the program makes by itself, are saved
+        completely or not at all, and the manifest lists the saved steps
+        (``metadata["steps"]``: all ``below`` a number, and some ``besides``). So steps
+        that have not begun wait until the running steps have ended; a step that runs on
+        a worker that stops answering is first run again on another worker. Training
+        continues while the values are written; parameter servers that can access the
+        folder write in parallel. Programs that share parameter servers
+        (``BetweenGraphStrategy``) do not wait for each other: then ``steps`` is null,
+        and each server is saved at another moment.
 
-        Saves and restores in several threads that have an object in common wait for
-        each other.
+        Saves and restores in several threads that have an object in common run one
+        after the other.
 
-        Of variables with ``synchronization=ON_READ`` (metrics) the value of all
-        replicas is saved. With several processes to save one is a collective: all
-        processes save, at the same place of the program, and those whose
-        ``strategy.extended.should_checkpoint`` is false to a separate folder, which
-        they may delete. Without such variables the chief saves alone.
+        For variables with ``synchronization=ON_READ`` (metrics) the aggregated value of
+        all replicas is saved. With several processes, saving such a variable is a
+        collective: all processes save, at the same place of the program, and those
+        whose ``strategy.extended.should_checkpoint`` is false save to a separate
+        folder, which they may delete. Without such variables the chief saves alone.
 
         Raises:
-            ValueError: ``file_prefix`` is an address, as gs://bucket/x, and no path.
+            ValueError: ``file_prefix`` is a URL, such as gs://bucket/x, and not a path.
             CollectiveTimeoutError, PeerLostError: Another process did not save such a
                 variable; names both.
-            PSUnavailableError: A parameter server is gone. ``on_ps_loss="restore"``: it
-                waits, and saves when all are there again.
-            UnavailableError: No worker is there to end a step whose worker was lost.
+            PSUnavailableError: A parameter server is gone. With
+                ``on_ps_loss="restore"`` the call instead waits, and saves when all
+                servers are there again.
+            UnavailableError: No worker is there to finish a step whose worker was lost.
             BusyError: Another program saves to the same folder; says which.
-            AlreadyExistsError: That folder has a ``manifest.json`` of another program.
+            AlreadyExistsError: The folder has a ``manifest.json`` of another program.
             ResourceExhaustedError: A disk is full.
-            NotFoundError: The folder above could not be made, as where a file has its
-                name; says which.
-            OSError: As the system says.
-        After any of them, what was saved before is as it was.
+            NotFoundError: The parent folder could not be made, for example because a
+                file has its name; says which.
+            OSError: As reported by the system.
+        After any of these errors, earlier checkpoints are unchanged.
         """
         return run_blocking(
             self.save_async(file_prefix), "checkpoint.save_async(file_prefix)"
@@ -131,8 +133,9 @@ class Checkpoint(Tracked):
     async def save_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """Does what `save` does, without blocking the running loop.
 
-        Cancellation: nothing was saved, and what was before is as it was; or, at the
-        very end, it was saved and does not count: the next one takes its place.
+        Cancellation: nothing was saved, and earlier checkpoints are unchanged. If the
+        cancellation comes at the very end, the checkpoint was saved but is not counted:
+        the next save replaces it.
         """
         # As by TF: what follows the last slash is the beginning of a name, or empty.
         above, prefix = os.path.split(local_path(file_prefix))
@@ -157,15 +160,16 @@ class Checkpoint(Tracked):
         return path
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Saves to exactly this folder, without counting; returns its path. See
-        `save`. A checkpoint that is there already is replaced when the new one is
+        """Saves to exactly this folder, without incrementing `save_counter`; returns
+        the path. See `save`. An existing checkpoint is replaced when the new one is
         complete."""
         return run_blocking(
             self.write_async(file_prefix), "checkpoint.write_async(file_prefix)"
         )
 
     async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Does what `write` does, without blocking the loop; see `save_async`."""
+        """Does what `write` does, without blocking the running loop; see
+        `save_async`."""
         if not local_path(file_prefix):
             raise ValueError("file_prefix: expected a folder, got an empty text")
         path = absolute(file_prefix)
@@ -182,8 +186,9 @@ class Checkpoint(Tracked):
         metadata: Callable[[], Mapping[str, Any]] = dict,
         base: Base | None = None,
     ) -> None:
-        """Saves as number ``number``, in its turn; the counter moves only if that
-        succeeds. ``base``: as a difference to that checkpoint."""
+        """Saves as number ``number``, after all earlier saves and restores of the same
+        objects. The counter is incremented only if that succeeds. ``base``: a
+        checkpoint to which this one is saved as a difference."""
         before = self.save_counter.numpy()
         # The checkpoint holds its own number, so that the next one gets the next.
         self.save_counter.assign(np.int64(number))
@@ -200,32 +205,34 @@ class Checkpoint(Tracked):
         expect_partial: bool = False,
         partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
-        """Restores a folder that `save` or `write` made.
+        """Restores a checkpoint folder that `save` or `write` has written.
 
-        It may have been written with other numbers of parameter servers and other
-        partitioners. What the program creates later gets its value when it is set as
-        an attribute of this object or of a ``zs.Module`` below it.
+        The checkpoint may have been written with other numbers of parameter servers and
+        other partitioners. A variable that the program creates later gets its value
+        when it is set as an attribute of this object or of a ``zs.Module`` below it.
 
         Args:
-            save_path: None restores nothing, as `latest_checkpoint` of a new folder.
-            expect_partial: What the checkpoint lacks keeps its value, and what it has
-                of an optimizer that does not keep it is left out.
-            partial: ``"rows"``: a variable may have more rows than it had. The rows of
-                the checkpoint are restored and the others keep their values; what an
-                optimizer keeps for those has its initial value: its tree must be known
-                (``params=``).
+            save_path: Path of the folder. None restores nothing, for the result of
+                `latest_checkpoint` in an empty folder.
+            expect_partial: Objects that are not in the checkpoint keep their values,
+                and slots in the checkpoint that an optimizer does not have are ignored.
+            partial: ``"rows"``: a variable may have more rows than in the checkpoint.
+                The rows of the checkpoint are restored and the others keep their
+                values. The optimizer's slots of the other rows get their initial
+                values, for which the optimizer must know its tree (``params=``).
 
         Raises:
-            NotFoundError: It is not a checkpoint, or lacks something that exists now;
-                says what. Nothing was restored.
+            NotFoundError: The folder is not a checkpoint, or lacks something that the
+                program has now; says what. Nothing was restored.
             ValueError: ``partial`` is something else.
-            InvalidArgumentError: Shapes or dtypes differ, the checkpoint has what an
-                optimizer does not keep, or one variable is at two places where the
-                checkpoint has different values; names all of them. Nothing was
+            InvalidArgumentError: Shapes or dtypes differ, the checkpoint has slots that
+                an optimizer does not have, or one variable has two names under which
+                the checkpoint has different values; names all of them. Nothing was
                 restored.
-            DataLossError: It is damaged; names file and tensor. Nothing was restored.
+            DataLossError: The checkpoint is damaged; names file and tensor. Nothing was
+                restored.
             PSUnavailableError: A parameter server is gone.
-            OSError: As the system says.
+            OSError: As reported by the system.
         """
         return run_blocking(
             self.restore_async(
@@ -256,7 +263,7 @@ class Checkpoint(Tracked):
         expect_partial: bool = False,
         partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
-        """Restores all but the count of saves, as `restore`."""
+        """Restores everything except `save_counter`; otherwise as `restore`."""
         work = self.read_async(
             save_path, expect_partial=expect_partial, partial=partial
         )
@@ -269,7 +276,8 @@ class Checkpoint(Tracked):
         expect_partial: bool = False,
         partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
-        """Does what `read` does, without blocking the loop; see `restore_async`."""
+        """Does what `read` does, without blocking the running loop; see
+        `restore_async`."""
         return await self._begin(save_path, expect_partial, partial, skips_counter=True)
 
     async def _begin(
@@ -311,7 +319,8 @@ def _check(name: str, value: Any) -> None:
 
 
 def local_counter(name: str) -> Variable:
-    """Returns a count of this process, whatever scope the program is in."""
+    """Returns a counter variable that is stored in this process, whatever strategy
+    scope the program is in."""
     # Outside of all scopes: a strategy would put the count on a server, or mirror it.
     token = creator.set(None)
     try:

@@ -1,13 +1,14 @@
-"""Evaluates the checkpoints of a folder as they appear, and writes metrics down.
+"""Evaluates the checkpoints of a folder as they appear, and writes the metrics down.
 
-The evaluator is a separate program, beside the training: it shares nothing with it
-but the folder. It looks at the folder again and again, because the file systems that
+The evaluator is a separate program that runs during training, and shares only the
+folder with it. It looks at the folder again and again, because the file systems that
 machines share do not report changes to each other; between two looks it waits, and can
-be stopped. The numbers go to a file of JSON lines, and to TensorBoard.
+be stopped. The metrics are written to a file of JSON lines, and to TensorBoard.
 
-`MetricsExport` sends the metrics of a run to the same writers. Its law: training never
-waits for a writer, nor fails because of one. A thread asks the coordinator from time to
-time; a full disk or a folder that hangs costs points, and is logged.
+`MetricsExport` sends the metrics of a training run to the same writers. Its law:
+training never waits for a writer, nor fails because of one. A thread asks the
+coordinator from time to time; if a disk is full or a folder hangs, points are lost, and
+the failure is logged.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.evaluator")
 
 PAUSE: Final = 1.0
-"""Seconds between two looks at the folder: far below the time between checkpoints, and
-one look costs a listing."""
+"""Seconds between two looks at the folder: far less than the time between checkpoints,
+and one look costs one directory listing."""
 
 
 @final
@@ -50,16 +51,16 @@ class SidecarEvaluator:
     """Calls ``evaluate`` with the values of each new checkpoint.
 
     Args:
-        checkpoint: Holds what `evaluate` reads; values of the checkpoint that are not
-            in it are left out.
-        evaluate: Called without arguments; returns metrics by name, a number each.
+        checkpoint: Has the objects that `evaluate` reads; values of a saved checkpoint
+            that are not in this object are ignored.
+        evaluate: Called without arguments; returns metrics: a number for each name.
         checkpoint_dir: The folder of the training's ``CheckpointManager``.
         max_evaluations: Ends with the checkpoint of this number or a later one (the
             number after the last dash of its name).
-        writers: Where the metrics go: `JsonLines`, `TensorBoardEvents`.
-        step: The step that a checkpoint was written at: a variable in ``checkpoint``,
-            or a callable. Left out: what the manager's ``step_counter`` said, or the
-            ``iterations`` of an optimizer.
+        writers: Receive the metrics: `JsonLines`, `TensorBoardEvents`.
+        step: The step at which a checkpoint was written: a variable in ``checkpoint``,
+            or a callable. Left out: the value of the manager's ``step_counter`` when it
+            saved, or the ``iterations`` of an optimizer.
         pause: Seconds between two looks at the folder.
     """
 
@@ -87,15 +88,16 @@ class SidecarEvaluator:
         self._done = 0
 
     def start(self) -> None:
-        """Watches and evaluates until `stop`, or until ``max_evaluations``.
+        """Watches the folder and evaluates until `stop`, or until ``max_evaluations``.
 
-        If several checkpoints were written during an evaluation the newest is next. One
-        that is being deleted or is damaged is left out, and tried again while it is the
-        newest.
+        If several checkpoints were written during an evaluation the newest is evaluated
+        next. A checkpoint that is being deleted or is damaged is skipped, and tried
+        again while it is the newest.
 
         Raises:
             RuntimeError: A checkpoint does not say its step; says what to do.
-            NotFoundError, InvalidArgumentError: It does not fit ``checkpoint``.
+            NotFoundError, InvalidArgumentError: A checkpoint does not fit
+                ``checkpoint``.
             PSUnavailableError: A parameter server that holds variables is gone.
             Exception: Whatever ``evaluate`` raises.
         """
@@ -107,23 +109,25 @@ class SidecarEvaluator:
                 return
 
     def stop(self) -> None:
-        """Ends `start` after the evaluation that is under way; from any thread."""
+        """Ends `start` after the evaluation that is running. May be called from any
+        thread."""
         self._stop.open()
 
     def summary(self) -> str:
-        """Says how far the evaluator is, in a few words."""
+        """Describes in a few words how far the evaluator is."""
         last = "none yet" if self._seen is None else os.path.basename(self._seen[0])
         return f"{self._done} evaluations, last {last}"
 
     def _new(self) -> str | None:
-        """Returns the newest checkpoint, if it was not evaluated yet."""
+        """Returns the newest checkpoint if it was not evaluated yet, else None."""
         path = latest_checkpoint(self._directory, self._name)
         if path is None or _version(path) in (None, self._seen):
             return None
         return path
 
     def _evaluated(self, path: str) -> bool:
-        """Evaluates a checkpoint; returns False if it could not be read just now."""
+        """Evaluates a checkpoint; returns False if the checkpoint could not be read
+        now."""
         # Before it is read: if it is replaced meanwhile, the next look finds it new.
         version = _version(path)
         try:
@@ -170,7 +174,8 @@ class SidecarEvaluator:
 
 
 def _stored_iterations(path: str, manifest: Manifest) -> int:
-    """Returns the iterations of the first optimizer that counted them."""
+    """Returns the step count (``iterations``) of the first optimizer in a checkpoint
+    that has one."""
     nodes = stored_graph(manifest, os.path.join(path, MANIFEST))
     for node in nodes:
         if node.kind == "optimizer" and "iterations" in node.children:
@@ -185,7 +190,8 @@ def _stored_iterations(path: str, manifest: Manifest) -> int:
 
 
 def _version(path: str) -> tuple[str, int] | None:
-    """Identifies a checkpoint, also from one that replaced it; None if it is gone."""
+    """Identifies a version of a checkpoint, to distinguish it from one that replaced
+    it; None if the checkpoint is gone."""
     try:
         return path, os.stat(os.path.join(path, MANIFEST)).st_mtime_ns
     except OSError:
@@ -193,12 +199,13 @@ def _version(path: str) -> tuple[str, int] | None:
 
 
 class MetricsWriter(Protocol):
-    """Takes the metrics of one evaluation after the other."""
+    """Writes the metrics of evaluations."""
 
     def write(
         self, step: int, values: Mapping[str, float], about: Mapping[str, Any]
     ) -> None:
-        """Metrics at a step. ``about``: what else is known, as ``checkpoint``."""
+        """Writes the metrics of one step. ``about``: further facts, such as
+        ``checkpoint``."""
         ...
 
     def close(self) -> None: ...
@@ -206,8 +213,9 @@ class MetricsWriter(Protocol):
 
 @final
 class JsonLines:
-    """Appends ``{"step": 1200, "loss": 0.25, "checkpoint": ..., "time": ...}``, one
-    line an evaluation; a number that JSON does not have (NaN) becomes null.
+    """Appends ``{"step": 1200, "loss": 0.25, "checkpoint": ..., "time": ...}`` to a
+    file, one line per evaluation; a number that JSON cannot represent (NaN) becomes
+    null.
 
     Raises:
         OSError: The file cannot be written; also in `write`.
@@ -232,11 +240,12 @@ class JsonLines:
 
 @final
 class TensorBoardEvents:
-    """Scalars for TensorBoard in a folder (``pip install zstrat[tensorboard]``).
+    """Writes metrics as scalars for TensorBoard to a folder (``pip install
+    zstrat[tensorboard]``).
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
-        OSError: There can be no such folder.
+        OSError: The folder cannot be made.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -265,28 +274,29 @@ class TensorBoardEvents:
 _export_log: Final = logging.getLogger("zstrat.saving")
 
 _CLOSING: Final = 10.0
-"""Seconds that writers have for the last points."""
+"""Seconds that writers have to write the last points."""
 _QUANTILES: Final = ("p50", "p99")
 
 Point = tuple[int, dict[str, float]]
-"""A step, and the values at it."""
+"""A step, and the values of metrics at that step, by name."""
 
 
 class ReportsMetrics(Protocol):
-    """A coordinator, as far as it reports metrics."""
+    """The part of a coordinator that reports metrics."""
 
     def metrics(self) -> Mapping[str, Any]: ...
 
 
 @dataclass
 class ExportedPoints:
-    """Keeps which points are new. Values given to `zs.log_scalar` have their name and
-    step; other metrics of the run are below ``run/``, at the number of steps done."""
+    """Selects the points that were not exported yet. Values given to `zs.log_scalar`
+    have their name and step; other metrics of the run have names below ``run/``, and
+    the number of finished steps as their step."""
 
     _until: dict[str, float] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any]) -> list[Point]:
-        """Returns the points of the metrics that were not taken before."""
+        """Returns the points of the metrics that were not returned before."""
         found = [*self._scalars(metrics.get("scalars", {}))]
         # Steps that are done: those scheduled that neither wait nor run.
         done = _number(metrics.get("scheduled_closures")) - sum(
@@ -324,20 +334,20 @@ def _number(value: object) -> float:
 
 @final
 class MetricsExport:
-    """Writes the metrics of a run, for as long as it is open: the scalars of
+    """Exports the metrics of a training run while it is open: the scalars of
     `log_scalar`, steps and examples per second, staleness, and the phases of steps.
 
-    A context manager. A writer that fails is logged once, and written to again; the
-    program is not notified.
+    A context manager. Errors of a writer do not reach the program: the first of a
+    series is logged, and the writer is used again.
 
     Args:
-        coordinator: Whose metrics.
-        writers: Such as `TensorBoardEvents`; they are closed with this.
-        every: Seconds between two looks. Of a scalar that gets more than 1,000 points
-            in that time the last 1,000 are written.
+        coordinator: Its metrics are exported.
+        writers: Such as `TensorBoardEvents`; they are closed with this object.
+        every: Seconds between two exports. If a scalar gets more than 1,000 points in
+            that time, the last 1,000 are written.
 
     Raises:
-        ValueError: ``every`` is not a time.
+        ValueError: ``every`` is not a positive number of seconds.
     """
 
     def __init__(
@@ -358,7 +368,7 @@ class MetricsExport:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is new, and closes the writers; waits ten seconds at most.
+        """Writes the new points, and closes the writers; waits ten seconds at most.
         Idempotent."""
         self._ends.open()
         self._thread.join(_CLOSING)
@@ -391,8 +401,8 @@ class MetricsExport:
 
 
 class _Guarded:
-    """Wraps a metrics writer and logs its errors; of consecutive failures it logs only
-    the first."""
+    """Wraps a metrics writer and logs its errors; logs only the first of consecutive
+    errors."""
 
     def __init__(self, writer: MetricsWriter) -> None:
         self._writer = writer

@@ -1,7 +1,9 @@
-"""Values of variables for other programs: one plain safetensors file, or Orbax.
+"""Exports the values of variables for other programs: as one plain safetensors file, or
+with Orbax.
 
-Whatever its partitioning, a variable is one array there, under the path by which the
-program reaches it. Slots of optimizers stay out: nobody else could read them.
+Whatever its partitioning, a variable is one array in the export, under the path by
+which the program reaches the variable. Slots of optimizers are not exported, because
+other programs could not use them.
 """
 
 from __future__ import annotations
@@ -51,23 +53,25 @@ if TYPE_CHECKING:
 
 
 def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
-    """Writes all values to one safetensors file; returns its path.
+    """Writes the values of all variables to one safetensors file; returns its path.
 
     Args:
         source: Variables, or any `zs.Checkpoint`, ``zs.Module`` or pytree of them, as
             they are now; or the path of a checkpoint.
-        path: A file that is there already is replaced when the new one is complete.
+        path: Path of the new file. An existing file is replaced when the new one is
+            complete.
 
-    Nothing is held in memory whole: a table may be larger than this machine.
+    Arrays are written in pieces: a table may be larger than this machine's memory.
 
     Raises:
-        TypeError: The source has something in it that cannot be saved.
-        NotFoundError, DataLossError: It is not a checkpoint, or is damaged.
+        TypeError: The source contains something that cannot be saved.
+        NotFoundError, DataLossError: The path is not of a checkpoint, or the checkpoint
+            is damaged.
         AlreadyExistsError: ``path`` is a folder.
         NotFoundError: The folder of the file does not exist.
         PSUnavailableError: A parameter server is gone.
-        ResourceExhaustedError: The disk is full; what was there is as it was.
-        OSError: As the system says.
+        ResourceExhaustedError: The disk is full; an existing file is unchanged.
+        OSError: As reported by the system.
     """
     return run_blocking(
         export_safetensors_async(source, path),
@@ -93,15 +97,15 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
 
 
 def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
-    """Writes all values as an Orbax checkpoint (``pip install zstrat[orbax]``): nested
-    dicts of arrays, by the path of each variable. All of them are held in memory, and
-    training stands still while they are read.
+    """Writes the values of all variables as an Orbax checkpoint (``pip install
+    zstrat[orbax]``): nested dicts of arrays, by the path of each variable. All values
+    are held in memory, and training stands still while they are read.
 
     Args: As `export_safetensors`; ``path`` must not exist.
 
     Raises:
         ModuleNotFoundError: Orbax is not installed.
-        Exception: Else as `export_safetensors`, and whatever Orbax says.
+        Exception: Otherwise as `export_safetensors`, and whatever Orbax raises.
     """
     try:
         from orbax.checkpoint import PyTreeCheckpointer
@@ -165,7 +169,7 @@ def _temporary(path: str) -> str:
 
 
 def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
-    """Returns names and tensors of the variables in a checkpoint."""
+    """Returns the names and tensors of the variables in a checkpoint."""
     manifest = Manifest.of(folder)
     nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
     variables = [node for node in nodes if node.kind == "variable"]
@@ -187,7 +191,7 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
 
 
 def _copy(folder: str, path: str) -> None:
-    """Copies the tensors of a checkpoint into a plain file."""
+    """Copies the variables of a checkpoint to one plain safetensors file."""
     stored = _stored_values(folder)
     infos = [TensorInfo(name, each.dtype, each.shape) for name, each in stored]
     with (
@@ -223,7 +227,7 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
 async def _read(
     graph: Graph, components: Sequence[Variable]
 ) -> list[tuple[str, np.ndarray]]:
-    """Reads all values between two steps."""
+    """Reads the values of all variables of a graph, at one moment between two steps."""
     # At rest, as each variable is read by itself: a step could come in between.
     async with at_rest(clusters_of(components)):
         found: list[tuple[str, np.ndarray]] = []
@@ -245,5 +249,5 @@ def _all_rows(table: HashTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _plain(part: str) -> str:
-    """Returns a name before it became a part of a path; inverse of `escaped`."""
+    """Returns the name from which `escaped` made a part of a path."""
     return re.sub(r"\.([.S])", lambda found: "/" if found[1] == "S" else ".", part)

@@ -1,8 +1,10 @@
-"""The objects of a program as a graph: what holds what, under which name.
+"""The objects of a program as a graph: which object holds which others, under which
+names.
 
-A checkpoint stores this graph beside its tensors, and a restore walks both side by
-side from the root. So a variable is found by how the program reaches it, whatever it is
-called, and one that is reached in two ways is stored once.
+A checkpoint stores this graph beside its tensors, and a restore walks the stored graph
+and the program's graph together from the root. So a variable is found by the path on
+which the program reaches it, whatever the variable is called, and one that is reached
+on two paths is stored once.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ if TYPE_CHECKING:
 SAVE_COUNTER: Final = "save_counter"
 
 SavedIterator = CheckpointableIterator | PerWorkerIterator
-"""An iterator whose position a checkpoint holds."""
+"""An iterator whose position a checkpoint saves."""
 
 
 class Tracked(abc.ABC):
-    """An object that says what a checkpoint of it holds."""
+    """An object that says which of its attributes a checkpoint of it includes."""
 
     @property
     @abc.abstractmethod
     def tracked(self) -> dict[str, Any]:
-        """Returns what it holds, by name."""
+        """Returns the objects that a checkpoint of this object includes, by name."""
 
 
 @dataclass(slots=True)
 class ObjectNode:
-    """One object: its ``path`` from the root (the shortest), what it holds by name."""
+    """One object of the graph: its ``path`` from the root (the shortest), and the
+    objects that it holds, by name."""
 
     value: Any
     path: str
@@ -67,7 +70,7 @@ class ObjectNode:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All that is reached from ``nodes[0]``, the nearest first."""
+    """All objects that are reachable from ``nodes[0]``, the nearest first."""
 
     nodes: tuple[ObjectNode, ...]
 
@@ -89,16 +92,16 @@ class Graph:
 
 
 def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -> Graph:
-    """Returns the graph below an object.
+    """Returns the graph of the objects below ``root``.
 
     Args:
         name: Path of the root.
         skip: Names of children of the root that are left out.
 
     Raises:
-        TypeError: A container that was given to be saved has something in it that
-            cannot be: an array or a number, which no restore could replace in place;
-            or two keys with one text.
+        TypeError: A container that was given to be saved contains something that cannot
+            be saved: an array or a number, which no restore could replace in place; or
+            two keys with the same text.
     """
     first = ObjectNode(root, name)
     nodes, known = [first], {id(root): first}
@@ -130,7 +133,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
 
 
 def held(value: Any) -> dict[str, Any]:
-    """Returns what an object holds, by name; nothing if it is a leaf."""
+    """Returns the objects that an object holds, by name; {} if it is a leaf."""
     # Leaves first: a list may hold a million numbers, and jax is slow to ask.
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
@@ -156,13 +159,14 @@ def held(value: Any) -> dict[str, Any]:
 
 
 def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> bool:
-    """Returns whether it is, or holds, something that a checkpoint stores.
+    """Returns whether an object is, or contains, something that a checkpoint saves.
 
     Args:
-        strict: A container counts even if it holds nothing, so that its contents are
-            looked at.
-        named: It is not below a module. The place of an iterator is saved where the
-            user asks for that by name.
+        strict: Return True for a container even if it contains nothing that can be
+            saved, so that its contents are checked.
+        named: The object is not below a module. The position of an iterator is saved
+            only if the user includes the iterator by name, not if a module happens to
+            hold it.
     """
     if isinstance(
         value, AbstractVariable | Optimizer | LocalOptimizer | Tracked | Module
@@ -177,8 +181,9 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
 
 
 def escaped(name: str) -> str:
-    """Returns the name as a part of a path: no two names give one, and none begins with
-    one dot followed by a small letter (as ``.slots`` does)."""
+    """Returns the name in a form that can be a part of a path: different names have
+    different forms, and none begins with one dot followed by a small letter (as
+    ``.slots`` does)."""
     # Dots first: those of ".S" must stay single.
     return name.replace(".", "..").replace("/", ".S")
 
@@ -192,12 +197,12 @@ def _tree_level(value: Any) -> dict[str, Any]:
 
 
 def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns children by their keys as text, as a checkpoint has them.
+    """Returns children by their keys as text, in which form a checkpoint stores keys.
 
-    Of two with the same text, the one that is saved is kept.
+    If two keys have the same text, the child that can be saved is kept.
 
     Raises:
-        TypeError: Two different ones that are saved have the same text.
+        TypeError: Two different children that can be saved have the same text as key.
     """
     found: dict[str, Any] = {}
     for key, each in pairs:
@@ -211,8 +216,8 @@ def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_all(given: dict[Any, Any], children: dict[str, Any]) -> None:
-    """Refuses a container that was given to be saved, and has a value that no child
-    stands for: a plain one beside a variable whose key has the same text.
+    """Refuses a container, given to be saved, if one of its values is not among its
+    children: a plain value whose key has the same text as the key of a variable.
 
     Raises:
         TypeError: The container has such a value; names its key.

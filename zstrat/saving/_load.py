@@ -1,11 +1,12 @@
-"""Loads the tensors of a checkpoint into variables: from files to cells, row by row.
+"""Loads the tensors of a checkpoint into variables, from files to their components, row
+by row.
 
-A parameter server that can read the folder reads what it needs. For others, and for
-variables of this process, the rows are read here, in pieces of bounded size.
+A parameter server that can read the folder reads the files itself. For other servers,
+and for variables of this process, the rows are read here, in pieces of bounded size.
 
-What a checkpoint holds for parameter servers is remembered as data, for the loss of a
-server (`SavedServers`). It is made while the program's objects exist, and references
-none of them, so that they may be dropped.
+`SavedServers` remembers which tensors of a checkpoint the servers have to load, so that
+they can be restored when a server is lost. It is made while the program's objects
+exist, and references none of them, so that they may be dropped.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ if TYPE_CHECKING:
 PIECE: Final = 4 * 2**20
 """Bytes sent to a server in one message, or one row if that is larger."""
 ENTRIES: Final = 256
-"""Tensors that one message asks a server to read: their names fit the header."""
+"""Number of tensors that one message asks a server to read: their names fit the
+header."""
 
 
 @dataclass(slots=True)
 class LoadingServer:
-    """The tensors that one parameter server has to read, and slots that it forgets."""
+    """What one parameter server has to load: the tensors to read (``entries``,
+    ``tables``), and the slots to reset."""
 
     ps: int
     entries: list[LoadEntry] = field(default_factory=list)
@@ -64,10 +67,11 @@ class LoadingServer:
 
 
 async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
-    """Reads a whole checkpoint and compares it with its digests.
+    """Reads all files of a checkpoint and compares their tensors with the digests in
+    the manifest.
 
     Raises:
-        DataLossError: Names the file and the tensor that differ.
+        DataLossError: A tensor differs; names the file and the tensor.
 
     Cancellation: nothing is lost; the file that is being read is read to its end.
     """
@@ -78,16 +82,17 @@ async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
 async def load(
     folder: str, found: MatchResult, disk: FileThread
 ) -> list[ClusterMoment]:
-    """Loads what a matching has found, between two steps of each cluster: each step is
-    over before, or begins afterwards, with the values and the data of the checkpoint.
+    """Loads the tensors that a matching has found, while each cluster rests between two
+    steps: each step either ended before, or begins afterwards, with the values and the
+    data positions of the checkpoint.
 
     Returns:
-        The moment of that, for each cluster.
+        The moment of the load, for each cluster.
 
     Raises:
         PSUnavailableError: A server is lost, or was restored meanwhile.
         DataLossError, OSError: A file has changed or cannot be read.
-        InvalidArgumentError: A server does not keep such a slot.
+        InvalidArgumentError: A server does not have a slot of the checkpoint.
 
     Cancellation, and all errors: some of the variables may have been restored.
     """
@@ -140,8 +145,8 @@ def loads_by_server(
 ) -> tuple[
     list[tuple[VariableHandle, Load, int]], list[tuple[ClusterSession, LoadingServer]]
 ]:
-    """Returns what is loaded in this process, with first rows, and what each server of
-    each cluster has to read."""
+    """Divides the loads into those for variables of this process, each with its first
+    row, and those for each parameter server of each cluster."""
     local: list[tuple[VariableHandle, Load, int]] = []
     servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
     for load in loads:
@@ -170,7 +175,7 @@ def loads_by_server(
 
 
 async def _all_done(works: Iterable[Any]) -> None:
-    """Awaits all of them; then raises the first error."""
+    """Awaits all awaitables to their end; then raises the first error, if any."""
     # A task group would cancel the others while they write values.
     for outcome in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(outcome, BaseException):
@@ -213,7 +218,7 @@ async def load_server(
     files: CheckpointFiles,
     disk: FileThread,
 ) -> None:
-    """Has a server read its tensors, or sends it rows that are read here.
+    """Makes a server read its tensors from files, or sends it rows that are read here.
 
     Raises: As `load`.
     """
@@ -240,7 +245,7 @@ async def load_server(
 async def _existing(
     client: PsClient, run: Run, server: LoadingServer
 ) -> list[LoadEntry]:
-    """Returns the resets whose slots exist."""
+    """Returns those of the slots to reset that the server has."""
     keys = dict.fromkeys(entry.key for entry in server.resets)
     optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
     # The pin only lists slots; no other pin has its number.
@@ -257,7 +262,7 @@ async def _existing(
 def _batches(
     entries: Iterable[LoadEntry], files: CheckpointFiles
 ) -> Iterator[tuple[list[StoreEntry], list[np.ndarray]]]:
-    """Reads what the entries ask for, in batches that fit one message each."""
+    """Reads the rows of the entries, in batches that fit one message each."""
     some: list[StoreEntry] = []
     arrays: list[np.ndarray] = []
     size = 0
@@ -288,7 +293,8 @@ def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarr
 def _load_local(
     local: Sequence[tuple[VariableHandle, Load, int]], files: CheckpointFiles
 ) -> None:
-    """Loads variables of this process; each gets its value and slots at once."""
+    """Loads variables of this process; the value and the slots of a variable are set in
+    one operation."""
     loads: dict[int, list[tuple[Load, int]]] = defaultdict(list)
     variables = {id(variable): variable for variable, _, _ in local}
     for variable, load, start in local:
@@ -330,7 +336,8 @@ def _completed(
     optimizer: OptimizerHandle,
     beside: SlotValues,
 ) -> SlotValues:
-    """Returns the slots, with those of the variable that the checkpoint lacks."""
+    """Returns the restored slots of a variable, completed by the present values of
+    slots that the checkpoint lacks."""
     assert isinstance(optimizer, Optimizer)
     if optimizer.slots_beside(variable) is None:
         return beside
@@ -350,14 +357,14 @@ def _slot(
     start: int,
     files: CheckpointFiles,
 ) -> np.ndarray:
-    """Loads an array that an optimizer keeps for a variable of this process.
+    """Reads one slot of an optimizer for a variable of this process.
 
     Args:
-        value: The value of the variable, if it is restored, too.
+        value: The restored value of the variable; None: it is not restored.
 
     Raises:
-        InvalidArgumentError: Some of its rows are not stored, and the optimizer does
-            not know its tree yet, from which their initial values follow.
+        InvalidArgumentError: Some rows are not in the checkpoint, and their initial
+            values are unknown, because the optimizer does not know its tree yet.
     """
     tensor, optimizer = load.tensor, load.optimizer
     assert tensor is not None
@@ -387,7 +394,8 @@ log = logging.getLogger("zstrat.saving")
 @final
 @dataclass(frozen=True)
 class SavedServers:
-    """The part of one checkpoint that the parameter servers of one cluster load."""
+    """The part of one checkpoint that the parameter servers of one cluster have to
+    load, remembered for the loss of a server."""
 
     path: str
     variables: frozenset[int]
@@ -424,9 +432,10 @@ async def remember_saved(
     manifest: Manifest,
     moments: Sequence[ClusterMoment],
 ) -> None:
-    """Has clusters that may lose a server remember the checkpoint to restore it from.
+    """Makes clusters that can recover a lost parameter server remember a saved
+    checkpoint, from which the server is restored.
 
-    Cancellation: some clusters may not remember it.
+    Cancellation: some clusters may not remember the checkpoint.
     """
     watched = [moment for moment in moments if moment.cluster.recovers]
     # Matched with the program again, as a restore would be: what is remembered refers
@@ -447,8 +456,8 @@ async def remember_saved(
 async def remember(
     path: str, found: MatchResult, moments: Sequence[ClusterMoment]
 ) -> list[str]:
-    """Has clusters remember a checkpoint that was restored, as `remember_saved` does
-    for one that was saved; returns what it lacks."""
+    """Makes clusters remember a checkpoint that was restored, as `remember_saved` does
+    for one that was saved. Returns the names of what the checkpoint lacks."""
     lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:

@@ -1,10 +1,10 @@
 """Matches objects of the program with those of a checkpoint; decides without I/O.
 
-The stored graph and the living one are walked side by side, by the names under which
+The stored graph and the program's graph are walked together, by the names under which
 objects are held. An object that appears later (an attribute set on a module, say) is
-matched when it does, as long as something holds the matching.
+matched then, as long as something references the `Matching`.
 
-Law of the file: a match is noted by `Matching.accept` alone, when its values were
+Law of the file: a match is recorded by `Matching.accept` alone, after its values were
 loaded; a walk that ends with an error changes nothing.
 """
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class Load(NamedTuple):
-    """A stored tensor for a variable: its value (``optimizer`` None), or the slot
-    ``leaf``. ``tensor`` None: the optimizer has its initial state for this variable.
-    A tensor that is not whole leaves other rows of a value as they are; those of a
-    slot get their initial value. ``beside``: what a table has beside its value, by what
-    it is: the ids of its rows (`IDS`), and more."""
+    """A stored tensor to be loaded for a variable: its value (``optimizer`` None), or
+    the slot ``leaf`` of an optimizer. ``tensor`` None: reset the optimizer's slots of
+    this variable to their initial values. If a tensor lacks some rows, these rows of a
+    value stay as they are; those of a slot get their initial value. ``beside``: further
+    tensors of a table, by name: the ids of its rows (`IDS`), and more."""
 
     variable: AbstractVariable
     optimizer: Optimizer | None
@@ -48,42 +48,44 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class MatchResult:
-    """The result of one walk."""
+    """What one walk of the two graphs has found."""
 
     pairs: list[tuple[Any, int]] = field(default_factory=list)
-    """Objects of the program, each with its stored node."""
+    """Objects of the program, each with the index of its stored node."""
     missing: list[str] = field(default_factory=list)
-    """Objects that the program has and the checkpoint does not, as text."""
+    """Objects of the program that the checkpoint lacks, as text."""
     wrong: list[str] = field(default_factory=list)
-    """Differences of objects that both have, as text."""
+    """Differences between objects of the program and of the checkpoint, as text."""
     left: dict[str, str] = field(default_factory=dict)
-    """Slots that the checkpoint has of an optimizer, which does not keep them: the
-    tensor, and words for it."""
+    """Slots in the checkpoint that the program's optimizer does not have: a text for
+    each, by the tensor's name."""
     loads: list[Load] = field(default_factory=list)
     partly: list[tuple[Optimizer, AbstractVariable]] = field(default_factory=list)
-    """Optimizers of which the checkpoint has not all that they keep beside a variable.
-    """
+    """Pairs of an optimizer and a variable for which the checkpoint lacks some
+    slots."""
     places: list[tuple[SavedIterator, int, Mapping[str, Any]]] = field(
         default_factory=list
     )
-    """Iterators, each with its stored node and its place in its data."""
+    """Iterators, each with the index of its stored node and its position in its
+    data."""
     windows: list[RestoredWindows] = field(default_factory=list)
     worker_places: dict[int, list[str]] = field(default_factory=dict)
-    """Of per-worker iterators: by number, for each input pipeline."""
+    """For iterators on workers: the position in each input pipeline, by number of the
+    iterator."""
 
     @property
     def is_new(self) -> bool:
-        """Whether there is something that gets its value now."""
+        """Whether there is an object whose value is to be restored now."""
         return bool(self.pairs or self.places)
 
     @property
     def components(self) -> list[VariableHandle]:
-        """The variables that get something, part by part."""
+        """The components of all variables of which something is loaded."""
         return [part for each in self.loads for part in each.variable.components]
 
     def add(self, other: MatchResult) -> None:
-        """Adds what was found later; of iterators the numbers alone, as the program
-        drops them at the end of a pass."""
+        """Adds the findings of a later walk. Positions of iterators in this process are
+        not added, because the program drops such iterators at the end of a pass."""
         self.pairs += other.pairs
         self.missing += other.missing
         self.wrong += other.wrong
@@ -96,17 +98,20 @@ class MatchResult:
         """Refuses a checkpoint whose values do not fit the program's objects.
 
         Raises:
-            InvalidArgumentError: Something has another shape or dtype, or two values;
-                names all of it.
+            InvalidArgumentError: An object has another shape or dtype, or two different
+                stored values; names all such objects.
         """
         _require_none(self.wrong, path)
 
     def require_complete(self, path: str) -> None:
-        """Refuses a checkpoint that lacks an object of the program, or has more slots.
+        """Refuses a checkpoint that lacks an object of the program, or has slots that
+        the program lacks.
 
         Raises:
-            InvalidArgumentError: The checkpoint has what an optimizer does not keep.
-            NotFoundError: Something is not in the checkpoint; names all of it.
+            InvalidArgumentError: The checkpoint has slots that an optimizer does not
+                have.
+            NotFoundError: Objects of the program are not in the checkpoint; names all
+                of them.
         """
         _require_none([*self.left.values()], path, _LEAVES_OUT)
         if self.missing:
@@ -118,11 +123,12 @@ class MatchResult:
 
 
 class Matching:
-    """The graph of a checkpoint, and what of it the program has taken.
+    """The graph of a checkpoint, and which of its nodes were matched with objects of
+    the program.
 
     Args:
-        skip: Nodes that are nobody's.
-        grows: Variables may have more rows than they had.
+        skip: Indices of nodes that are matched with no object.
+        grows: Variables may have more rows than in the checkpoint.
     """
 
     def __init__(
@@ -137,15 +143,15 @@ class Matching:
         self._left: list[str] = []
         self._nodes, self._tensors, self._skip = nodes, tensors, skip
         self._taken: dict[int, dict[int, Any]] = {}
-        """Stored node -> the objects that match it, by ``id``."""
+        """By stored node: the objects that match it, by ``id``."""
 
     def find(
         self, value: Any, index: int, path: str = "", *, named: bool = True
     ) -> MatchResult:
-        """Walks an object beside a stored node; notes nothing.
+        """Walks an object of the program together with a stored node; records nothing.
 
         Args:
-            path: How the program reaches the object, for messages.
+            path: The path on which the program reaches the object, for messages.
             named: See `is_trackable`.
         """
         found = MatchResult()
@@ -157,7 +163,8 @@ class Matching:
         return found
 
     def accept(self, found: MatchResult) -> list[Module]:
-        """Notes what was found as taken; returns the modules that are new."""
+        """Records the findings of a walk as matched; returns the modules that were
+        matched for the first time."""
         new = []
         for value, index in found.pairs:
             # Held, not only counted: an id is one object's as long as that lives.
@@ -174,7 +181,8 @@ class Matching:
         return new
 
     def child_of(self, holder: Any, name: str) -> list[int]:
-        """Returns the stored nodes that an attribute of a matched object matches."""
+        """Returns the indices of the stored nodes with which an attribute of a matched
+        object is matched."""
         return [
             index
             for node, values in self._taken.items()
@@ -183,8 +191,8 @@ class Matching:
         ]
 
     def unused(self) -> list[str]:
-        """Returns the stored variables, optimizers and slots that no object has
-        taken."""
+        """Returns the stored variables, optimizers and slots that were matched with no
+        object."""
         nodes = [
             node.path
             for index, node in enumerate(self._nodes)
@@ -308,8 +316,8 @@ class Matching:
                 found.worker_places[iterator.resource] = iterator.states_of(state)
 
     def _find_twice(self, found: MatchResult) -> None:
-        """Finds variables that are at two places of the program and were two in the
-        checkpoint, with values that differ, or that nothing says are equal."""
+        """Finds variables that the program reaches on two paths at which the checkpoint
+        has two different variables, unless the stored values are known to be equal."""
         # Those that were taken before count, too: the second place may appear later.
         new = {id(value) for value, _ in found.pairs}
         slots = [self._nodes[at].slots for _, at in self._by_kind(found, Optimizer)]
@@ -332,15 +340,16 @@ class Matching:
                 )
 
     def _are_same(self, name: str, other: str) -> bool:
-        """Returns whether two tensors are equal, by their digests: those of parts that
-        were cut at other rows say nothing of each other."""
+        """Returns whether two stored tensors are known to be equal, by the digests of
+        their parts; False if they were divided at different rows."""
         one, two = self._tensors[name], self._tensors[other]
         return [(p.start, p.stop, p.digest) for p in one.pieces] == [
             (p.start, p.stop, p.digest) for p in two.pieces
         ]
 
     def _find_slots(self, found: MatchResult) -> None:
-        """Slots of each pair of an optimizer and a variable of which one is new."""
+        """Finds the slots of each pair of an optimizer and a variable of which at least
+        one was matched now."""
         variables = self._by_kind(found, AbstractVariable)
         optimizers = self._by_kind(found, Optimizer)
         new = {(id(value), index) for value, index in found.pairs}
@@ -352,8 +361,9 @@ class Matching:
                     self._match_slots(optimizer, variable, leaves, classes, found)
 
     def _find_windows(self, found: MatchResult) -> None:
-        """Notes the arrays of workers for each new optimizer of windows. Workers start
-        from scratch beside variables that are found later."""
+        """Finds the arrays that workers keep for windows of local steps, for each
+        `LocalOptimizer` that was matched now. Workers start without such arrays for
+        variables that are matched later."""
         variables = self._by_kind(found, AbstractVariable)
         for value, at in found.pairs:
             if isinstance(value, LocalOptimizer):
@@ -440,7 +450,7 @@ def _slots_of_other_classes(
     names: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the slots whose states are of another class in the checkpoint, and both
-    classes as text. Adam and AdaBelief, say, give their fields the same names.
+    classes as text. Adam and AdaBelief, for example, give their fields the same names.
 
     Args:
         names: The stored slot for each slot.
@@ -454,7 +464,8 @@ def _slots_of_other_classes(
 
 
 def _has_grown(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """Returns whether there are more rows of the same shape now."""
+    """Returns whether a variable of this shape has more rows than the stored tensor,
+    and rows of the same shape."""
     if not (tensor.by_rows and tensor.shape and shape):
         return False
     return tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
@@ -479,7 +490,7 @@ def _require_none(wrong: Sequence[str], path: str, *remedy: str) -> None:
 
 
 def words(variable: AbstractVariable) -> str:
-    """Returns the name of a variable in messages."""
+    """Returns the name that error messages use for a variable."""
     if isinstance(variable, HashTable):
         return str(variable.table)
     shape = list(variable.shape)
@@ -487,7 +498,8 @@ def words(variable: AbstractVariable) -> str:
 
 
 def _leaves(value: Any, path: str, named: bool) -> list[str]:
-    """Describes the variables, optimizers and iterators below an object."""
+    """Returns descriptions of the variables, optimizers and iterators below an object,
+    as text."""
     found = []
     for node in graph_of(value, path).nodes:
         match node.value:

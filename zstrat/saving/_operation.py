@@ -1,19 +1,20 @@
-"""A save or restore as an operation: its loop, turn and files, and clusters at rest.
+"""What saves and restores have in common: their event loop, their order, their files,
+and clusters that rest meanwhile.
 
-One coroutine serves both forms of a call. The blocking form runs it to its end in a
-loop on its own thread: a notebook's thread has a loop already, and Ctrl-C in the
-middle of a loop could lose the next step of a task, which would then be waited for in
-vain. It cancels the coroutine, which cleans up as a cancelled task does. Files are
-touched on one named thread an operation, one call after the other. A waiter at a
-terminal shows how far it is (`ProgressBar`).
+One coroutine serves both forms of a call. The blocking form runs the coroutine to its
+end in a loop on a separate thread: a notebook's thread has a running loop already, and
+a Ctrl-C in the middle of a loop could lose the wake-up of a task, which would then be
+awaited forever. Ctrl-C instead cancels the coroutine, which cleans up as a cancelled
+task does. Each operation accesses files on one named thread, one call after the other.
+At a terminal, `ProgressBar` shows the progress.
 
-Saves and restores of the same objects are made one after the other (`in_turn`). Two
-that run side by side, in threads or in tasks, would mix: a save would take some values
-of before a restore and some of after it, and two saves would take one number.
+Saves and restores of the same objects run one after the other (`in_turn`). Two that run
+at the same time, in threads or in tasks, would mix: a save would take some values from
+before a restore and some from after it, and two saves would use one number.
 
-Law of turns: an operation waits only for those that came before and have an object
-in common with it, so no two wait for each other. A turn may be waited for from any
-thread and any event loop.
+Law of turns: an operation waits only for earlier ones that have an object in common
+with it, so no two operations wait for each other. An operation may wait for its turn on
+any thread and any event loop.
 
 The clusters that store the variables are held between two steps meanwhile (`at_rest`).
 """
@@ -71,18 +72,20 @@ P = ParamSpec("P")
 _blocked_loop: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
     "zstrat_held_up", default=None
 )
-"""The loop that stands still until a blocking call returns, if any. Set by
+"""The event loop that a blocking call blocks until it returns, if any. Set by
 `run_blocking` alone."""
 
 
 def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
-    """Runs the coroutine to its end, also where a loop is running already. Its errors
-    come with the user's lines alone.
+    """Runs the coroutine to its end, also if a loop is running on this thread.
+    Tracebacks of its errors have the user's lines alone.
 
     Args:
-        twin: What a program with a running loop awaits instead, if there is something.
+        twin: Name of the coroutine function that a program with a running loop awaits
+            instead, if there is one.
 
-    Cancellation: Ctrl-C cancels it, and is raised when it has cleaned up.
+    Cancellation: Ctrl-C cancels the coroutine, and is raised when the coroutine has
+    cleaned up.
     """
     try:
         loop = asyncio.get_running_loop()
@@ -110,8 +113,8 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
 
 
 async def _cancelled_tasks_ended() -> None:
-    """Waits for what Ctrl-C has cancelled to clean up; else the end of the loop would
-    cancel that, too."""
+    """Waits until tasks that Ctrl-C has cancelled have cleaned up; otherwise the end of
+    the loop would cancel them again."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others)
@@ -126,18 +129,19 @@ class _Turn:
 
 _turns_lock: Final = threading.Lock()
 _turns: Final[list[_Turn]] = []
-"""Those that have begun or wait, in the order in which they came."""
+"""The operations that have begun or wait for their turn, in the order of their
+calls."""
 
 
 @contextlib.asynccontextmanager
 async def in_turn(root: Any) -> AsyncIterator[None]:
-    """Waits until no earlier save or restore has an object in common with what is below
-    ``root``; later ones wait until this is over. Inside of one there is no other.
+    """Waits until no earlier save or restore has an object in common with the objects
+    below ``root``; later ones wait until this block has ended. Blocks cannot be nested.
 
     Raises:
-        TypeError: Something below it cannot be saved.
-        RuntimeError: An earlier one is on the event loop that this one, a blocking
-            call, holds up: neither would end.
+        TypeError: An object below ``root`` cannot be saved.
+        RuntimeError: An earlier operation runs on the event loop that this operation, a
+            blocking call, blocks: neither would end.
 
     Cancellation: the turn is given up.
     """
@@ -179,8 +183,8 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
 
 
 def _keys_of(nodes: Any) -> list[Hashable]:
-    """Returns what names the root, and each variable, optimizer and iterator below it;
-    two handles of one variable have the same."""
+    """Returns keys that identify the root, and each variable, optimizer and iterator
+    below it; two handles of one variable have the same key."""
     keys: list[Hashable] = [id(nodes[0].value)]
     for node in nodes:
         if node.kind == "variable":
@@ -193,7 +197,7 @@ def _keys_of(nodes: Any) -> list[Hashable]:
 
 
 class FileThread:
-    """The thread that an operation does its file work on; an async context manager.
+    """The thread on which an operation accesses files; an async context manager.
 
     Cancellation: a call that has begun ends before the next one begins.
     """
@@ -216,8 +220,9 @@ class FileThread:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Calls a function whose result has to be undone. Cancellation: it is undone,
-        once it was made."""
+        """Calls a function on the thread; its result needs ``undo`` if the caller does
+        not get it. Cancellation: calls ``undo`` with the result when the call has
+        ended."""
         making = self._pool.submit(functools.partial(function, *args, **kwargs))
         # Shielded: cancelling must not lose the result of a call that has begun, such
         # as an open file or a lock.
@@ -241,19 +246,21 @@ def _undo(undo: Callable[[T], object], made: Future[T]) -> None:
 
 
 _PAUSE: Final = 0.1
-"""Seconds between two lines: faster than anybody reads."""
+"""Seconds between two updates of the line: faster than anybody reads."""
 _REPORT_AFTER_SECONDS: Final = 0.5
-"""Seconds after which an operation is long enough to talk about."""
+"""Seconds after which the progress of an operation is shown."""
 _WIDTH: Final = 24
-"""Characters of the bar itself: numbers beside it fit into a terminal of 80."""
+"""Characters of the bar itself: with the numbers the line fits into a terminal of
+80."""
 
 
 class ProgressBar:
-    """``saving ckpt-5 [######      ] 1.2 of 4.8 GB``, rewritten in place.
+    """Shows a line such as ``saving ckpt-5 [######      ] 1.2 of 4.8 GB``, rewritten in
+    place.
 
     Args:
-        total: Bytes.
-        out: Left out: standard error.
+        total: Number of bytes of the operation.
+        out: Stream to write to; left out: standard error.
     """
 
     def __init__(self, what: str, total: int, out: TextIO | None = None) -> None:
@@ -266,7 +273,7 @@ class ProgressBar:
         self._has_written = False
 
     def add(self, size: int) -> None:
-        """Adds ``size`` bytes to those that are done."""
+        """Adds ``size`` to the number of bytes that are done."""
         self._done += size
         if self._is_shown and (now := time.monotonic()) >= self._next:
             self._next = now + _PAUSE
@@ -295,13 +302,13 @@ class ProgressBar:
 
 
 Run: TypeAlias = "Callable[[Coroutine[Any, Any, Any], str], Awaitable[Any]]"
-"""Runs a coroutine of a `PsClient` on the loop of its cluster, from any loop, as
-`ClusterSession.run_async` does. Cancellation: cancels the coroutine."""
+"""A function that runs a coroutine of a `PsClient` on the loop of its cluster, from any
+loop, as `ClusterSession.run_async` does. Cancellation: cancels the coroutine."""
 
 
 class ClusterMoment(NamedTuple):
-    """The moment when values of a cluster were saved or loaded: between which steps,
-    and after how many restores of its servers."""
+    """The moment at which values of a cluster were saved or loaded: which steps came
+    before it, and how many times servers had been restored."""
 
     cluster: ClusterSession
     cut: SessionCut | None
@@ -309,10 +316,11 @@ class ClusterMoment(NamedTuple):
 
 
 def cluster_of(variable: VariableHandle) -> ClusterSession | None:
-    """Returns the cluster that a variable lives on, None if it lives in this process.
+    """Returns the cluster that stores a variable, None if this process stores it.
 
     Raises:
-        RuntimeError: It lives elsewhere: the handle came from another task.
+        RuntimeError: The variable is stored elsewhere: the handle came from another
+            task.
     """
     storage = variable.storage
     if isinstance(storage, StorageWithSlots):
@@ -338,7 +346,8 @@ def clusters_of(variables: Iterable[VariableHandle]) -> list[ClusterSession]:
 async def at_rest(
     clusters: Iterable[ClusterSession],
 ) -> AsyncIterator[list[ClusterMoment]]:
-    """Holds all of the clusters between two steps; when that is, of each."""
+    """Holds all of the clusters between two steps while the block runs; yields the
+    moment of each."""
     async with contextlib.AsyncExitStack() as resting:
         moments = []
         for cluster in clusters:
@@ -352,10 +361,10 @@ async def at_rest(
 async def retried_if_restored(
     variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
 ) -> T:
-    """Carries out work that may be done twice; repeats it if it failed because a
-    parameter server was lost that was then restored, was replaced, or came back.
+    """Runs work that may be done twice; repeats it if it failed because a parameter
+    server was lost that was then restored, was replaced, or came back.
 
     Raises:
-        PSUnavailableError: One did not come back, or could not be filled.
+        PSUnavailableError: A server did not come back, or could not be restored.
     """
     return await until_settled(clusters_of(variables), work)

@@ -1,13 +1,13 @@
 """``zs.PreemptionCheckpointHandler``: saves a program that is about to be ended.
 
 All processes of a synchronous strategy save after the same run: after each run they
-exchange what they want, in one small collective, and do the most that one of them
-wants. A coordinator of workers saves alone, and so does the chief of programs that
-share parameter servers. The wish of one process is decided without a clock
+exchange what each of them wants to do, in one small collective, and do the most urgent
+of that. A coordinator of workers saves alone, and so does the chief of programs that
+share parameter servers. What one process wants is decided without a clock
 (`Countdown`).
 
 The end of a program is announced some time before, by a signal or by a function that
-the program gives.
+the program supplies.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """Options: how a program is notified of its end, and what it does then.
+    """Options: how a program learns of its end, and what it does then.
 
     Args:
         termination_watcher_fn: Returns whether the end was announced; called between
-            two runs, at most once a second. None: SIGTERM and SIGUSR1 announce it.
+            two runs, at most once a second. None: SIGTERM and SIGUSR1 announce the end.
         exit_fn: Called after the last save. None: ``sys.exit(75)``, which engines and
             service managers take as "try again".
         grace_period: Seconds from the announcement to the end. Training continues until
-            shortly before it, with a checkpoint at once and one at the end. None, 0:
-            the current run ends, and the program saves and exits.
+            shortly before the end, with one checkpoint at once and another one at the
+            end. None or 0: the current run ends, and the program saves and exits.
         save_fn: Saves instead of the checkpoint manager; called in every process.
 
     Raises:
@@ -77,18 +77,19 @@ class TerminationConfig:
 
 class Wish(enum.IntEnum):
     """The action that one process wants all processes to take; they take the greatest
-    one."""
+    of all wishes."""
 
     GO_ON = 0
     SAVE = 1
-    """The end is announced, and time is left."""
+    """Save and continue: the end is announced, and time is left."""
     LEAVE = 2
-    """Save, and exit."""
+    """The time is up: save, and exit."""
 
 
 @final
 class Countdown:
-    """Decides what this process wants, from announcements and durations."""
+    """Decides what this process wants, from the announcement of the end and the
+    durations of runs and checkpoints."""
 
     def __init__(self, grace_period: float) -> None:
         self._grace = grace_period
@@ -97,22 +98,22 @@ class Countdown:
         self._saving = self._running = 0.0
 
     def announced(self, now: float) -> None:
-        """Notes that the end was announced; the first time counts."""
+        """Records that the end was announced; the first announcement counts."""
         if self._announced_at is None:
             self._announced_at = now
 
     def ran(self, seconds: float) -> None:
-        """Notes how long a run took; the longest counts."""
+        """Records how long a run took; the longest counts."""
         self._running = max(self._running, seconds)
 
     def saved(self, seconds: float) -> None:
-        """Notes how long a checkpoint took; the longest counts."""
+        """Records how long a checkpoint took; the longest counts."""
         self._has_saved = True
         self._saving = max(self._saving, seconds)
 
     def wish(self, now: float) -> Wish:
-        """Returns what this process wants after a run. It continues if twice the next
-        run and a checkpoint fit into the time that is left."""
+        """Returns what this process wants after a run. It wants to continue if twice
+        the duration of a run and a checkpoint fits into the time that is left."""
         if self._announced_at is None:
             return Wish.GO_ON
         left = self._announced_at + self._grace - now
@@ -122,7 +123,7 @@ class Countdown:
         return Wish.SAVE
 
     def is_due(self, agreed: Wish) -> bool:
-        """Returns whether to save: once when the end is announced, and once at the
+        """Returns whether to save now: once when the end is announced, and once at the
         end."""
         return agreed is Wish.LEAVE or (agreed is Wish.SAVE and not self._has_saved)
 
@@ -130,11 +131,11 @@ class Countdown:
 T = TypeVar("T")
 
 _RUNS: Final = "checkpointed_runs"
-"""The name that TensorFlow gives the count in checkpoints."""
+"""The name under which checkpoints have the count of runs, as in TensorFlow."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _A_DAY: Final = 86_400.0
 """Seconds that one process may wait for the run of another: the loss of a process is
-noticed much earlier."""
+detected much earlier."""
 _PAUSE: Final = 1.0
 """Seconds between two calls of a termination_watcher_fn."""
 
@@ -144,30 +145,30 @@ log = logging.getLogger("zstrat.saving")
 @final
 class PreemptionCheckpointHandler:
     """Saves a checkpoint when the end of the program is announced, and exits with 75;
-    restores it when the program is restarted.
+    restores the checkpoint when the program is restarted.
 
     SIGTERM or SIGUSR1 announce the end, unless ``termination_config`` says otherwise:
     the current run ends, the same one in all processes of a synchronous strategy, a
-    checkpoint is saved, and ``sys.exit(75)`` ends the program. A second SIGTERM ends it
-    at once. Code outside of `run` that is not followed by
+    checkpoint is saved, and ``sys.exit(75)`` ends the program. A second SIGTERM ends
+    the program at once. Code outside of `run` that is not followed by
     `save_checkpoint_if_preempted` is not interrupted.
 
     Steps that a run has scheduled on workers end before the checkpoint is saved, so
-    schedule no more of them in one run than fit into the time that is left.
+    schedule no more steps in one run than fit into the time that is left.
 
     Args:
         cluster_resolver: ``strategy.cluster_resolver``; None: one process alone.
-        checkpoint_or_checkpoint_manager: Saves: a `zs.CheckpointManager`, or a
-            `zs.Checkpoint`, of which the newest one is kept in ``checkpoint_dir``.
+        checkpoint_or_checkpoint_manager: What saves: a `zs.CheckpointManager`, or a
+            `zs.Checkpoint`, whose newest checkpoint is kept in ``checkpoint_dir``.
         checkpoint_dir: Folder of a `zs.Checkpoint`; the same for all processes.
         termination_config: A `zs.TerminationConfig`.
 
     Raises:
         InvalidArgumentError: A `zs.Checkpoint` without a folder, or a manager with
-            another one.
+            another folder than ``checkpoint_dir``.
         ValueError: This is not the main thread, which alone receives signals; or this
             process does not train.
-        Else as `zs.CheckpointManager.restore_or_initialize`, and as
+        Otherwise as `zs.CheckpointManager.restore_or_initialize`, and as
         `zs.collectives.Group`.
     """
 
@@ -202,20 +203,21 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Calls of `run`, with those before the checkpoint that was restored."""
+        """Number of calls of `run`, including those before the restored checkpoint."""
         return self._total
 
     def run(
         self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any
     ) -> T:
         """Calls the function, counts the call, and saves and exits if the end is
-        announced. In synchronous training all processes call it equally often.
+        announced. In synchronous training all processes have to call this equally
+        often.
 
         Raises:
-            SystemExit: The program has to end; do not catch it.
+            SystemExit: The program has to end; do not catch this.
             PeerLostError, CollectiveTimeoutError: Another process did not end this run.
                 Continue after `strategy.reform`.
-            Else what the function raises; then the call is not counted.
+            Otherwise what the function raises; then the call is not counted.
         """
         began = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
@@ -225,8 +227,8 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Saves and exits if the end is announced, without a `run`. In
-        synchronous training all processes call it at the same place.
+        """Saves and exits if the end is announced, without a `run`. In synchronous
+        training all processes have to call this at the same place.
 
         Raises: As `run`.
         """
@@ -246,14 +248,14 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Calls `save_checkpoint_if_preempted` at the end of a block that raises
-        nothing: for steps outside of `run`."""
+        """Calls `save_checkpoint_if_preempted` at the end of a ``with`` block, unless
+        the block raises; for steps outside of `run`."""
         yield
         self.save_checkpoint_if_preempted()
 
     def close(self) -> None:
-        """Stops listening to signals, and leaves the other processes. Closing twice is
-        fine; ``with`` closes at its end."""
+        """Stops listening to signals, and leaves the group of processes. Idempotent;
+        the end of a ``with`` block calls this."""
         if self._group is not None:
             self._group.close()
         for number, handler in self._before.items():
@@ -288,7 +290,8 @@ class PreemptionCheckpointHandler:
             signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
 
     def _agreed(self) -> Wish:
-        """Returns what all processes do after this run."""
+        """Returns what all processes do after this run: the greatest of their
+        wishes."""
         now = time.monotonic()
         watch = self._config.termination_watcher_fn
         if watch is not None and now - self._asked_at >= _PAUSE:
@@ -317,8 +320,9 @@ class PreemptionCheckpointHandler:
             self._group.barrier()
 
     def _take_part(self) -> None:
-        """Takes part in the collectives of a save, such as for metrics of all
-        processes. Keeps nothing of what it writes."""
+        """Takes part in the collectives of the save of another process, such as for
+        metrics of all processes. Deletes the files that this process writes for that.
+        """
         folder = f"{self._manager.directory}.worker-{self._rank}"
         try:
             self._manager.checkpoint.write(os.path.join(folder, "ckpt"))
@@ -362,7 +366,7 @@ def _manager(
 
 def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
     """Returns the number of this process, of which 0 saves, and whether all processes
-    train in step."""
+    train synchronously."""
     if resolver is None:
         return 0, False
     spec = query_cluster_spec(resolver)
@@ -380,7 +384,7 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
 
 
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
-    """Returns the sessions to which the saved variables belong."""
+    """Returns the sessions of the clusters that store the saved variables."""
     variables = [node.value for node in graph_of(checkpoint).variables]
     parts = [part for variable in variables for part in variable.components]
     clusters: Sequence[object] = clusters_of(parts)
@@ -388,8 +392,9 @@ def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
 
 
 def _counter(checkpoint: Checkpoint) -> Any:
-    """Returns the count of runs, as restored. Set after the restore, because a
-    checkpoint that was saved without a handler has no count."""
+    """Returns the counter of runs, with its restored value. The counter is added to the
+    checkpoint after the restore, because a checkpoint that was saved without a handler
+    lacks it."""
     if _RUNS not in checkpoint.tracked:
         with contextlib.suppress(NotFoundError):
             setattr(checkpoint, _RUNS, local_counter(_RUNS))

@@ -1,8 +1,8 @@
-"""One restored checkpoint: what was matched at once, and what may come later.
+"""One restored checkpoint: what was matched at once, and what is matched later.
 
 A variable that the program makes after the restore gets its value when it is attached:
-set as an attribute of the `Checkpoint` or of a `zs.Module` that was matched. Until a
-restore is replaced by another one it listens to those modules.
+set as an attribute of the `Checkpoint` or of a `zs.Module` that was matched. A restore
+watches these modules until another restore replaces it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Restore:
-    """A checkpoint on its way into the objects below ``root``.
+    """The restore of one checkpoint into the objects below ``root``.
 
     Args:
-        is_partial: What the checkpoint lacks keeps its value, and what it has of an
-            optimizer that does not keep it is left out.
-        grows: Variables may have more rows than they had.
-        skips_counter: The checkpoint's count of saves is left out.
+        is_partial: Objects that the checkpoint lacks keep their values, and slots in
+            the checkpoint that an optimizer does not have are ignored.
+        grows: Variables may have more rows than in the checkpoint.
+        skips_counter: The checkpoint's count of saves is not restored.
     """
 
     def __init__(
@@ -52,16 +52,19 @@ class Restore:
         self._watched: list[Module] = []
 
     async def begin(self) -> None:
-        """Reads, checks and matches the checkpoint, and loads what it can.
+        """Reads, checks and matches the checkpoint, and loads all values that were
+        matched.
 
         Raises:
-            NotFoundError: It is not a checkpoint, or lacks something of the program.
-            DataLossError: It is damaged; nothing was restored.
+            NotFoundError: The folder is not a checkpoint, or lacks something of the
+                program.
+            DataLossError: The checkpoint is damaged; nothing was restored.
             InvalidArgumentError: Shapes or dtypes differ; nothing was restored.
             PSUnavailableError: A server is gone.
-            OSError: As the system says.
+            OSError: As reported by the system.
 
-        Cancellation, and the last two: some of the variables may have been restored.
+        Cancellation, PSUnavailableError and OSError: some of the variables may have
+        been restored.
         """
         async with FileThread() as disk:
             manifest = await disk(Manifest.of, self.path)
@@ -83,7 +86,7 @@ class Restore:
         self._accept(found)
 
     def attached(self, holder: Any, name: str, value: Any) -> None:
-        """Restores the values of an object that was just set as an attribute.
+        """Restores the values of an object that was just set as the attribute ``name``.
 
         Raises: As `begin`; the attribute is set all the same.
         """
@@ -97,8 +100,8 @@ class Restore:
             self._accept(found)
 
     def refresh(self) -> list[str]:
-        """Loads what appeared in containers meanwhile; returns what the program has
-        and the checkpoint does not, as text."""
+        """Loads the values of objects that were added to containers since the last
+        load; returns the names of the program's objects that the checkpoint lacks."""
         if self._matching is None:
             return []
         found = self._matching.find(self._root, 0)
@@ -109,14 +112,14 @@ class Restore:
         return found.missing
 
     def unused(self) -> list[str]:
-        """Paths of stored variables, optimizers, slots and iterators that nothing in
-        the program took."""
+        """Paths of stored variables, optimizers, slots and iterators that were matched
+        with nothing in the program."""
         if self._matching is None:
             return []
         return self._matching.unused()
 
     def end(self) -> None:
-        """Stops listening; another restore takes over."""
+        """Stops watching modules, because another restore replaces this one."""
         for module in self._watched:
             unwatch(module, self.attached)
         self._watched = []
@@ -142,10 +145,11 @@ class Restore:
         await remember(self.path, self._taken, self._moments)
 
     async def _require_places(self, found: MatchResult) -> None:
-        """Refuses positions of iterators that workers find to be of other data.
+        """Checks with the workers that the stored positions of their iterators are of
+        the same data.
 
         Raises:
-            InvalidArgumentError: Names them.
+            InvalidArgumentError: Positions are of other data; names the iterators.
         """
         refused = MatchResult()
         for iterator, _, state in found.places:
@@ -164,11 +168,13 @@ class Restore:
 
 
 class RestoreStatus:
-    """The outcome of a restore; TF's words. Each method returns the status.
+    """The outcome of a restore, with TF's methods. Each method returns the status
+    itself.
 
-    A restore is strict: it raised if the program had something at that time that the
-    checkpoint lacks, or that has another shape or dtype. The other direction, values
-    that the program has not taken (yet), is not an error before `assert_consumed`.
+    A restore is strict: it has raised if, at that time, the program had something that
+    the checkpoint lacks, or that has another shape or dtype there. The opposite, stored
+    values that the program has not taken (yet), is not an error before
+    `assert_consumed`.
     """
 
     def __init__(self, restore: Restore | None) -> None:
@@ -176,23 +182,24 @@ class RestoreStatus:
 
     @property
     def path(self) -> str | None:
-        """The folder that was restored; None: there was none."""
+        """The folder that was restored; None: no folder was given."""
         return None if self._restore is None else self._restore.path
 
     @property
     def unused(self) -> list[str]:
-        """Paths of stored variables, optimizers and iterators that nothing has taken
-        (yet), and of slots that an optimizer does not keep."""
+        """Paths of stored variables, optimizers and iterators that the program has not
+        taken (yet), and of slots that the program's optimizers do not have."""
         return [] if self._restore is None else self._restore.unused()
 
     def assert_consumed(self) -> RestoreStatus:
         """Checks that program and checkpoint have the same variables, optimizers and
         iterators.
 
-        Variables that appeared in lists and dicts since the restore get their values.
+        Variables that were added to lists and dicts since the restore get their values.
 
         Raises:
-            AssertionError: One of them has more, or there was no checkpoint; says what.
+            AssertionError: The program or the checkpoint has more than the other, or
+                there was no checkpoint; says what.
         """
         self.assert_existing_objects_matched()
         if unused := self.unused:
@@ -203,10 +210,11 @@ class RestoreStatus:
         return self
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Checks that all the program has came from the checkpoint; see above.
+        """Checks that everything that the program has came from the checkpoint; see
+        `assert_consumed`.
 
         Raises:
-            AssertionError: It has more, or there was no checkpoint; says what.
+            AssertionError: The program has more, or there was no checkpoint; says what.
         """
         if self._restore is None:
             raise AssertionError("no checkpoint was restored: the path was None")
@@ -218,9 +226,9 @@ class RestoreStatus:
         return self
 
     def expect_partial(self) -> RestoreStatus:
-        """Says that checkpoint and program may differ from now on: what is created
-        later and is not in the checkpoint keeps its value. What is there already must
-        have been in it: see ``restore(path, expect_partial=True)``."""
+        """Allows checkpoint and program to differ from now on: an object that is
+        created later and is not in the checkpoint keeps its value. What exists already
+        must have been in the checkpoint: see ``restore(path, expect_partial=True)``."""
         if self._restore is not None:
             self._restore.is_partial = True
         return self

@@ -46,13 +46,14 @@ class CheckpointWarning(UserWarning):
 def latest_checkpoint(
     checkpoint_dir: str | os.PathLike[str], checkpoint_name: str | None = None
 ) -> str | None:
-    """Returns the path of the newest complete checkpoint in a folder, if any.
+    """Returns the path of the newest complete checkpoint in a folder; None if there is
+    none.
 
     Args:
         checkpoint_name: Only checkpoints called ``<checkpoint_name>-<N>``.
 
     Raises:
-        NotFoundError: It is a file, or is below one; names the file.
+        NotFoundError: ``checkpoint_dir`` is a file, or is below one; names the file.
         TypeError: The name is not text.
     """
     directory = absolute(checkpoint_dir)
@@ -65,26 +66,27 @@ def latest_checkpoint(
 class CheckpointManager:
     """Saves numbered checkpoints to a folder and deletes the oldest ones.
 
-    It continues with the checkpoints of its name that are in the folder. Checkpoints of
-    other names, for example of other managers, it never deletes, and restores only if
-    it has none itself. From its first save until `close` (or until it is dropped)
-    no other process can save to the folder.
+    The manager continues with the checkpoints of its name that are in the folder. It
+    never deletes checkpoints of other names, for example of other managers, and
+    restores them only if it has none itself. From its first save until `close` (or
+    until the manager is dropped) no other process can save to the folder.
 
     Args:
         max_to_keep: The number of newest checkpoints to keep; None: all.
-        keep_checkpoint_every_n_hours: Of those that would be deleted, one is kept for
-            good each time that so many hours have passed, per name.
+        keep_checkpoint_every_n_hours: Of those that would be deleted, one is kept
+            permanently each time that so many hours have passed, per name.
         checkpoint_name: Name of the folders: ``<checkpoint_name>-<N>``.
         step_counter: A variable, or a callable, with the number of the current step.
         checkpoint_interval: Steps between two checkpoints; `save` does nothing before.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
-        full_every: Of so many checkpoints one has all rows of tables that were created
-            with ``follow_changes=True``; the others have those that have changed since,
-            and its files besides, by hard links. All are whole by themselves.
+        full_every: One of so many checkpoints has all rows of tables that were created
+            with ``follow_changes=True``. The others have only the rows that have
+            changed since, and hard links to the files of the full one, so each can be
+            restored by itself.
         checkpoint_interval_s: Seconds between two checkpoints; `save` does nothing
             before, so that it may be called in each round of a loop. With
             ``checkpoint_interval``, too, it saves when either has passed.
-        clock: Seconds since 1970.
+        clock: Returns seconds since 1970.
 
     Raises:
         ValueError: ``max_to_keep`` is below 1, there is an interval of steps and no
@@ -145,7 +147,8 @@ class CheckpointManager:
         self._last_at: float | None = None
         self._full_every, self._differences = every, 0
         self._base: Base | None = None
-        """The last checkpoint with all rows, if it was saved by this object."""
+        """The last checkpoint that this object saved with all rows of tables; None if
+        it saved none."""
         self._lock: FolderLock | None = None
         self._damaged: set[str] = set()
         self._began = clock()
@@ -164,13 +167,14 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the checkpoints that it may delete, the oldest first."""
+        """Paths of the checkpoints that the manager may delete, the oldest first."""
         return self._paths(self._own())
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Path of the newest checkpoint, which `restore_or_initialize` restores: of its
-        name, or else, as in TensorFlow, of any name in the folder."""
+        """Path of the newest checkpoint, which `restore_or_initialize` restores: the
+        newest of the manager's name or, if there is none, as in TensorFlow, of any name
+        in the folder."""
         paths = self._paths(self._restorable())
         return paths[-1] if paths else None
 
@@ -178,9 +182,9 @@ class CheckpointManager:
         return read_state(self._directory, self._name).without(self._damaged)
 
     def _restorable(self) -> SavedList:
-        """Returns the checkpoints to try to restore, the newest last. Damaged ones only
-        if there are no others, so that no program starts from the beginning beside
-        them."""
+        """Returns the checkpoints to try to restore, the newest last. Damaged ones are
+        included only if there are no others, so that no program starts training from
+        the beginning in a folder with checkpoints."""
         for saved in (self._own(), read_state(self._directory, self._name)):
             if saved.saved:
                 return saved
@@ -196,13 +200,15 @@ class CheckpointManager:
         interval has not passed.
 
         Args:
-            checkpoint_number: An integer or variable instead of the `save_counter`,
-                which grows all the same. A checkpoint of that number is replaced.
+            checkpoint_number: An integer or variable to use instead of the
+                `save_counter`, which is incremented all the same. A checkpoint of that
+                number is replaced.
             check_interval: False: saves even if the interval has not passed.
 
         Raises:
-            ValueError: ``checkpoint_number`` is not an integer, or below 0.
-            Exception: Else as `zs.Checkpoint.save`. Earlier checkpoints are unchanged.
+            ValueError: ``checkpoint_number`` is not an integer, or is below 0.
+            Exception: Otherwise as `zs.Checkpoint.save`. Earlier checkpoints are
+                unchanged.
         """
         return run_blocking(
             self.save_async(checkpoint_number, check_interval), "manager.save_async()"
@@ -213,8 +219,8 @@ class CheckpointManager:
     ) -> str | None:
         """Does what `save` does, without blocking the running loop.
 
-        Cancellation: nothing was saved, and earlier checkpoints are unchanged; or it
-        was saved, and the next call deletes old ones.
+        Cancellation: nothing was saved, and earlier checkpoints are unchanged; or the
+        new checkpoint was saved, and the next call deletes old ones.
         """
         async with in_turn(self._checkpoint), FileThread() as disk:
             # Off the loop: a counter on a parameter server is read by a request.
@@ -252,7 +258,8 @@ class CheckpointManager:
     async def _written(
         self, path: str, count: int, note: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Writes a checkpoint, whole or as a difference."""
+        """Writes a checkpoint: complete, or only the rows of tables that changed since
+        the base."""
         base = self._base
         if base is not None and self._differences + 1 < self._full_every:
             try:
@@ -294,7 +301,8 @@ class CheckpointManager:
         return any(passed) or not passed
 
     def _rotate(self, name: str) -> None:
-        """Lists the newest checkpoint, and deletes those that leave the list."""
+        """Adds the new checkpoint to the folder's list, and deletes those that the list
+        drops."""
 
         def change(stored: SavedList) -> SavedList:
             state = replace(
@@ -320,20 +328,21 @@ class CheckpointManager:
         return os.path.exists(os.path.join(self._directory, name))
 
     def close(self) -> None:
-        """Lets other processes save to the folder, until the next save."""
+        """Allows other processes to save to the folder, until the next save."""
         self._lock = None
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint and returns its path; if there is none, calls
-        ``init_fn`` and returns None.
+        """Restores the newest checkpoint and returns its path; if there is no
+        checkpoint, calls ``init_fn`` and returns None.
 
         If there is none of this manager's name, the newest of any name in the folder is
-        restored, as in TensorFlow, and logged. A damaged checkpoint is skipped with a
-        `CheckpointWarning`, for the one before.
+        restored, as in TensorFlow, and logged. If a checkpoint is damaged, an older one
+        is restored, with a `CheckpointWarning`.
 
         Raises:
-            DataLossError: All of them are damaged; says what is wrong with the newest.
-            Exception: Else as `zs.Checkpoint.restore`.
+            DataLossError: All checkpoints are damaged; says what is wrong with the
+                newest.
+            Exception: Otherwise as `zs.Checkpoint.restore`.
         """
         return run_blocking(
             self._restore_or_initialize(user_line()),
@@ -348,7 +357,8 @@ class CheckpointManager:
         return await self._restore_or_initialize(user_line())
 
     async def _restore_or_initialize(self, line: tuple[str, int]) -> str | None:
-        """Warns at ``line``, a file and a line number."""
+        """Does what `restore_or_initialize` does. ``line`` is the file and line number
+        to which warnings refer."""
         first: DataLossError | None = None
         for path in reversed(self._paths(self._restorable())):
             try:
@@ -383,10 +393,10 @@ class CheckpointManager:
 
 
 def _numbered(number: Any) -> int:
-    """Returns the number of a checkpoint from an argument.
+    """Returns the argument as the number of a checkpoint.
 
     Raises:
-        ValueError: It is not an integer from 0 on.
+        ValueError: The argument is not an integer from 0 on.
     """
     with contextlib.suppress(TypeError, ValueError):
         given = int(number) if isinstance(number, str | bytes) else number
@@ -397,10 +407,10 @@ def _numbered(number: Any) -> int:
 
 
 def _integer(name: str, number: Any) -> int:
-    """Returns an integer from an argument of any type, such as a variable or a float.
+    """Converts an argument of any type, such as a variable or a float, to an integer.
 
     Raises:
-        TypeError: It is not an integer.
+        TypeError: The argument is not an integer.
     """
     try:
         whole = int(number)
@@ -414,7 +424,8 @@ def _integer(name: str, number: Any) -> int:
 
 
 def _require_number(name: str, number: Any) -> None:
-    """Refuses an argument that is neither a number nor None, before it is needed."""
+    """Refuses, when the manager is made, an argument that is neither a number nor
+    None."""
     if number is None:
         return
     with contextlib.suppress(TypeError, ValueError, OverflowError):

@@ -1,7 +1,8 @@
-"""Writes a checkpoint: pin, write the parts side by side, commit the manifest.
+"""Writes a checkpoint: pins the values, writes the files in parallel, commits the
+manifest.
 
-Law of the file: nothing is a checkpoint before the manifest is committed, and whatever
-ends the writing before that leaves the folder as it was.
+Law of the file: nothing is a checkpoint before the manifest is committed, and if
+writing ends before that, for whatever reason, the folder is as it was.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.saving")
 
 PART: Final = 4 * 2**30
-"""Bytes after which a source begins another file, between two tensors: one request to a
-server is over in a time that a person would wait."""
+"""Bytes of tensors after which a source begins another file: one request to a server
+then takes no longer than a person would wait."""
 
 NAMES: Final = 100_000
-"""Characters of the names of a file's tensors: they travel in the header of a message,
-and so do their digests."""
+"""Most characters of the names of a file's tensors: names and digests are sent in the
+header of a message."""
 DIGEST: Final = 64
-"""Characters that a tensor costs beside its name."""
+"""Characters in a header that a tensor takes besides its name."""
 
 
 _NO_CUT: Final = (
@@ -63,22 +64,23 @@ async def save(
 ) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
 
-    Training continues meanwhile: what is written is the values as they were when the
+    Training continues meanwhile: the written values are those at the moment when the
     snapshot was pinned, between two steps.
 
     Args:
         metadata: Called at that moment.
-        base: Of tables that follow changes, the rows that have changed since this one.
+        base: A complete checkpoint. For tables that record changes, only the rows that
+            have changed since it are written.
 
     Raises:
         PSUnavailableError: A server is gone.
         BusyError: Another writer is at work in the folder.
-        NotFoundError: The folder above it does not exist.
-        InvalidArgumentError: The place of an iterator cannot be saved; says why.
+        NotFoundError: The parent folder does not exist.
+        InvalidArgumentError: The position of an iterator cannot be saved; says why.
         ResourceExhaustedError: A disk is full.
-        OSError: As the system says.
+        OSError: As reported by the system.
 
-    Cancellation, and all errors: the folder is what it was; or, cancelled after the
+    Cancellation, and all errors: the folder is as it was; or, if cancelled after the
     commit, the new checkpoint is there.
     """
     variables = saved_components(graph)
@@ -159,10 +161,10 @@ async def _end(kept: PinnedWindows, folder: CheckpointFolder, disk: FileThread) 
 
 
 async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
-    """Returns the place of an iterator in its data.
+    """Returns the position of an iterator in its data.
 
     Raises:
-        InvalidArgumentError: It cannot be determined.
+        InvalidArgumentError: The position cannot be determined.
     """
     try:
         if isinstance(node.value, PerWorkerIterator):
@@ -174,16 +176,16 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
 
 
 def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
-    """Returns the steps of a cluster that are in a checkpoint, as the manifest says
-    it."""
+    """Returns, in the form of the manifest, which steps of a cluster a checkpoint
+    includes; None if unknown."""
     if cut is None:
         return None
     return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
 def saved_components(graph: Graph) -> list[Variable]:
-    """Returns the components of all variables of a graph, each once, whatever variables
-    share it."""
+    """Returns the components of all variables of a graph, each once, also if several
+    variables share one."""
     # By key: a part of a sharded variable may also be tracked alone.
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}
     return list(found.values())
@@ -233,7 +235,8 @@ async def _write(
 def _parts(
     logicals: Sequence[Logical],
 ) -> list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]]:
-    """Returns which tensors go into one file, and under which names."""
+    """Distributes tensors over files: returns for each file its source, and its tensors
+    with their names in the file."""
     parts: list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]] = []
     open_: dict[int, _FilePart] = {}
     tables: dict[int, _FilePart] = {}
@@ -258,7 +261,7 @@ def _parts(
 
 @dataclass(slots=True)
 class _FilePart:
-    """The tensors of one file, as they are counted."""
+    """The tensors of one file, and their size so far."""
 
     pieces: list[tuple[SourceTensor, str]] = field(default_factory=list)
     _bytes: int = 0

@@ -1,13 +1,16 @@
-"""The sources of saved tensors: parameter servers, and windows on workers.
+"""The sources of saved tensors: parameter servers, and workers that keep arrays of
+their own.
 
 A *source* is a parameter server, or this process for its own variables. A server that
-shares the folder writes its own file; the tensors of one that does not are fetched in
-pieces of a bounded size and written here.
+can access the checkpoint's folder writes its own file; the tensors of other servers are
+fetched in pieces of a bounded size and written here.
 
-A `LocalOptimizer` in a checkpoint has the number of its open round and, beside each
-variable, the arrays of each worker, such as "0/.mu" of the first one. They are pinned
-on the worker and fetched while training continues. A restore gives them to the workers
-at the same places; workers that the checkpoint does not have start from scratch.
+Workers of a `LocalOptimizer` keep arrays for their *windows* of several local steps
+(the state of the inner optimizer, for example). A checkpoint has the number of the
+optimizer's open round and, for each variable, the arrays of each worker, under names
+such as "0/.mu" for the first worker. The arrays are pinned on the workers and fetched
+while training continues. A restore sends them to the workers with the same indices; a
+worker without arrays in the checkpoint starts without them.
 """
 
 from __future__ import annotations
@@ -53,14 +56,15 @@ if TYPE_CHECKING:
 
 
 PIECE: Final = 4 * 2**20
-"""Bytes fetched by one request: well above the cost of a round trip."""
+"""Bytes fetched by one request: so many that the round trip costs little beside
+them."""
 AHEAD: Final = 4
-"""Pieces fetched at a time; as many again are being written meanwhile."""
+"""Number of pieces fetched at a time; as many again are being written meanwhile."""
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a snapshot, which updates do not change. ``number`` is its index in
-    ``source``."""
+    """A tensor of a snapshot; updates of the variable do not change it. ``number`` is
+    its index in ``source``."""
 
     source: SnapshotSource
     number: int
@@ -79,31 +83,33 @@ class Written(NamedTuple):
 
 
 class SnapshotSource(abc.ABC):
-    """One process with pinned tensors. One that can write files overrides `shares` and
-    `write`."""
+    """One process that holds pinned tensors. A source that can write files itself
+    overrides `shares` and `write`."""
 
     name: str
-    """The source as file names say it: "ps0", "local"."""
+    """The name of the source in file names: "ps0", "local"."""
 
     async def shares(self, path: str) -> bool:
-        """Returns whether it can write beside this file itself."""
+        """Returns whether the source can access the folder of the file ``path``, and so
+        write files there itself."""
         del path
         return False
 
     async def write(
         self, path: str, numbers: Sequence[int], names: Sequence[str]
     ) -> Written:
-        """Writes tensors to a new file; see `shares`."""
+        """Makes the source write tensors to a new file. Allowed only if `shares` is
+        true."""
         raise NotImplementedError(f"{self.name} does not write {path}")
 
     @abc.abstractmethod
     async def fetch(self, number: int, offset: int, size: int) -> Buffer:
-        """Fetches some bytes of a tensor."""
+        """Fetches ``size`` bytes of tensor ``number``, from ``offset`` on."""
 
 
 class LocalSnapshotSource(SnapshotSource):
-    """Variables of this process. Their values are never written to, so that holding
-    them is pinning them."""
+    """Variables of this process. Their arrays are never written to, so holding
+    references pins them."""
 
     name = "local"
 
@@ -143,7 +149,7 @@ class LocalSnapshotSource(SnapshotSource):
 
 
 class ServerSnapshotSource(SnapshotSource):
-    """One parameter server, in one snapshot."""
+    """One parameter server, and the tensors of one snapshot on it."""
 
     def __init__(self, cluster: ClusterSession, snapshot: int, ps: int) -> None:
         self._cluster, self._snapshot, self._ps = cluster, snapshot, ps
@@ -170,15 +176,17 @@ class ServerSnapshotSource(SnapshotSource):
 
 class PinnedSnapshot:
     """Values and slots of variables as they were at one moment between two steps; an
-    async context manager that releases them.
+    async context manager that releases them at its end.
 
-    Cost: training stands still until the steps that run have ended, and for two round
-    trips to each server; it continues meanwhile and afterwards.
+    Cost: training stands still until the running steps have ended, and for two round
+    trips to each server; afterwards it continues.
 
     Args:
         note: Called while training stands still.
-        clusters: Where it stands still, besides those of the variables.
-        since: Of parts of tables, by key, the cut since which rows are wanted.
+        clusters: Clusters that have to stand still, too, besides those of the
+            variables.
+        since: For parts of tables, by key: the point in the table's history of changes
+            since which changed rows are wanted.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -199,7 +207,7 @@ class PinnedSnapshot:
         self._besides = clusters
         self._clusters: list[ClusterSession] = []
         self.moments: list[ClusterMoment] = []
-        """The steps that are in it, of each cluster."""
+        """For each cluster, the moment of the snapshot: which steps it includes."""
 
     async def __aenter__(self) -> list[SourceTensor]:
         clusters = {id(cluster): cluster for cluster in self._besides}
@@ -262,7 +270,7 @@ async def stream(
 
     Args:
         infos: The tensors of the file, in order.
-        on_bytes: Told how many bytes more were fetched.
+        on_bytes: Called with the number of bytes after each fetch.
         finish: Ends the file and returns its digests. None: `TensorWriter.finish`.
 
     Cancellation, and all errors: no file is left.
@@ -283,7 +291,8 @@ async def _fill(
     disk: FileThread,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Appends tensors to a file: while some pieces are written the next are fetched."""
+    """Fetches tensors and appends them to a file: while some pieces are written the
+    next are fetched."""
     writing: asyncio.Future[None] | None = None
     try:
         for batch in _batches(tensors):
@@ -309,7 +318,8 @@ def _append(writer: TensorWriter, pieces: Sequence[Buffer]) -> None:
 def _batches(
     tensors: Iterable[SourceTensor],
 ) -> Iterable[list[tuple[SourceTensor, int, int]]]:
-    """Tensors cut into pieces, ``(tensor, offset, size)``; a few at a time."""
+    """Divides tensors into pieces, ``(tensor, offset, size)``; yields a few pieces at a
+    time."""
     # Batches reach over the ends of tensors: small ones are fetched side by side.
     batch = []
     for tensor in tensors:
@@ -324,12 +334,14 @@ def _batches(
 
 
 class RestoredWindows(NamedTuple):
-    """A `LocalOptimizer` of the program, and what a checkpoint has of its windows."""
+    """A `LocalOptimizer` of the program, and the arrays that a checkpoint has for its
+    windows of local steps on workers."""
 
     optimizer: LocalOptimizer
     round: int
     arrays: Sequence[tuple[AbstractVariable, str, StoredTensor]]
-    """Each with the variable and its name beside it: worker and array."""
+    """Stored arrays, each with its variable and its name: index of the worker and name
+    of the array."""
 
     @property
     def rounds(self) -> RestoredRounds:
@@ -337,18 +349,18 @@ class RestoredWindows(NamedTuple):
 
 
 class WorkerLostError(Exception):
-    """A worker was lost while a checkpoint with its windows was written."""
+    """A worker was lost while a checkpoint that includes its arrays was written."""
 
 
 class _WorkerSource(SnapshotSource):
-    """The arrays that one worker has pinned."""
+    """The arrays that one worker has pinned for a snapshot."""
 
     def __init__(self, cluster: ClusterSession, snapshot: int, worker: int) -> None:
         self._cluster, self._snapshot, self._worker = cluster, snapshot, worker
         self.name = f"worker{worker}"
 
     async def fetch(self, number: int, offset: int, size: int) -> Buffer:
-        """Fetches some bytes of an array.
+        """Fetches ``size`` bytes of the worker's array ``number``, from ``offset`` on.
 
         Raises:
             WorkerLostError: The worker is lost.
@@ -362,17 +374,18 @@ class _WorkerSource(SnapshotSource):
 
 
 def number_in_checkpoints(optimizer: LocalOptimizer) -> int:
-    """Returns the number of the optimizer in entries of workers' arrays, which no other
-    optimizer has."""
+    """Returns the number by which checkpoints identify an optimizer in entries of
+    workers' arrays; no other optimizer has it."""
     # Negative, as ids are positive: the outer optimizer has slots under its own.
     return -optimizer.outer.id
 
 
 class PinnedWindows:
-    """The arrays that workers of some clusters keep beside variables, at one moment.
+    """The arrays that workers of some clusters keep for windows of local steps, pinned
+    at one moment.
 
     Args:
-        components: The variables, part by part.
+        components: The components of the variables to which the arrays belong.
     """
 
     def __init__(
@@ -389,12 +402,13 @@ class PinnedWindows:
 
     def open_round(self, optimizer: LocalOptimizer) -> int:
         """Returns the number of the open round of an optimizer; 0 if none of the
-        clusters has it."""
+        clusters has the optimizer."""
         numbers = [each.open_round(optimizer.outer.id) for each in self._clusters]
         return max([number for number in numbers if number is not None], default=0)
 
     async def pin(self) -> None:
-        """Pins it on the connected workers. `release` has to follow in any case."""
+        """Pins the arrays on the connected workers. `release` has to follow in any
+        case."""
         if self._optimizers:
             self._workers = [
                 (c, worker) for c in self._clusters for worker in c.workers
@@ -403,7 +417,7 @@ class PinnedWindows:
             self.pinned = [tensor for tensors in found for tensor in tensors]
 
     async def release(self) -> None:
-        """Releases it, on the workers that are there."""
+        """Releases the arrays on the workers that are still connected."""
         released = [
             cluster.ask_worker(worker, ReleaseSnapshot, self._number)
             for cluster, worker in self._workers
@@ -440,8 +454,9 @@ async def restore_windows(
     files: CheckpointFiles,
     disk: FileThread,
 ) -> None:
-    """Gives the arrays to the connected workers. A worker that is lost meanwhile starts
-    from scratch, and so does a component of a variable that is cut at other rows now.
+    """Sends stored arrays to the connected workers. A worker that is lost meanwhile
+    starts without arrays, and so does a component whose variable is divided at other
+    rows now.
 
     Raises:
         DataLossError, OSError: A file has changed or cannot be read.

@@ -1,8 +1,8 @@
 """The list of checkpoints in a folder: the file ``checkpoint`` beside them.
 
-It says which checkpoints are the newest, and which are deleted next; whether one is
-complete its own manifest says. So a list that is lost or out of date (the program was
-killed between the two) is rebuilt from the folder.
+The list says which checkpoints are the newest, and which are deleted next; whether a
+checkpoint is complete is said by its own manifest. So a list that is lost or out of
+date (the program was killed before it wrote the list) is rebuilt from the folder.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _NUMBERED: Final = re.compile(r"(.*)-(\d+)", re.DOTALL)
 class SavedList:
     """Names of checkpoints in a folder, oldest first, each with the time of its save.
 
-    ``doomed``: to be deleted; some may be already. ``preserved_at``: by prefix, the
-    time of the newest checkpoint that is kept for good. ``left``: checkpoints that are
-    no longer listed and still exist: they are kept for good, or were damaged.
+    ``doomed``: checkpoints to be deleted; some may be deleted already.
+    ``preserved_at``: by prefix, the time of the newest checkpoint that is kept
+    permanently. ``left``: checkpoints that are no longer listed and still exist: they
+    are kept permanently, or were damaged.
     """
 
     saved: tuple[tuple[str, float], ...] = ()
@@ -51,16 +52,16 @@ class SavedList:
         return [name for name, _ in self.saved]
 
     def with_saved(self, name: str, at: float) -> SavedList:
-        """Returns the list with this checkpoint as its newest."""
+        """Returns the list with the checkpoint ``name`` as its newest."""
         others = tuple(entry for entry in self.saved if entry[0] != name)
         doomed = tuple(other for other in self.doomed if other != name)
         left = tuple(other for other in self.left if other != name)
         return replace(self, saved=(*others, (name, at)), doomed=doomed, left=left)
 
     def rotated(self, prefix: str, keep: int | None, hours: float | None) -> SavedList:
-        """Returns the list, all of which is called ``prefix``, with the newest ``keep``
-        checkpoints. Older ones are doomed, except one every ``hours``, which is kept
-        and leaves the list."""
+        """Returns the list, whose names must all have this ``prefix``, with only the
+        newest ``keep`` checkpoints. Older ones are moved to ``doomed``, except one
+        every ``hours``, which is moved to ``left``."""
         saved, doomed, left = list(self.saved), list(self.doomed), list(self.left)
         preserved = dict(self.preserved_at)
         while keep is not None and len(saved) > keep:
@@ -75,8 +76,9 @@ class SavedList:
         return SavedList(tuple(saved), tuple(doomed), preserved, tuple(left))
 
     def with_those_of(self, prefix: str, own: SavedList, newest: str) -> SavedList:
-        """Returns the list with the checkpoints of ``own`` as those called ``prefix``;
-        others stay, in their order. ``newest`` goes to the end."""
+        """Returns this list with its checkpoints of the name ``prefix`` replaced by
+        those of ``own``; checkpoints of other names stay, in their order. ``newest`` is
+        moved to the end."""
         kept = set(own.names) - {newest}
         here = [
             (name, at)
@@ -88,14 +90,15 @@ class SavedList:
         return replace(own, saved=(*here, *more))
 
     def without(self, names: set[str]) -> SavedList:
-        """Returns the list without checkpoints that are damaged."""
+        """Returns the list without the checkpoints of these names, which are
+        damaged."""
         saved = tuple(entry for entry in self.saved if entry[0] not in names)
         return replace(self, saved=saved)
 
 
 def read_state(directory: str, prefix: str | None = None) -> SavedList:
     """Returns the complete checkpoints of a folder: those of its list, and newer ones
-    of the same names that did not get into it.
+    of the same names that are not in the list.
 
     Args:
         prefix: Only checkpoints of this name; None: those of the names in the list, or
@@ -151,10 +154,12 @@ def _index_of(saved: list[tuple[str, float]], name: str, at: float) -> int:
 
 
 def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> SavedList:
-    """Reads, changes and replaces the list. The caller holds the lock of the folder.
+    """Replaces the folder's list by ``change(list)``. The caller holds the lock of the
+    folder.
 
     Raises:
-        ResourceExhaustedError, OSError: Of the system; the list is unchanged.
+        ResourceExhaustedError, OSError: As reported by the system; the list is
+            unchanged.
     """
     with _changing:
         state = change(_stored(directory))
@@ -174,12 +179,13 @@ def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> Sa
 
 
 def writer_of(directory: str) -> FolderLock:
-    """Returns the right to save to a folder, for as long as the lock is referenced.
+    """Acquires the right to save to a folder, for as long as the returned lock is
+    referenced.
 
-    Savers of one process share it: the program itself orders their saves.
+    Saves in one process share the lock: the program itself orders its saves.
 
     Raises:
-        BusyError: Another process saves there; says which.
+        BusyError: Another process saves to the folder; says which.
     """
     path = os.path.join(os.path.realpath(directory), _LOCK)
     with _changing:
@@ -197,10 +203,10 @@ def prefix_of(name: str) -> str | None:
 
 
 def name_given(name: Any) -> str:
-    """Returns the name that a caller gives checkpoints.
+    """Checks and returns the name that a caller gives to checkpoints.
 
     Raises:
-        TypeError: It is not text.
+        TypeError: The name is not text.
     """
     try:
         return os.fsdecode(name)
@@ -209,7 +215,8 @@ def name_given(name: Any) -> str:
 
 
 def clean(directory: str, prefix: str) -> None:
-    """Removes what killed savers have left. The caller holds the lock of the folder."""
+    """Removes incomplete files that killed programs have left. The caller holds the
+    lock of the folder."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             path = os.path.join(directory, name)
@@ -221,7 +228,8 @@ def clean(directory: str, prefix: str) -> None:
 
 
 _changing: Final = threading.Lock()
-"""Managers of several threads share the list of a folder, and its lock."""
+"""Serializes changes by managers in several threads, which share the list and the lock
+of a folder."""
 _writers: Final[weakref.WeakValueDictionary[str, FolderLock]] = (
     weakref.WeakValueDictionary()
 )
@@ -276,8 +284,8 @@ def _names(plain: Any) -> tuple[str, ...]:
 
 
 def _is_name(name: Any) -> bool:
-    """Returns whether the name is that of a checkpoint inside of the folder: what is
-    doomed is deleted."""
+    """Returns whether the name is that of a checkpoint in the folder itself: a path
+    elsewhere must not be deleted."""
     return (
         isinstance(name, str)
         and _NUMBERED.fullmatch(name) is not None

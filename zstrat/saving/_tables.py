@@ -1,13 +1,15 @@
-"""Tables of any id in checkpoints: rows that have changed, and how parts are loaded.
+"""Hash tables (tables whose ids may be any numbers) in checkpoints: saving only rows
+that changed, and loading parts.
 
-A checkpoint of the rows that have changed since another one is whole by itself: it has
-the files of its *base*, by hard links, which take no room, and its own files with
-all variables, the rows of tables that have changed since, and the ids that were
-removed. A table is restored from both, one after the other.
+A checkpoint with only the rows that have changed since another one, its *base*, can
+still be restored by itself: it has the files of the base, as hard links, which take no
+space, and its own files with all variables, the changed rows of tables, and the ids
+that were removed. A table is restored from both, first from the base.
 
-Each part of a table takes the rows whose ids are in its buckets, from wherever they
-were: a server that can read the folder reads the ids of all parts, and the rows of
-those that it finds; to others the rows are sent.
+Each part of a table takes the rows whose ids are in its buckets, whichever part they
+were in when saved: a server that can read the folder reads the ids of all parts, and
+the rows of the ids that belong to it; for other servers the rows are read here and
+sent.
 """
 
 from __future__ import annotations
@@ -56,14 +58,16 @@ _LINKED: Final = "part-base-"
 """The beginning of the names of linked files."""
 
 _WHOLE: Final = (CLOCK, COUNTS, GONE, TIMES, WAITING)
-"""Leaves of which a difference has all."""
+"""Leaves that a difference stores completely, not only for changed rows."""
 
 
 class Base(NamedTuple):
-    """A whole checkpoint, and the cut of each part of a table that follows changes, by
-    key, from before it was written.
+    """A complete checkpoint and, by key, for each part of a table that records changes,
+    a point in the part's history of changes (a cut) from before the checkpoint was
+    written.
 
-    ``is_linked``: ``path`` is a difference to it, which has its files.
+    ``is_linked``: ``path`` is itself a difference to the complete checkpoint, and has
+    links to its files.
     """
 
     path: str
@@ -71,7 +75,8 @@ class Base(NamedTuple):
     is_linked: bool = False
 
     def pieces_of(self, stored: StoredTensor) -> list[StoredPiece]:
-        """Returns the pieces of a tensor in ``path`` that are the base's."""
+        """Returns those pieces of a tensor in the checkpoint ``path`` that belong to
+        the complete checkpoint."""
         # A difference to a difference would read every file of the chain: each is to
         # the whole one instead, of which it has all files.
         if not self.is_linked:
@@ -80,7 +85,8 @@ class Base(NamedTuple):
 
 
 async def cuts_of(graph: Graph) -> dict[int, int]:
-    """Asks for the cuts of now, of the tables that follow changes."""
+    """Asks the servers for the present point in the history of changes, by key of each
+    part of the tables that record changes."""
     cuts: dict[int, int] = {}
     for node in graph.variables:
         table = node.value
@@ -98,12 +104,11 @@ async def cuts_of(graph: Graph) -> dict[int, int]:
 def taken_from(
     base: Base, logicals: Iterable[Logical]
 ) -> tuple[Manifest, list[Logical]]:
-    """Returns the manifest of a base, and of which tensors it has the other rows.
-    Blocks.
+    """Returns the manifest of a base, and the tensors whose unchanged rows are taken
+    from the base. Blocks.
 
     Raises:
-        DataLossError, NotFoundError: The base is gone, or has no slots that there are
-            now.
+        DataLossError, NotFoundError: The base is gone, or lacks slots that exist now.
     """
     before, taken = Manifest.of(base.path), []
     for logical in logicals:
@@ -128,11 +133,11 @@ def with_base(
     taken: Iterable[Logical],
     folder: CheckpointFolder,
 ) -> Manifest:
-    """Adds the rows of a base (`taken_from`) to the tables of a checkpoint that is
-    being written, and links its files. Blocks.
+    """Adds the rows of a base (from `taken_from`) to the tables of a checkpoint that is
+    being written, and links the base's files. Blocks.
 
     Raises:
-        OSError: The files are gone, or cannot be linked.
+        OSError: The files of the base are gone, or cannot be linked.
     """
     tensors, files = dict(manifest.tensors), dict(manifest.files)
     names: dict[str, str] = {}
@@ -155,8 +160,8 @@ def with_base(
 
 
 def _joined(old: Sequence[StoredPiece], rows: int, new: StoredTensor) -> StoredTensor:
-    """Returns a tensor with the pieces of the base, which has so many rows, and those
-    of the difference."""
+    """Returns a tensor of the ``rows`` rows of the base, followed by the rows of the
+    difference."""
     pieces = list(old)
     pieces += [
         piece._replace(start=piece.start + rows, stop=piece.stop + rows)
@@ -167,18 +172,19 @@ def _joined(old: Sequence[StoredPiece], rows: int, new: StoredTensor) -> StoredT
 
 
 _BLOCK: Final = 4 * 2**20
-"""Bytes of rows that one message sends, about."""
+"""About how many bytes of rows one message sends."""
 
 
 class TableLoad(NamedTuple):
-    """A part of a table, and the tensors of all parts that were saved."""
+    """A part of a table to be loaded, and the stored tensors of all its saved parts."""
 
     spec: VariableSpec
     tensors: Sequence[TableTensor]
 
 
 def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[TableTensor]:
-    """Returns what a checkpoint has of a table: values and slots, beside their ids."""
+    """Returns the tensors that a checkpoint has of a table: values and slots, each with
+    the name of the tensor of their ids."""
     beside, found = value.beside, list[TableTensor]()
     assert beside is not None
     for leaf, ids in _bookkeeping_leaves(value.variable).items():
@@ -197,7 +203,8 @@ def table_tensors(folder: str, value: Load, loads: Sequence[Load]) -> list[Table
 
 
 def _bookkeeping_leaves(table: AbstractVariable) -> dict[str, str]:
-    """Returns what else a table keeps of its ids, each with what has their ids."""
+    """Returns which further arrays a table stores for its ids; for each, the leaf that
+    has the ids."""
     assert isinstance(table, HashTable)
     uses = {USES: IDS, CLOCK: "", TIMES: ""} if table.tracks else {}
     return uses | ({COUNTS: WAITING} if table.counts else {}) | {GONE: GONE}
@@ -218,7 +225,8 @@ def _tensors_of(
 
 
 def _ids_of(piece: StoredPiece, ids: StoredTensor) -> str:
-    """Returns the tensor with the ids of the rows of a piece, in the same file."""
+    """Returns the name of the tensor that has the ids of the rows of a piece, in the
+    same file."""
     rows = piece.file, piece.start, piece.stop
     return next(x.name for x in ids.pieces if (x.file, x.start, x.stop) == rows)
 
@@ -231,12 +239,13 @@ async def load_table(
     files: CheckpointFiles,
     disk: FileThread,
 ) -> None:
-    """Has a server read its rows of a table, or sends them.
+    """Makes a server read its rows of a table from files, or reads the rows here and
+    sends them.
 
     Raises:
         PSUnavailableError: The server is lost.
         DataLossError, OSError: A file has changed or cannot be read.
-        InvalidArgumentError: The server does not keep such a slot.
+        InvalidArgumentError: The server does not have a slot of the checkpoint.
     """
     spec = table.spec
     assert spec.buckets is not None
@@ -257,8 +266,9 @@ async def load_table(
 def _batches(
     table: TableLoad, files: CheckpointFiles
 ) -> Iterator[tuple[list[TableLeaf], list[np.ndarray]]]:
-    """Reads the rows of a part, in batches that fit one message each: leaves, and the
-    arrays of ids and of each leaf. One at least, as it drops what was there."""
+    """Reads the rows of a part, in batches that fit one message each. A batch is a list
+    of leaves, and a list of arrays: the ids, then the array of each leaf. Yields at
+    least one batch, because the first one makes the server drop its old rows."""
     alone = [each for each in table.tensors if not each.ids]
     leaves = [TableLeaf(each.optimizer, each.leaf, rows=False) for each in alone]
     arrays = [files[os.path.basename(x.path)].read(x.name) for x in alone]
@@ -286,7 +296,7 @@ def _batches(
 
 
 def _rows_of_part(spec: VariableSpec, ids: np.ndarray) -> np.ndarray:
-    """Returns the places of those ids that a part has."""
+    """Returns the indices of those ids that belong to a part of a table."""
     assert spec.buckets is not None
     buckets = buckets_of(hashes_of(ids))
     return np.flatnonzero((buckets >= spec.buckets[0]) & (buckets < spec.buckets[1]))

@@ -1,19 +1,21 @@
-"""Pinned tensors as logical ones: one a variable, and one for each of its slots.
+"""Pinned tensors as logical ones: one tensor for each variable, and one for each of its
+slots.
 
-On however many servers a variable is, a checkpoint has one tensor of it. Slots that
-follow its rows are put together in the same way, and so are the ids of the rows of a
-table of any id. What an optimizer keeps once for each component (a count of steps) is
-stored once for each, for the rows that it goes with. A component that no gradient has
-reached has no slots: these rows are left out.
+However many servers store a variable, a checkpoint has one tensor for it. Slots with a
+row for each row of the variable are joined in the same way, and so are the ids of the
+rows of a hash table. A slot that an optimizer keeps once per component (a count of
+steps) is stored once per component, with the component's range of rows. A component
+that no gradient has reached has no slots: its rows are left out.
 
 A slot's name is its path in the state of the optimizer: ``[0].mu``. The last key is a
-field of the state of one transformation, and the keys before it say where that is in
-the chain. Fields of one state stay together, so a state that has moved, as adam's does
-in ``optax.chain(clip, adam)``, is found by its kind: the names of its fields.
+field of the state of one transformation, and the keys before it say where that state is
+in the chain. If a state has moved, as adam's state does in ``optax.chain(clip, adam)``,
+all its fields have moved together, and it is found by its kind: the names of its
+fields.
 
-Law of matching slots: nothing is guessed. States of one kind of which there are several
-are matched only if they all have their old paths, or all moved into (or out of) one
-place.
+Law of matching slots: nothing is guessed. If there are several states of one kind, they
+are matched only if all have their old paths, or all moved into (or out of) one position
+of a chain.
 """
 
 from __future__ import annotations
@@ -37,24 +39,27 @@ if TYPE_CHECKING:
     from ._snapshot_sources import SourceTensor
 
     StatePaths = Mapping[frozenset[str], list[str]]
-    """The paths of the states of each kind, sorted."""
+    """By kind of state (the set of its field names): the sorted paths of the states of
+    that kind."""
 
 
 IDS: Final = ".ids"
-"""The name of the ids of a table's rows, where a slot has its name."""
+"""The leaf name of the ids of a table's rows, used like the name of a slot."""
 
 WAITING: Final = ".waiting"
-"""Likewise the ids that have no row yet; `COUNTS` has as many."""
+"""The leaf name of the ids that have no row yet; `COUNTS` is the leaf with their
+counts."""
 
 COUNTS: Final = ".counts"
 USES: Final = ".uses"
 CLOCK: Final = ".clock"
 TIMES: Final = ".times"
-"""The clock at the last gradient of each row, the clock, which counts pushes and noted
-times, and the noted times with the clock at each."""
+"""Leaf names: `USES`, the clock at the last gradient of each row; `CLOCK`, the clock,
+which counts pushes and recorded times; `TIMES`, the recorded times with the clock at
+each."""
 
 GONE: Final = ".gone"
-"""Ids that were removed since another checkpoint, of which this one is a difference."""
+"""The leaf name of the ids that were removed since the base of a difference."""
 
 
 class LogicalPiece(NamedTuple):
@@ -68,9 +73,9 @@ class LogicalPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Logical:
-    """One tensor of a checkpoint before it is written; see `StoredTensor`. Of a slot
-    also whose it is: ``optimizer`` and where in its state. What a table has beside its
-    value has a ``leaf`` and no optimizer: `IDS` and others."""
+    """One tensor of a checkpoint before it is written; see `StoredTensor`. For a slot:
+    ``optimizer`` is its optimizer, and ``leaf`` its path in the optimizer's state.
+    Further arrays of a table (`IDS` and others) have a ``leaf`` and no optimizer."""
 
     variable: ObjectNode
     optimizer: ObjectNode | None
@@ -91,8 +96,8 @@ class Logical:
         return sum(piece.pinned.info.nbytes for piece in self.pieces)
 
     def stored(self, where: Mapping[int, tuple[str, str, str]]) -> StoredTensor:
-        """Returns the tensor as the manifest says it. ``where``: file, name in it and
-        digest, by ``id`` of the pinned tensor."""
+        """Returns the tensor in the form of the manifest. ``where``: by ``id`` of the
+        pinned tensor, its file, its name in the file, and its digest."""
         pieces = tuple(
             StoredPiece(file, name, piece.start, piece.stop, digest)
             for piece in self.pieces
@@ -102,7 +107,8 @@ class Logical:
 
 
 def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logical]:
-    """Returns the tensors of a checkpoint of the graph, values first."""
+    """Returns the tensors of a checkpoint of the graph; the values of variables come
+    first."""
     at: dict[int, dict[int, dict[str, SourceTensor]]] = {}
     for each in pinned:
         key, number, leaf = each.entry[:3]
@@ -130,7 +136,8 @@ def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logica
 
 
 def beside_name(variable: ObjectNode, leaf: str) -> str:
-    """Names a value, or what a table has beside it."""
+    """Returns the tensor's name of a variable's value, or of a further array (``leaf``)
+    of a table."""
     return f"{variable.path}/{leaf}".removeprefix("/") if leaf else variable.path
 
 
@@ -184,14 +191,13 @@ def _logical(
 
 
 class StoredNode(NamedTuple):
-    """An object of the program that wrote the checkpoint.
+    """An object in the graph of a checkpoint.
 
-    ``children``: places in the list of all. ``beside``: the tensors that a table has
-    beside its value, by what they are (`IDS` and others). ``slots`` of an optimizer:
-    place of a variable -> path in its state -> tensor. ``state`` of an iterator: its
-    place; of an
-    optimizer: `Optimizer.state_classes`, which checkpoints of before do not have; of a
-    `LocalOptimizer`: its ``round``.
+    ``children``: by name, indices in the list of all nodes. ``beside``: further tensors
+    of a table, by leaf name (`IDS` and others). ``slots`` of an optimizer: by index of
+    a variable and path in the state, the tensor. ``state`` of an iterator: its position
+    in its data; of an optimizer: `Optimizer.state_classes`, which older checkpoints
+    lack; of a `LocalOptimizer`: the number of its ``round``.
     """
 
     kind: str
@@ -208,7 +214,7 @@ def plain_graph(
     logicals: Sequence[Logical],
     states: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the graph as JSON; inverse of `stored_graph`. ``states``:
+    """Returns the graph in JSON form; `stored_graph` is the inverse. ``states``:
     `StoredNode.state` of iterators and optimizers, by their paths."""
     number = {id(node): index for index, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
@@ -243,7 +249,7 @@ def stored_graph(manifest: Manifest, file: str) -> list[StoredNode]:
     """Returns the graph of a checkpoint; the root is its first node.
 
     Raises:
-        DataLossError: The manifest names nodes or tensors that are not there.
+        DataLossError: The manifest refers to nodes or tensors that do not exist.
     """
     # Its digest is right, but a later version, or another program, may have written it.
     match manifest.objects:
@@ -283,8 +289,8 @@ _KEY: Final = re.compile(
 
 
 def matched_slots(wanted: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Returns the stored slot for each slot that an optimizer keeps, as far as there is
-    one."""
+    """Returns the stored slot for each slot that an optimizer has, as far as one can be
+    found."""
     here, there = _by_kind(wanted), _by_kind(stored)
     kinds = here.keys() & there.keys()
     found = {
@@ -312,7 +318,8 @@ def _by_kind(names: Iterable[str]) -> StatePaths:
 
 
 def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
-    """Returns the paths of states of one kind, here and in the checkpoint."""
+    """Pairs the paths of states of one kind in the program with those in the
+    checkpoint; [] if the pairs are not certain."""
     if len(here) != len(there):
         return []
     # Both are sorted: states that moved into one place kept their order there.
@@ -323,8 +330,8 @@ def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
 
 
 def _is_moved(pairs: list[tuple[str, str]]) -> bool:
-    """Returns whether each path is the other one after a common prefix, or without
-    one."""
+    """Returns whether in every pair the first path is a prefix followed by the second
+    path; the prefix, which may be empty, must be the same for all pairs."""
     prefixes = {path.removesuffix(old) for path, old in pairs if path.endswith(old)}
     return len(prefixes) == 1 and all(path.endswith(old) for path, old in pairs)
 

@@ -1,8 +1,9 @@
 """Captures the spans of a worker's steps for a time line, and jax's own profile.
 
-The session's recorder keeps the spans, on the loop. jax's profiler is started on the
-executor thread, between two steps, as that may take a second. The profile has its own
-clock. Marks at known times, right after the start, relate it to the worker's clock.
+The recorder of the session keeps the spans; it runs on the event loop. jax's profiler
+is started on the executor thread, between two steps, because starting takes up to a
+second. The profile has its own clock. Annotations that are written at known times,
+right after the start, relate that clock to the worker's clock.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ if TYPE_CHECKING:
 
 
 ANSWERED: Final = 120.0
-"""Seconds for the program to start and stop jax's profile on all workers. After them
-the program is assumed lost, and the profile is stopped before it fills the memory."""
+"""Seconds that the program has to start and stop jax's profile on all workers. After
+that time the program is assumed lost, and the profile is stopped before it fills the
+memory."""
 
 Capturing = AskClock | BeginCapture | EndCapture
 
 
 @final
 class SessionCapture:
-    """Answers the messages about captures of one session. Only the loop uses it.
+    """Answers the messages of one session that start and stop captures. Only the loop
+    uses this object.
 
     Args:
         executor: Its thread starts and stops jax's profiler.
@@ -61,12 +64,14 @@ class SessionCapture:
         self._recorder, self._executor, self._clock = recorder, executor, clock
         self._profile = JaxProfile(clock, 0)
         self._limit: asyncio.TimerHandle | None = None
-        """Stops jax's profile at last; None: no profile runs."""
+        """Timer that stops jax's profile if no message does; None: no profile runs."""
         self._is_reported = True
-        """Whether the program knows the folder of jax's profile, or there is none."""
+        """Whether the program has received the path of the profile's folder, or no
+        profile ran."""
 
     def serve(self, message: Capturing) -> Message | Awaitable[Message]:
-        """Answers at once, or when jax's profiler has started or stopped."""
+        """Answers a message about a capture; at once, or, where jax's profiler has to
+        start or stop, when that is done."""
         match message:
             case AskClock():
                 return ClockTime(self._clock())
@@ -85,7 +90,8 @@ class SessionCapture:
                 return self._end_profile()
 
     def close(self) -> None:
-        """Stops jax's profile and removes it, unless the program knows its folder."""
+        """Stops jax's profile and removes its folder, unless the program has received
+        the path of the folder."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
@@ -124,34 +130,36 @@ class SessionCapture:
 
 _MARK: Final = "zstrat clock"
 _MARKS: Final = 8
-"""Number of marks. The shortest one counts: the first takes thirty times as long."""
+"""Number of annotations that relate the clocks. The shortest of them is used: the first
+takes thirty times as long."""
 _MAX_NAME_CHARACTERS: Final = 200
-"""Most characters of a name: names of fusions may have thousands."""
+"""Limit of the length of an event's name: names of fused operations may have thousands
+of characters."""
 
 
 @final
 class JaxProfile:
-    """One profile of jax. Its methods are called on the executor thread. jax supports
-    one profile at a time in a process.
+    """One profile of jax's profiler. Its methods are called on the executor thread. jax
+    supports one profile at a time in a process.
 
     Args:
         clock: The clock of the worker's spans.
-        limit: Most events that are kept: the last ones.
+        limit: Most events to keep; of more events the last ones are kept.
     """
 
     def __init__(self, clock: Callable[[], float], limit: int) -> None:
         self._clock, self._limit = clock, limit
         self._marks: list[tuple[float, float]] = []
         self.folder = ""
-        """Folder of the profile, once started."""
+        """Path of the profile's folder, once the profile was started."""
         self.problem = ""
-        """Why there is no profile; "": no problem."""
+        """Why there is no profile; "" if there is one."""
         self.events: JaxEvents | None = None
-        """Events of the profile, once stopped."""
+        """Events of the profile, once it was stopped."""
         self._is_running = False
 
     def start(self) -> None:
-        """Starts the profile, in its own temporary folder."""
+        """Starts the profile, in a new temporary folder."""
         folder = ""
         try:
             folder = tempfile.mkdtemp(prefix="zstrat-jax-profile-")
@@ -219,10 +227,10 @@ class JaxProfile:
         )
 
     def _clock_of(self, marks: list[float]) -> ClockReading:
-        """Returns how far the clock of the profile is ahead of the worker's.
+        """Returns how far the clock of the profile is ahead of the worker's clock.
 
         Raises:
-            ValueError: Marks are missing.
+            ValueError: The annotations with known times are missing in the profile.
         """
         trips = zip(self._marks, marks, strict=True)
         return read_clock([RoundTrip(began, at, ended) for (began, ended), at in trips])
@@ -234,7 +242,8 @@ def _remove(folder: str) -> None:
 
 
 def _events(folder: Path) -> Iterator[JaxEvent]:
-    """Yields the events that have a duration, by the clock of the profile.
+    """Yields the events of the profile that have a duration, with times of the
+    profile's clock.
 
     Raises:
         ValueError: There is no profile in the folder.

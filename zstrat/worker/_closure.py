@@ -1,11 +1,12 @@
 """The values that describe a closure on a worker, from its arrival to its end.
 
-They cross between the executor thread and the loop; `_pipeline` decides about them.
+The values cross between the executor thread and the loop; `_pipeline` decides what
+happens to them.
 
-An `Ending` has the form in which it is reported to the coordinator. It is created on
-the executor thread, with the bytes of a small result, so that the loop only joins
-several into one message. All results of a program have the same layout, which is
-numbered and described once. Tracebacks show the user's lines only.
+An `Ending` has the form in which a closure's end is reported to the coordinator. It is
+created on the executor thread, with the bytes of a small result, so that the loop only
+joins several endings into one message. All results of a program have the same layout,
+which is numbered and described once. Tracebacks show the user's lines only.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Do(enum.Enum):
-    """The next work of the executor."""
+    """Kinds of work that the executor thread does next."""
 
     PREPARE = enum.auto()
     ADVANCE = enum.auto()
@@ -54,7 +55,7 @@ class Do(enum.Enum):
 @final
 @dataclass(slots=True, eq=False)
 class Costs:
-    """Seconds of the last preparation, advance and run of a function."""
+    """Seconds that the last preparation, advance and run of a function took."""
 
     prepare: float = math.inf
     advance: float = math.inf
@@ -64,114 +65,123 @@ class Costs:
 @final
 @dataclass(slots=True, eq=False)
 class StepNotes:
-    """The times that a step spent in its phases, and the age of its values."""
+    """Records of one step: the times that it spent in its phases, and the age of the
+    variable values that it read."""
 
     drew: float = 0.0
-    """Seconds of its preparation."""
+    """Seconds that the step's preparation took."""
     examples: int = 0
-    """Number of examples drawn."""
+    """Number of examples that the step has drawn."""
     asked: float = 0.0
-    """When its values were first requested,"""
+    """When the step's values were first requested."""
     arrived: float = 0.0
-    """when the last ones arrived,"""
+    """When the last of the step's values arrived."""
     pulled: float = 0.0
-    """and the seconds in between spent waiting for them."""
+    """Seconds that the step waited for values, between `asked` and `arrived`."""
     clocks: Clocks | None = None
-    """Clocks of the servers at its first pull."""
+    """Clocks of the servers at the step's first pull."""
     rounds: dict[int, int] | None = None
-    """The rounds that it has read, by optimizer."""
+    """By optimizer: the round whose values the step has read."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class ClosureStep:
-    """One closure: the executor sets what it does, the pipeline its state."""
+    """One closure on its way through the worker. The executor sets what the closure
+    does, the pipeline sets its state."""
 
     number: int
     task: Any
-    """The work; shared by the steps of a batch."""
+    """What the closure has to do, as the step runner describes it; shared by the steps
+    of a batch."""
     costs: Costs
     received: float
-    """When it arrived. All times are of the executor's clock."""
+    """When the closure arrived. All times are of the executor's clock."""
     prepared: float = field(init=False)
-    """When its preparation ended."""
+    """When the closure's preparation ended."""
     notes: StepNotes | None = None
-    """None if it was prepared with the others of its batch, and reads nothing."""
+    """Times of the step; None if it was prepared together with the others of its batch,
+    and reads nothing."""
     work: Any = None
-    """The prepared step, made of the task,"""
+    """The prepared step, made from ``task``."""
     needs: Any = None
-    """and what its plan needs."""
+    """What the plan of the step needs (`Needs`)."""
     place: Any = None
-    """Its place among the windows of an optimizer that keeps copies."""
+    """The step's `WindowPlace`, if it is a window of local steps whose optimizer keeps
+    copies on this worker."""
     reads: Any = None
-    """The pull that it needs, compared by identity; None: nothing."""
+    """The pull that the step needs, compared by identity; None: it reads nothing."""
     nbytes: int = 0
     levels: int = 0
-    """Number of advances, each with another pull, before it can run."""
+    """Number of advances, each followed by another pull, before the step can run."""
     writes: bool = False
     optimizes: bool = False
-    """It writes only gradients for optimizers."""
+    """Whether the step writes nothing but gradients for optimizers."""
     alone: bool = False
     begins: bool = False
-    """A part of it is to be computed while it waits for its values."""
+    """Whether a part of the step is to be computed while it waits for its values."""
     begun: float = 0.0
-    """Seconds of that part."""
+    """Seconds that the part took which was computed without values."""
     ready: bool = False
     values: Any = None
     error: BaseException | None = None
-    """Why its values could not be pulled, so that it cannot run."""
+    """Why the step's values could not be pulled; the step then cannot run."""
     ending: Any = None
-    """Its end, if it could not be prepared or advanced."""
+    """The ending of a step that could not be prepared or advanced."""
     dropped: bool = False
 
 
 @final
 @dataclass(slots=True, eq=False)
 class SharedPull:
-    """One pull for all steps that read the same variables."""
+    """One pull whose answer all steps use that read the same variables."""
 
     reads: Any
     steps: list[ClosureStep]
     asked: float
     clocks: Clocks = field(default_factory=dict)
-    """Clocks of the servers, in the order of their answers."""
+    """Clocks of the servers in their answers, in the order in which the answers
+    arrived."""
     rounds: dict[int, int] = field(default_factory=dict)
-    """The rounds that were read, by optimizer."""
+    """By optimizer: the round whose values the pull has read."""
 
 
 @final
 @dataclass(slots=True)
 class Post:
-    """The messages that the executor thread passes to the loop. Pushes come first, so
-    that pulls read them."""
+    """What the executor thread asks the loop to send, as one batch. Pushes are sent
+    first, so that the pulls read what the pushes wrote."""
 
     pushes: list[tuple[Any, Any]] = field(default_factory=list)
-    """Pairs of a push and the ending that is reported after its acknowledgement."""
+    """Pairs of a push and the ending to report after the acknowledgement of the
+    push."""
     read_at: list[Clocks | None] = field(default_factory=list)
-    """Clocks of the servers at the pull from which each push was computed."""
+    """For each push: clocks of the servers at the pull from whose values the push was
+    computed."""
     pulls: list[SharedPull] = field(default_factory=list)
     endings: list[Any] = field(default_factory=list)
     times: StepTimes = field(default_factory=StepTimes)
-    """Times of the steps that ran. They alone do not cause a post."""
+    """Times of the steps that ran. Times alone do not cause a post."""
 
     def __bool__(self) -> bool:
         return bool(self.pushes or self.pulls or self.endings)
 
 
 class Lent(NamedTuple):
-    """The residual of a variable while a push is under way."""
+    """The residual of a variable (what the format of gradients left out earlier) while
+    a push that includes it is under way."""
 
     key: int
     before: np.ndarray | None
     after: np.ndarray
-    """What the format leaves out."""
+    """What the format leaves out of this push."""
 
 
 # Numbers begin at 1, so 0 can say that there is no result.
 _NO_LAYOUT: Final = 0
 _REMEMBERED: Final = 4096
-"""Most layouts that are kept. An eager step that returns another Python number each
-time creates one for each, so they must be bounded."""
+"""Most result layouts to keep. An eager step that returns another Python number each
+time creates one layout for each, so the number must be bounded."""
 
 
 @final
@@ -186,14 +196,14 @@ class Ending:
     kept: Sequence[np.ndarray] | None = None
     contributions: Sequence[StepContribution] = ()
     lent: Sequence[Lent] = ()
-    """Residuals of error feedback that its push has taken."""
+    """Residuals of gradients that the closure's push has taken."""
     leases: bytes = b""
-    """What its push notes as done of leased datasets; see `Push`."""
+    """Ranges of leased datasets that the closure's push marks as done; see `Push`."""
 
 
 class RoundPush(NamedTuple):
-    """The push of a step that contributes gradients to rounds, beside updates that the
-    servers apply at once."""
+    """The push of a step that contributes gradients to rounds. ``updates`` are the
+    step's other updates, which the servers apply at once."""
 
     updates: list[PsUpdate]
     gradients: list[PsUpdate]
@@ -201,10 +211,10 @@ class RoundPush(NamedTuple):
 
 
 def failed(step: int, error: BaseException, *, pushed: bool = False) -> Ending:
-    """Returns the ending of a closure that raised, or could not run.
+    """Returns the ending of a closure that raised an error, or could not run.
 
     Args:
-        pushed: Its updates may have been sent.
+        pushed: The closure's updates may have been sent.
     """
     outcome = Outcome.DOUBTFUL if pushed else Outcome.FAILED
     return Ending(Completion(step, int(outcome), _NO_LAYOUT, 0, plain(error)))
@@ -213,8 +223,9 @@ def failed(step: int, error: BaseException, *, pushed: bool = False) -> Ending:
 def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
     """Returns the ending of a closure that did not begin.
 
-    Without an error it was cancelled on request. With one, this worker refuses it; the
-    error has the reason and is retryable, so another worker may run the closure.
+    Without an error the closure was cancelled on request. With an error, this worker
+    refuses the closure; the error has the reason and is retryable, so another worker
+    may run the closure.
     """
     assert error is None or error.retryable
     reason = None if error is None else plain(error)
@@ -222,7 +233,8 @@ def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
 
 
 def plain(error: BaseException) -> PlainTree:
-    """Converts an error for the wire, with the user's lines of its traceback."""
+    """Converts an error to its wire form, with only the user's lines of its
+    traceback."""
     # absl names the flag, but not that flags of the program do not travel with its
     # steps.
     if _is_of_flags(error):
@@ -231,7 +243,8 @@ def plain(error: BaseException) -> PlainTree:
 
 
 def _is_of_flags(error: BaseException) -> bool:
-    """Returns whether absl raised the error because a flag is not defined here."""
+    """Returns whether absl raised the error because a command-line flag is not defined
+    in this process."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -242,15 +255,15 @@ def _is_of_flags(error: BaseException) -> bool:
 
 
 _BESIDE: Final = 1024
-"""Bytes of a header that are reserved for what is sent with a layout."""
+"""Bytes of a message header that are reserved for what is sent with a layout."""
 
 
 def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
-    """Checks that the coordinator accepts this description of ``what``. Call it
-    before a step has an effect, as a step that fails must not have one.
+    """Checks that the coordinator accepts this description of ``what``. Call this
+    before a step has an effect, because a step that fails must not have one.
 
     Raises:
-        ValueError: The coordinator would refuse it; says what to return.
+        ValueError: The coordinator would refuse the layout; says what to return.
     """
     message = Completions(0, [], [layout], b"")
     try:
@@ -266,7 +279,8 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
 
 
 def _check_fetched(leaves: Sequence[np.ndarray], limits: Limits) -> None:
-    """Checks that these arrays, which stay here until fetched, fit one message."""
+    """Checks that the arrays of a large result, which stay here until fetched, fit one
+    message."""
     try:
         encode(Fetched(tuple(leaves)), limit=limits.header - _BESIDE)
     except ValueError:  # its remedy is for another message
@@ -287,10 +301,10 @@ class _KnownLayout:
 
 @final
 class ResultLayouts:
-    """Numbers the layouts of one session.
+    """Numbers the layouts of the results of one session.
 
     A program has one layout object for all its results, found by identity; eager steps
-    create a new one each time, found by value.
+    create a new layout each time, found by value.
 
     Args:
         limits: Results of more bytes than ``inline`` stay on the worker.
@@ -303,7 +317,7 @@ class ResultLayouts:
         self._by_value: dict[Hashable, _KnownLayout] = {}
 
     def __len__(self) -> int:
-        """Returns the number of layouts so far."""
+        """Returns the number of layouts that have a number."""
         return self._numbered
 
     def ok(self, step: int, result: StepResult) -> Ending:

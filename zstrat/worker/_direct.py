@@ -1,16 +1,17 @@
 """The storage of variables while an eager step runs: each read is a request.
 
-An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
-round trip at a time. Updates wait until the step reads or ends, and are pushed then:
-they are parts 0, 1, 2, … of the step, each applied once however often it runs. A step
-that makes its updates after all reads has one part, and fails or succeeds with it.
+An eager step has no plan, so it sends requests to the parameter servers as it runs, one
+blocking round trip at a time. Updates wait until the step reads or ends, and are pushed
+then. These pushes are parts 0, 1, 2, … of the step; each part is applied once, however
+often the step runs. A step that makes its updates after all reads has one part, and
+fails or succeeds with it.
 
-When a step runs again, its earlier runs have no further effect, and what they had
-pushed stays: this run has to push the same, part by part, or it fails and says where.
-An update has a name that distinguishes it from others: where in the user's code it was
-made, for which time, and what it does. It includes neither the operands nor which
-rows and components are updated: another run of the step may have other data, and is the
-same run all the same.
+When a step runs again, its earlier runs have no further effect, and what they have
+pushed stays applied. So the new run has to push the same updates, part by part;
+otherwise it fails with an error that says where the runs differ. An update is
+identified by a name: where in the user's code it was made, for which time, and what it
+does. The name includes neither the operands nor which rows and components are updated,
+because another run of the step may have other data and still counts as the same step.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ if TYPE_CHECKING:
     from ._pushes import PushEncoding
 
 MAX_UPDATES: Final = 4096
-"""Updates of one push: they fit into a header by far."""
+"""Most updates of one push: far fewer than fit into a header."""
 MAX_WAITING_BYTES: Final = 256 * 2**20
-"""Bytes of operands that wait, beyond the last update."""
+"""Most bytes of operands that wait, not counting the last update."""
 _MAX_NAME_CHARACTERS: Final = 1800
-"""Characters of the names of a push: the servers remember them."""
+"""Most characters of the names of a push: the servers remember the names."""
 
 
 @final
 class WaitingUpdates:
-    """The updates of one run since its last push."""
+    """The updates that one run of an eager step has made since its last push."""
 
     def __init__(self) -> None:
         self.specs: list[VariableSpec] = []
@@ -67,7 +68,7 @@ class WaitingUpdates:
         self._names: list[str] = []
         self._nbytes = 0
         self.wires: dict[int, Wire] = {}
-        """The formats of gradients, by number of the optimizer."""
+        """By number of an optimizer: the format in which its gradients are sent."""
         self._times: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
@@ -78,7 +79,8 @@ class WaitingUpdates:
         return len(self.updates) >= MAX_UPDATES or self._nbytes > MAX_WAITING_BYTES
 
     def add(self, updates: Sequence[StorageUpdate]) -> None:
-        """Adds one call of the user's, of one variable or of the rows of a table."""
+        """Adds the updates of one call in the user's code, of one variable or of the
+        rows of a table."""
         for variable, op, operands, optimizer in updates:
             spec = variable.spec
             rule = 0 if optimizer is None else optimizer.id
@@ -92,7 +94,8 @@ class WaitingUpdates:
         self._names.append(self._name(updates))
 
     def take(self) -> tuple[list[PsUpdate], list[str]]:
-        """Returns what waits, with its names; nothing waits then."""
+        """Returns the waiting updates and their names, and removes them from the
+        queue."""
         taken = self.updates, _bounded(self._names)
         self.updates, self.specs, self._names, self._nbytes = [], [], [], 0
         return taken
@@ -127,21 +130,23 @@ Ask = Callable[[Callable[["PsClient"], "asyncio.Future[T]"]], T]
 
 
 class Asking:
-    """Starts requests on the loop for another thread, and waits for their outcome."""
+    """Starts requests on the loop for another thread; that thread waits for their
+    outcome."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, client: PsClient) -> None:
         self._loop, self._client = loop, client
 
     def __call__(self, start: Callable[[PsClient], asyncio.Future[T]]) -> T:
-        """Blocks until the request has its outcome: bounded by the deadlines of the
-        links, which are put off while bodies move."""
+        """Starts the request and blocks until it has its outcome. The deadlines of the
+        links bound the wait; they are put off while bodies of messages move."""
         require_own(self._loop, "reading or changing a variable in a step")
         return self.later(start).result()
 
     def later(
         self, start: Callable[[PsClient], asyncio.Future[T]]
     ) -> concurrent.futures.Future[T]:
-        """Starts the request; returns its outcome as a future."""
+        """Starts the request; returns a future of its outcome, which the calling thread
+        can wait for."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._begin, start, answer)
         return answer
@@ -161,8 +166,8 @@ class Asking:
 
 @final
 class Direct:
-    """A `zstrat.variables.Storage` for one run of one eager step, which notes how long
-    it waits, by ``clock``."""
+    """A `zstrat.variables.Storage` for one run of one eager step. Records how long the
+    run waits, by ``clock``."""
 
     def __init__(
         self,
@@ -177,9 +182,10 @@ class Direct:
         self._run: Final = run
         self._clock, self._notes = clock, notes
         self._read_at: Final[Clocks] = {}
-        """The time, on each server, of what was read there first,"""
+        """For each server: its clock at the first read there."""
         self._own: Final[Counter[int]] = Counter()
-        """and how many parts it has applied since the step began."""
+        """For each server: how many parts of this step it has applied since the step
+        began."""
         self._part = 0
         self._waiting: Final = WaitingUpdates()
         self._before: dict[int, tuple[str, ...]] | None = None
@@ -187,10 +193,10 @@ class Direct:
         self._lock: Final = threading.RLock()
 
     def finish(self) -> None:
-        """Pushes what waits; the body has run to its end.
+        """Pushes the waiting updates, after the body has run to its end.
 
         Raises:
-            RetryDiffersError: An earlier run has done more.
+            RetryDiffersError: An earlier run has pushed more than this one.
         """
         # First, as this may add a part.
         self._push()
@@ -202,7 +208,8 @@ class Direct:
         return self.read_many([variable])[0]
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        """Sends one request per server, after those that wait."""
+        """Reads variables with one request per server, after pushing the waiting
+        updates."""
         # A read has to see what this step has written before.
         self._push()
         specs = [_shared(variable) for variable in variables]
@@ -215,7 +222,7 @@ class Direct:
         request per server.
 
         Raises:
-            InvalidArgumentError: A row is not there.
+            InvalidArgumentError: A row does not exist.
         """
         self._push()
         named = [(_shared(variable), indices) for variable, indices in parts]
@@ -232,8 +239,9 @@ class Direct:
         raise _not_here(*variables)
 
     def update_many(self, updates: Sequence[StorageUpdate]) -> None:
-        """Queues updates, which are applied with the next read, or at the end of the
-        step, together with all that waits: on each server all of its own or none."""
+        """Queues updates. They are applied with the next read or at the end of the
+        step, together with all other waiting updates: each server applies all of its
+        updates or none."""
         if not updates:
             return
         for variable, *_ in updates:
@@ -247,8 +255,8 @@ class Direct:
                 self._push()
 
     def bind(self, call: GradientCall) -> None:
-        """Sends the tree of an optimizer, and waits. Each run does so; servers that
-        have the tree answer at once."""
+        """Sends the tree of an optimizer to the servers, and waits until they have it.
+        Each run does so; servers that have the tree answer at once."""
         bind(self._ask, call).result()
 
     async def update_many_async(self, updates: Sequence[StorageUpdate]) -> None:
@@ -299,8 +307,9 @@ class Direct:
         self._acknowledged(clocks)
 
     def _acknowledged(self, clocks: Clocks) -> None:
-        """Notes how many pushes of others there were since the first read. Skips a
-        server whose backup has taken over, as the backup counts differently."""
+        """Records the age of the values: how many pushes of other steps each server has
+        applied since the first read there. Skips a server whose backup has taken over,
+        because the backup counts differently."""
         for server, clock in clocks.items():
             # The clock counts all pushes of the server: less this one, and less those
             # of this step.
@@ -318,8 +327,8 @@ class Direct:
             self._notes.spent(phase, began, self._clock())
 
     def _done_before(self) -> dict[int, tuple[str, ...]]:
-        """Returns the names of the updates that earlier runs have pushed, by part. The
-        servers take no push of these runs from then on."""
+        """Returns the names of the updates that earlier runs have pushed, by part. From
+        then on the servers accept no push of these earlier runs."""
         # The first attempt has no earlier run, so it saves the round trip.
         if self._run.attempt == 1:
             return {}
@@ -332,10 +341,10 @@ class Direct:
 
 def bind(ask: Asking, call: GradientCall) -> concurrent.futures.Future[None]:
     """Sends the tree of an optimizer to the parameter servers; returns a future that is
-    done when all of them have traced it.
+    done when all servers have traced the tree.
 
     Raises:
-        ValueError: It cannot be encoded; says why.
+        ValueError: The tree cannot be encoded; says why.
     """
     number, data = call.optimizer.id, encoded(call)
     return ask.later(lambda client: asyncio.ensure_future(client.bind(number, data)))
@@ -358,7 +367,8 @@ def _shared(variable: VariableHandle) -> VariableSpec:
 
 @contextmanager
 def _named(*specs: VariableSpec) -> Iterator[None]:
-    """Names the variables in errors of a ps, which knows them by number alone."""
+    """Adds the names of the variables to errors of a parameter server, which knows
+    variables by number alone."""
     try:
         yield
     except NotFoundError as error:

@@ -1,9 +1,9 @@
 """The only thread of a worker that runs user code.
 
-It carries out what the pipeline of the present session decides, and between closures
-what the loop sends: code to unpickle, datasets to build, values that arrived. User
-code, jax and pickles run only here; sockets are used only on the loop. The loop calls
-the thread through the inbox, and the thread calls the loop by
+The thread carries out what the pipeline of the present session decides, and, between
+closures, what the loop sends: code to unpickle, datasets to build, values that arrived.
+User code, jax and pickles run only on this thread; sockets are used only on the loop.
+The loop calls the thread through an inbox, and the thread calls the loop by
 ``call_soon_threadsafe``.
 """
 
@@ -29,28 +29,33 @@ _LOG: Final = logging.getLogger("zstrat.worker")
 
 
 class WorkerThread(Protocol):
-    """The part of `Executor` that the loop uses."""
+    """The part of `Executor` that sessions use, on the loop."""
 
     def tell(self, event: Callable[[], None]) -> None:
-        """Calls ``event`` on the thread, after everything sent before."""
+        """Calls ``event`` on the thread, after the work that was sent to the thread
+        before."""
         ...
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs a job on the thread between two closures."""
+        """Runs a job on the thread between two closures; returns a future of its
+        outcome."""
         ...
 
     def work_for(self, source: StepRunner | None) -> None:
-        """Makes the thread run these closures from now on. Called on the thread."""
+        """Makes the thread run the closures of ``source`` from now on. Called on the
+        thread."""
         ...
 
     async def close(self, timeout: float) -> bool:
-        """Ends the thread after the present work; returns False if that is too long."""
+        """Ends the thread after its present work; returns False if that takes longer
+        than ``timeout`` seconds."""
         ...
 
 
 @final
 class Executor:
-    """Owns the thread. Public methods are called on the loop, except `work_for`.
+    """Owns the thread that runs user code. Public methods are called on the loop,
+    except `work_for`.
 
     Args:
         on_crash: Called on the loop if the thread ends by a defect of zstrat itself.
@@ -77,18 +82,19 @@ class Executor:
         self._thread.start()
 
     def tell(self, event: Callable[[], None]) -> None:
-        """Calls ``event`` on the thread, after everything sent before."""
+        """Calls ``event`` on the thread, after the work that was sent to the thread
+        before."""
         self._inbox.put(event)
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs a job on the thread between two closures, and returns a future of its
+        """Runs a job on the thread between two closures; returns a future of its
         outcome. Cancelling the future does not stop the job."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._inbox.put(partial(self._do, job, future))
         return future
 
     async def close(self, timeout: float) -> bool:
-        """Ends the thread after the present work.
+        """Ends the thread after its present work.
 
         Returns:
             False if user code did not return within ``timeout`` seconds.
@@ -104,7 +110,8 @@ class Executor:
         return True
 
     def work_for(self, source: StepRunner | None) -> None:
-        """Makes the thread run these closures from now on. Called on the thread."""
+        """Makes the thread run the closures of ``source`` from now on. Called on the
+        thread."""
         self._source = source
 
     def _stop(self) -> None:
@@ -120,7 +127,8 @@ class Executor:
         self._call(_resolve, self._ended, None)
 
     def _turn(self) -> None:
-        """Handles events, then works until there is no work or an event comes."""
+        """Handles all waiting events, then works until there is no work left or an
+        event arrives."""
         inbox = self._inbox
         # All events first: one may be the answer that the pipeline would wait for.
         while not inbox.empty():
@@ -158,7 +166,7 @@ class Executor:
 
 
 def work(source: StepRunner, now: float, call: Callable[..., object]) -> float | None:
-    """Does the next piece of work.
+    """Does the next piece of work of ``source``.
 
     Args:
         call: Calls a function on the loop.

@@ -1,6 +1,8 @@
-"""`LeasedIterator`: the iterator of a leased dataset on a worker. Thread side.
+"""`LeasedIterator`: the iterator of a leased dataset on a worker. Used on the executor
+thread.
 
-It has no position: each step brings the ranges that it draws, and draws exactly these.
+A leased dataset has no position on the worker: each step arrives with the ranges of
+examples (leases) that it draws, and draws exactly these.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
 
 @final
 class LeasedIterator(StepIterator):
-    """The batches of the steps of this worker.
+    """Yields the batches of a leased dataset to the steps of this worker.
 
     Args:
-        source: Is opened, and owned from now on.
-        name: Stands in errors.
+        source: The source of examples; it is opened here, and closed with this
+            iterator.
+        name: Name of the dataset in errors.
         noted_as: See `BuildResource`.
     """
 
@@ -37,19 +40,20 @@ class LeasedIterator(StepIterator):
         self.first: Final[Any] = reader.read(
             Lease(0, 0, min(source.batch, reader.size))
         )
-        """A batch, which shows what all of them look like."""
+        """The first batch; all batches have its structure and dtypes."""
 
     def expect(self, leases: Sequence[Lease]) -> None:
-        """Reads leases in advance, whose steps will run in this order."""
+        """Starts to read these leases in advance; their steps will run in this
+        order."""
         self._elements.expect(leases)
 
     def expect_none(self) -> None:
-        """Forgets the expected leases, as their steps were cancelled."""
+        """Forgets the expected leases, because their steps were cancelled."""
         self._elements.expect_none()
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Yields the batches of these leases to the step that draws next; what another
-        step has given back is read again when that step runs."""
+        """Yields the batches of these leases to the step that draws next. Leases that
+        another step has given back are read again when that step runs."""
         self._ready.clear()
         self._elements.begin(leases)
 
@@ -57,7 +61,7 @@ class LeasedIterator(StepIterator):
         """Checks that the step has drawn all its leases.
 
         Raises:
-            RuntimeError: It has drawn fewer; says what to write.
+            RuntimeError: The step has drawn fewer; says what to write.
         """
         left = self._elements.left + len(self._ready)
         if left:

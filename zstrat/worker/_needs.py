@@ -1,7 +1,7 @@
-"""What the steps of a plan read, write and send: `Catalog`.
+"""`Catalog`: what the steps of a plan read, write and send.
 
-A step without look-ups reads the same variables each time, so its needs are found once
-for its plan. What rows a step wants is known only when its ids are.
+A step without lookups reads the same variables each time, so its needs are found once
+for its plan. Which rows a step with lookups reads is known only when its ids are.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ _FEEDS: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS, UpdateOp.OPERANDS)
 
 
 class Reads(NamedTuple):
-    """A pull of variables and of rows of variables. Compared by identity."""
+    """A pull of variables and of rows of variables. Two pulls are compared by
+    identity."""
 
     refs: tuple[Ref, ...]
     rows: tuple[RowsRef, ...] = ()
     rounds: tuple[int, ...] = ()
-    """Optimizers whose rounds the step contributes to."""
+    """Ids of the optimizers to whose rounds the step contributes."""
     waits: bool = True
-    """Whether it waits for the end of the rounds to which this worker has
+    """Whether the pull waits for the end of the rounds to which this worker has
     contributed."""
     sets: tuple[SetRef, ...] = ()
-    """Which of the variables are read side by side."""
+    """Groups of small variables whose values a server stores and sends as one array."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The resources that a step of a plan needs; ``reads`` and ``nbytes`` without
+    """What a step of a plan needs. ``reads`` and ``nbytes`` are those of a step without
     lookups."""
 
     specs: tuple[VariableSpec, ...]
@@ -55,23 +56,24 @@ class Needs:
     writes: bool
     optimizes: bool
     rounds: tuple[int, ...]
-    """Optimizers with rounds."""
+    """Ids of the optimizers that update by rounds."""
     wires: Mapping[int, Wire]
-    """The formats of gradients, by number of the optimizer."""
+    """By number of an optimizer: the format in which its gradients are sent."""
     bfloat16: frozenset[int]
     """Keys of variables whose values are read as bfloat16."""
     has_residents: bool
-    """Whether the step reads or leaves resident arrays."""
+    """Whether the step reads or writes resident arrays, which stay on this worker from
+    one window of local steps to the next."""
     advances: int
-    """Number of further pulls before a step can run."""
+    """Number of further pulls, after the first, before a step can run."""
     blocks: tuple[int, ...]
-    """Bytes of the rows that a step makes of each level's answer: a row for each id,
-    with repetitions, while the answer has each row once."""
+    """For each level of lookups: bytes of the rows that a step makes from the answer.
+    There is a row for each id, with repetitions; the answer has each row once."""
 
 
 @final
 class Catalog:
-    """The needs of the plans of one session; each is kept as long as its plan."""
+    """The `Needs` of all plans of one session; each is kept as long as its plan."""
 
     def __init__(self) -> None:
         self._needs: Final = WeakKeyDictionary[Plan, Needs]()
@@ -79,15 +81,15 @@ class Catalog:
         self._row_bytes: Final[dict[int, int]] = {}
 
     def of(self, plan: Plan) -> Needs:
-        """Returns the needs of steps of this plan."""
+        """Returns the needs of the steps of a plan."""
         needs = self._needs.get(plan)
         if needs is None:
             needs = self._needs[plan] = self._computed(plan)
         return needs
 
     def wanted(self, needs: Needs, wanted: Wanted) -> tuple[Reads | None, int]:
-        """Returns the pull for what one step wants now, and the bytes of its answer;
-        None: there is nothing to pull."""
+        """Returns the pull for what one step wants now, and the size of its answer in
+        bytes. The pull is None if there is nothing to read."""
         reads = wanted.reads
         if needs.has_residents:
             reads = tuple([spec for spec in reads if spec.ps != RESIDENT])
@@ -156,7 +158,8 @@ class Catalog:
 
 
 def _is_kept(update: PlannedUpdate) -> bool:
-    """Returns whether the update leaves a resident array."""
+    """Returns whether the update writes a resident array, which stays on this
+    worker."""
     return update.op is UpdateOp.ASSIGN and update.spec.ps == RESIDENT
 
 
@@ -168,7 +171,8 @@ def _refs(specs: Sequence[VariableSpec], bfloat16: frozenset[int]) -> tuple[Ref,
 def _sets(
     plan: Plan, rounds: tuple[int, ...], bfloat16: frozenset[int]
 ) -> tuple[SetRef, ...]:
-    """Returns which variables of a plan are read side by side."""
+    """Returns the groups of variables of a plan that a server stores and sends as one
+    array."""
     # Pulls of rounds, and of values in another format, have no form for sets.
     if rounds or bfloat16:
         return ()
@@ -185,8 +189,9 @@ def _sets(
 
 
 def _read_as_bfloat16(plan: Plan) -> frozenset[int]:
-    """Returns the keys of the variables of a plan that are read as bfloat16: what an
-    optimizer with that format trains, in this segment of a window or another."""
+    """Returns the keys of the variables of a plan that are read as bfloat16: those that
+    an optimizer with that format trains, in this segment of a window of local steps or
+    in another segment."""
     found: set[int] = set()
     for handles, rule in plan.targets:
         if rule is not None and rule.wire is not None and rule.wire.pull is not None:

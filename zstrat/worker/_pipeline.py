@@ -1,45 +1,47 @@
-"""What a worker does next: which closure to prepare, to run, and what to post when.
+"""Decides what a worker does next: which closure to prepare, to run, and what to post
+when.
 
 A closure is *queued*, then *prepared* (its batch drawn, its program found), then it
-waits in the *line* for the values that it reads, runs, and leaves an ending and perhaps
-a push. Between the thread that does this and the event loop that owns the sockets every
-hop costs a wake-up, so what has to cross is collected in an outbox and posted at once.
-Theory of operation:
+waits in the *line* for the values that it reads, runs, and leaves an *ending* (its
+outcome) and perhaps a push. Between the thread that does this and the event loop that
+owns the sockets every hop costs a wake-up, so messages that have to cross are collected
+in an *outbox* and *posted* (handed to the loop) at once. Theory of operation:
 
 - Order. Closures run in the order of dispatch. A closure reads what those before it
   wrote: its pull is posted only after their pushes, on the same links, which keep
-  order. So of the line everything up to the first *writer* may be pulled, and one
-  closure after it may be prepared while the writer waits or runs (``_held``). When
-  the writer has run, its push and the pull of the next one leave in one post: a
+  order. So the closures of the line up to the first *writer* may be pulled, and one
+  closure after it may be prepared while the writer waits or runs (``_held``). When the
+  writer has run, its push and the pull of the next closure leave in one post: a
   training step costs one hop each way and one round trip.
-- With a ``prefetch`` of n, steps that only feed optimizers do not wait for each other's
-  pushes: the values of the next n are pulled while one computes. They are then older by
-  up to n steps of this worker, as those of the other workers are anyway.
-- Levels. The rows that a step looks up may say which rows it needs next. Its answer
-  is then given back to the program (*advance*), which names what to pull; it may run
-  after its last answer. A step that may be pulled may be pulled again at any time, so
-  steps advance wherever in the line they stand, and before the head runs.
+- With a ``prefetch`` of n, steps that only write gradients for optimizers do not wait
+  for each other's pushes: the values of the next n are pulled while one computes. These
+  values are then older by up to n steps of this worker, as those of the other workers
+  are anyway.
+- Levels. The rows that a step looks up may say which rows it needs next. The answer to
+  its pull is then given to the program (*advance*), which names what to pull next; the
+  step may run after its last answer. A step that may be pulled may be pulled again at
+  any time, so steps advance wherever in the line they are, and before the head runs.
 - Read-only closures may be prepared ``window`` ahead. Those that read the same
   variables share one pull: each of them was dispatched before that pull, so a value
   read by it is as fresh as its own pull could promise. Rows are never shared.
-- The values that wait in the line, and the rows that steps have made of answers when
-  they advanced, are bounded: beyond ``budget`` nothing is prepared or
-  advanced but what the head needs, and the one step after it.
-- Elements are drawn in the order of the closures. A step whose values do not come gives
-  its element back, so those after it that failed with it give theirs back first, and
-  the others are prepared once more (`put_back`).
-- A window may have steps that need no values (*begin*). The head computes them while
-  its pull is under way; all before it have run.
+- The values that wait in the line, and the rows that steps have made from answers when
+  they advanced, are bounded: beyond ``budget`` nothing is prepared or advanced but what
+  the head needs, and the one step after it.
+- Elements are drawn in the order of the closures. A step whose values do not arrive
+  gives its element back, so the steps after it that failed with it give theirs back
+  first, and the others are prepared once more (`put_back`).
+- A window of local steps may have steps that need no values (*begin*). The head
+  computes them while its pull is under way; all closures before it have run.
 - A closure that cannot be prepared ends when those before it have run, and nothing is
-  prepared after it until then: a dataset that has ended must not cost the closures
+  prepared after it until then: a dataset that has ended must not make the closures fail
   that still had an element.
-- An outbox is posted when nothing else can be done, when a pull in it is what the
-  head of the line waits for, or when the next piece of work would end after the oldest
-  entry has waited for ``interval``. Work that was never measured counts as endless, so
-  no result waits for the compilation of another step.
+- An outbox is posted when nothing else can be done, when a pull in it is what the head
+  of the line waits for, or when the next piece of work would end after the oldest entry
+  has waited for ``interval``. Work that was never measured counts as endless, so no
+  result waits for the compilation of another step.
 
-No thread, no clock, no socket: the executor calls and obeys. The law: each dispatched
-closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).
+No thread, no clock, no socket: the executor asks what to do, and does it. The law: each
+dispatched closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).
 """
 
 from __future__ import annotations
@@ -60,22 +62,23 @@ if TYPE_CHECKING:
     from ._closure import Costs
 
 WINDOW: Final = 32
-"""Read-only closures prepared ahead: at 20 µs each, half of them hide a round trip of
-300 µs while the other half's pull is under way."""
+"""Most read-only closures to prepare ahead: at 20 µs each, half of them hide a round
+trip of 300 µs while the pull of the other half is under way."""
 INTERVAL: Final = 1e-3
-"""Seconds that an ending may wait for company: 50 quick closures share one message, and
-nobody notices a millisecond."""
+"""Seconds that an ending may wait for others, to be sent in one message: 50 quick
+closures share one message, and nobody notices a millisecond."""
 PAUSE: Final = 10.0
-"""Seconds without a closure that are more than a gap between steps: the program does
-something else."""
+"""Seconds without a closure after which the program counts as busy with something else,
+not as between two steps."""
 BUDGET: Final = 64 * 2**20
-"""Bytes of values that may wait in the line before it grows no more; beyond, looking
-ahead would fill the memory to save a round trip that is short beside the transfer."""
+"""Bytes of values in the line beyond which the line does not grow. More would fill the
+memory to save a round trip that is short beside the transfer."""
 
 
 @final
 class Pipeline:
-    """The closures of one session on their way through one worker."""
+    """The closures of one session on their way through one worker. Decides what the
+    executor thread does next."""
 
     __slots__ = (
         "_answered", "_budget", "_bytes", "_depth", "_following", "_held", "_interval",
@@ -98,27 +101,32 @@ class Pipeline:
         self._queue: Final[deque[ClosureStep]] = deque()
         self._line: Final[deque[ClosureStep]] = deque()
         self._writer: ClosureStep | None = None
-        """First of the line that writes."""
+        """The first step of the line that writes."""
         self._following = 0
-        """Steps of the line after the writer, fetched before its push,"""
+        """Number of steps after the writer in the line; they are pulled before the
+        writer's push."""
         self._held: ClosureStep | None = None
-        """but for the last one if this is it: its pull waits for all their pushes."""
+        """The last step of the line, if its pull has to wait for all pushes before it;
+        it is one of ``_following``."""
         self._answered: Final[deque[ClosureStep]] = deque()
-        """Steps that have to advance before they can be pulled again."""
+        """Steps whose values have arrived, and which have to advance before their next
+        pull."""
         self._stuck = False
-        """The first of the queue was refused, and ends after the line."""
+        """Whether the first step of the queue was refused; it ends after the steps of
+        the line."""
         self._bytes = 0
         self._refilling = False
         self._outbox = Post()
         self._quick = self._outbox.times.quick
         self._oldest = math.inf
         self.is_captured = False
-        """Each step is reported with its number and times, even quick ones. Any thread
-        may set it."""
+        """Whether each step, even a quick one, is reported with its number and times.
+        Any thread may set this."""
         self._waits: float | None = None
-        """Since when there is nothing to do."""
+        """Since when there has been nothing to do; None: there is work."""
         self.preparing: tuple[ClosureStep, float] | None = None
-        """The step that draws now, or has its program made, and since when."""
+        """The step that is being prepared (draws elements, or has its program made),
+        and since when."""
 
     def __len__(self) -> int:
         """Returns the number of closures that have not run."""
@@ -129,7 +137,7 @@ class Pipeline:
     def dispatched(
         self, task: Any, costs: Costs, numbers: Iterable[int], now: float
     ) -> None:
-        """Adds closures, to run after all that came before."""
+        """Adds closures, to run after all that arrived before."""
         # Idle is only time in which nothing waited for values either; see `_stalled`.
         if self._waits is not None and not self._line:
             idle, self._waits = now - self._waits, None
@@ -151,15 +159,15 @@ class Pipeline:
         begins: bool = False,
         examples: int = 0,
     ) -> None:
-        """Notes that the step that `next` named is prepared but for the values it
-        reads.
+        """Records that the step returned by `next` is prepared, except for the values
+        it reads.
 
         Args:
-            begins: A part of it can be computed before its values are there.
-            levels: How often it has to advance before it can run.
-            alone: It talks to the parameter servers by itself while it runs, so that
-                all before it must have been posted.
-            examples: How many it has drawn.
+            begins: A part of the step can be computed before its values arrive.
+            levels: How often the step has to advance before it can run.
+            alone: The step sends its own requests to the parameter servers while it
+                runs, so everything before it must have been posted.
+            examples: How many examples the step has drawn.
         """
         first = self._queue.popleft()
         assert first is step
@@ -188,7 +196,7 @@ class Pipeline:
             self._held = step
 
     def refused(self, step: ClosureStep, ending: Any, now: float) -> None:
-        """Notes that the step that `next` named could not be prepared."""
+        """Records that the step returned by `next` could not be prepared."""
         assert self._queue[0] is step
         # Not an ending yet: its error would have the coordinator cancel the steps
         # before it, which are prepared and can still run.
@@ -203,7 +211,8 @@ class Pipeline:
         now: float,
         error: BaseException | None = None,
     ) -> None:
-        """Takes the answer to a pull; ignores it if the step was cancelled."""
+        """Hands the answer to a pull, or its error, to the steps that wait for it.
+        Ignores steps that were cancelled."""
         if self._waits is not None and self._line:
             self._stalled(pull, max(0.0, now - self._waits))
             self._waits = None
@@ -229,7 +238,8 @@ class Pipeline:
                 step.ready = True
 
     def begun(self, step: ClosureStep, cost: float) -> None:
-        """Notes that the step that `next` named has computed what needs no values."""
+        """Records that the step returned by `next` has computed the part that needs no
+        values."""
         step.begins, step.begun = False, cost
 
     def advanced(
@@ -241,8 +251,8 @@ class Pipeline:
         reads: Any = None,
         nbytes: int = 0,
     ) -> None:
-        """Notes that the step that `next` named has used its values, and reads these
-        now."""
+        """Records that the step returned by `next` has used the values of its last
+        pull, and next needs ``reads``."""
         self._answered.remove(step)
         step.costs.advance = cost
         step.levels -= 1
@@ -252,8 +262,8 @@ class Pipeline:
         self._fetch(step, now)
 
     def broke(self, step: ClosureStep, ending: Any) -> None:
-        """Notes that the step that `next` named could not advance; it ends when its
-        turn comes."""
+        """Records that the step returned by `next` could not advance. The step ends
+        when all before it have run."""
         self._answered.remove(step)
         step.ending, step.ready = ending, True
 
@@ -267,8 +277,8 @@ class Pipeline:
         push: Any = None,
         eager: EagerNotes | None = None,
     ) -> None:
-        """Notes that the step that `next` named has run; its ending waits for the push,
-        if any."""
+        """Records that the step returned by `next` has run. Its ending waits for the
+        acknowledgement of the push, if there is one."""
         line = self._line
         first = line.popleft()
         assert first is step
@@ -305,11 +315,11 @@ class Pipeline:
             self._release(now)
 
     def cancelled(self) -> tuple[list[ClosureStep], list[ClosureStep]]:
-        """Gives up all that has not run.
+        """Removes all closures that have not run.
 
         Returns:
-            The prepared steps, last one first (in that order their elements go back),
-            and the queued ones.
+            The prepared steps, last one first (their elements are given back in that
+            order), and the queued ones.
         """
         prepared, queued = list(reversed(self._line)), list(self._queue)
         # Pulls that are under way cannot be called back; `arrived` ignores steps that
@@ -329,12 +339,14 @@ class Pipeline:
         return prepared, queued
 
     def put_back(self) -> list[ClosureStep]:
-        """Queues the steps after the head once more, as the head gives its element
-        back, and later elements have to go back first. Steps next to the head whose
-        values did not come either stay in the line, and only give theirs back.
+        """Moves the steps after the head back to the queue, because the head gives its
+        element back, and later elements have to be given back first. Steps next to the
+        head whose values also failed to arrive stay in the line, and only give their
+        elements back.
 
         Returns:
-            The steps after the head whose elements go back, last one first.
+            The steps after the head whose elements are to be given back, last one
+            first.
         """
         # The values of one pull fail together, so what failed with the head stands next
         # to it. It keeps its place and ends the same way.
@@ -355,18 +367,19 @@ class Pipeline:
         return again + [*line][:0:-1]
 
     def leave(self, ending: Any, now: float) -> None:
-        """Queues an ending to be posted. After `cancelled` the caller does so; all
-        other events do it themselves."""
+        """Queues an ending to be posted. The caller does so after `cancelled`; all
+        other events queue their endings themselves."""
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
 
     def under_way(self, last_post: float) -> StepUnderWay | None:
-        """Returns what the thread runs; None: nothing, or unknown. The loop calls
-        this while the executor changes the line. That is safe, as a deque is copied in
-        one operation of the interpreter, but a step may have ended in that moment.
+        """Returns the step that the executor thread runs; None: no step, or unknown.
+        The loop calls this while the executor changes the line. That is safe, because a
+        deque is copied in one operation of the interpreter, but the step may have ended
+        at that moment.
 
         Args:
-            last_post: When the thread has posted last: it has begun nothing before.
+            last_post: When the thread last posted: it has begun nothing earlier.
         """
         # Copied once; what follows looks at this moment only.
         preparing, waits, line = self.preparing, self._waits, tuple(self._line)
@@ -388,8 +401,8 @@ class Pipeline:
     # What to do
 
     def next(self, now: float) -> tuple[Do, ClosureStep | None]:
-        """Returns the next thing to do; with its step unless that is to post or to
-        wait."""
+        """Returns the next thing to do, and its step; the step is None if the thread
+        has to post or to wait."""
         do, step = self._choose()
         # Without entries there is nothing to be late, and `_must_post` is skipped.
         if self._oldest < math.inf and self._must_post(do, step, now):
@@ -397,12 +410,13 @@ class Pipeline:
         return do, step
 
     def rests(self, now: float) -> None:
-        """Notes that the thread waits from now on, as `next` found nothing to do."""
+        """Records that the thread waits from now on, because `next` found nothing to
+        do."""
         if self._waits is None:
             self._waits = now
 
     def post(self) -> Post:
-        """Returns the outbox, which is empty afterwards."""
+        """Returns the outbox, and starts an empty one."""
         outbox, self._outbox = self._outbox, Post()
         # An alias that saves `ran` attribute look-ups per closure, so it has to follow
         # the outbox.
@@ -411,7 +425,7 @@ class Pipeline:
         return outbox
 
     def validate(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Asserts the invariants that hold between any two calls."""
         line = list(self._line)
         writers = [step for step in line if step.writes]
         place = line.index(writers[0]) + 1 if writers else len(line)
@@ -449,9 +463,10 @@ class Pipeline:
         return Do.RUN, head
 
     def _advances(self, head: ClosureStep | None) -> ClosureStep | None:
-        """Returns which step to advance now, so that its pull is under way meanwhile:
-        one that was never measured only when nothing can run, and one that is not the
-        head only while there is room for what it asks for."""
+        """Returns which step to advance now, so that its next pull is under way
+        meanwhile; None: no step. A step whose advance was never measured advances only
+        when nothing can run, and a step other than the head only while there is room
+        for the values that it requests."""
         if head in self._answered:
             return head
         step = self._answered[0]
@@ -473,8 +488,9 @@ class Pipeline:
         return more and self._bytes <= self._budget
 
     def _refills(self, head: ClosureStep) -> bool:
-        """Returns whether to prepare the next half window before running on, so that
-        its pull is under way while the rest of this one runs."""
+        """Returns whether to prepare the next half of the read-only closures before
+        running the head, so that their pull is under way while the rest of the present
+        half runs."""
         # Refill at half, up to the full window, then run down: without this memory each
         # run would be followed by one preparation, and pulls could not be shared.
         self._refilling = (
@@ -488,9 +504,9 @@ class Pipeline:
         return self._refilling
 
     def _looks_ahead(self, head: ClosureStep) -> bool:
-        """Returns whether to prepare a step after an optimizer step before that runs,
-        so that its pull is under way meanwhile: values that came early would else make
-        every second round trip visible."""
+        """Returns whether to prepare a step after an optimizer step before that one
+        runs, so that the pull is under way meanwhile. Otherwise values that arrived
+        early would make every second round trip visible."""
         return (
             self._depth > 0
             and head is self._writer
@@ -525,8 +541,8 @@ class Pipeline:
         return now + cost > self._oldest + self._interval
 
     def _open(self, step: ClosureStep, now: float) -> None:
-        """Fetches the values of a step. All writers before it have run, and their
-        pushes leave at the latest with its pull."""
+        """Requests the values of a step. All writers before the step have run, and
+        their pushes are sent before its pull or together with it."""
         if step.writes:
             self._writer = step
         self._fetch(step, now)
@@ -541,8 +557,8 @@ class Pipeline:
             self._bytes -= step.nbytes
 
     def _pass_on(self, now: float) -> None:
-        """Makes the next step of the line the writer, as the writer has run, or lets it
-        fetch its values if it was held."""
+        """Makes the next step of the line the writer, because the writer has run; if
+        the next step was held, requests its values."""
         self._writer = None
         if not self._following:
             return
@@ -555,7 +571,8 @@ class Pipeline:
             self._writer = head  # it was fetched ahead, so it moves what it has read
 
     def _stalled(self, pull: SharedPull, seconds: float) -> None:
-        """Notes that the whole line has waited for values, which are there now."""
+        """Records how long the whole line has waited for values, which have now
+        arrived."""
         times = self._outbox.times
         times.stalled += seconds
         # All servers answered; the last one is the one that the line has waited for.
@@ -564,12 +581,14 @@ class Pipeline:
             times.stalls[last] = times.stalls.get(last, 0.0) + seconds
 
     def _release(self, now: float) -> None:
-        """Ends the step that was refused, as all steps before it have run."""
+        """Ends the step that could not be prepared, because all steps before it have
+        run."""
         self._stuck = False
         self.leave(self._queue.popleft().ending, now)
 
     def _forget(self, steps: list[ClosureStep]) -> None:
-        """Forgets steps that were taken off the end of the line."""
+        """Drops steps that were removed from the end of the line from all
+        bookkeeping."""
         for step in steps:
             if step in self._answered:
                 self._answered.remove(step)
@@ -590,7 +609,8 @@ class Pipeline:
             self._oldest = math.inf
 
     def _fetch(self, step: ClosureStep, now: float) -> None:
-        """Puts the step's pull into the outbox. A step that reads nothing is ready."""
+        """Adds the step's pull to the outbox. A step that reads nothing is ready at
+        once."""
         if step.reads is None:
             # It reads nothing, but has levels: it can advance to its first pull at
             # once.

@@ -1,17 +1,17 @@
 """What a step pushes, in which format, and what it contributes to rounds.
 
-The gradients of an optimizer with rounds are a contribution: they wait on the servers,
-where the coordinator closes the round. All other updates of a step are applied when
+The gradients of an optimizer with rounds are a contribution: they wait on the servers
+until the coordinator closes the round. All other updates of a step are applied when
 they arrive. What an optimizer computes from all gradients of a round, such as a global
 norm, is computed by one worker from the merged gradients, before the round closes.
 
-`PushEncoding` puts gradients that go over a network in the format that their optimizer
-asks for (``wire=``). Law: the sum of what was sent and acknowledged, and of what
-`Residuals` keep, is the sum of the gradients whose pushes were acknowledged. A step
-takes the residual away with it; when its push is acknowledged, what the format left out
-comes back; when the push fails, the residual comes back as it was, since the step runs
-again elsewhere. So steps may be under way at the same time, and none sends a residual
-twice.
+`PushEncoding` encodes gradients that are sent over a network in the format that their
+optimizer asks for (``wire=``). What such a format leaves out is the *residual*. Law:
+the sum of what was sent and acknowledged, plus what `Residuals` keep, is the sum of the
+gradients whose pushes were acknowledged. A step takes the residual out of `Residuals`.
+When its push is acknowledged, what the format left out is put there instead; when the
+push fails, the residual is put back as it was, because the step runs again elsewhere.
+So several steps may be under way at the same time, and none sends a residual twice.
 
 Error feedback is from Seide et al., "1-Bit Stochastic Gradient Descent" (2014).
 """
@@ -47,16 +47,18 @@ if TYPE_CHECKING:
 
 
 MIN_NUMBERS: Final = GRADIENT_BLOCK
-"""Gradients with fewer numbers travel as they are: the header costs more."""
+"""Gradients with fewer numbers are sent unencoded: the header costs more than the
+format saves."""
 
 _BYTES: Final = {Codec.BFLOAT16: 2, Codec.INT8: 1}
-"""Bytes of a number; gradients whose numbers have no more travel as they are."""
+"""Bytes of one number; gradients with numbers this small or smaller are sent
+unencoded."""
 
 
 @final
 class Residuals:
-    """The residuals of one worker for one coordinator, in all sessions. For any
-    thread."""
+    """The residuals (what formats left out of gradients) of one worker for one
+    coordinator, in all sessions. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,22 +66,23 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of all residuals."""
         with self._lock:
             return sum(array.nbytes for array in self._kept.values())
 
     def take(self, key: int) -> np.ndarray | None:
-        """Takes the residual of a variable away; None if there is none."""
+        """Removes and returns the residual of a variable; None if there is none."""
         with self._lock:
             return self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all of them, as they are of gradients of other values."""
+        """Drops all residuals, because the variables have other values now."""
         with self._lock:
             self._kept.clear()
 
     def settle(self, lent: Iterable[Lent], *, is_sent: bool) -> None:
-        """Brings back what a push has left out, or, if it failed, what it had taken."""
+        """Puts residuals back after a push has ended: what the format left out, or, if
+        the push failed, what the push had taken."""
         for key, before, after in lent:
             back = after if is_sent else before
             if back is None:
@@ -96,11 +99,11 @@ class PushEncoding:
     """Encodes the pushes of one session of a worker. For the executor thread.
 
     Args:
-        shares_memory: Whether bodies to a parameter server go through shared memory,
-            which is faster than any format. For any thread.
-        counts: Bytes of gradients that were encoded (``encoded_from``), and of what
-            stands for them (``encoded_to``).
-        residuals: Those of the coordinator's session before; None: it is its first.
+        shares_memory: Returns whether bodies of messages to a parameter server go
+            through shared memory, which is faster than any format. For any thread.
+        counts: Bytes of gradients before they were encoded (``encoded_from``), and
+            after (``encoded_to``).
+        residuals: Those of the coordinator's previous session; None: this is its first.
     """
 
     def __init__(
@@ -121,8 +124,8 @@ class PushEncoding:
             wires: The formats, by number of the optimizer.
 
         Returns:
-            The updates, and the residuals that they have taken: give them back to
-            `residuals` when the push has ended.
+            The encoded updates, and the residuals that they have taken; give the latter
+            back to `residuals` when the push has ended.
         """
         lent: list[Lent] = []
         try:
@@ -199,16 +202,17 @@ class StepPushes:
     def __init__(self, resources: Resources, encoding: PushEncoding) -> None:
         self._resources, self._encoding = resources, encoding
         self._bindings: Final[dict[tuple[bytes, bytes], Binding]] = {}
-        """Of which operands were computed, by digest of the optimizer and tree."""
+        """By digests of the optimizer and the tree: the optimizers for which operands
+        were computed."""
 
     def push_of(
         self, step: ClosureStep, result: StepResult
     ) -> tuple[list[PsUpdate] | RoundPush | None, Sequence[Lent]]:
-        """Returns the push of a step that was computed, None if it changes nothing; and
-        the residuals that the push has taken.
+        """Returns the push of a step that was computed (None if the step changes
+        nothing), and the residuals that the push has taken.
 
         Raises:
-            ValueError: The user's weight of the step is not a weight.
+            ValueError: The user's function returned something that is not a weight.
             Exception: Whatever the user's function of weights raises.
         """
         updates = [
@@ -260,8 +264,9 @@ class StepPushes:
         trees: Iterable[bytes],
         merged: Mapping[int, tuple[np.ndarray, ...]],
     ) -> list[np.ndarray]:
-        """Computes what an optimizer needs of all merged gradients of a round; see
-        `PsClient.pull_merged`. No step of it has to have run here.
+        """Computes what an optimizer needs from all merged gradients of a round; see
+        `PsClient.pull_merged`. Works also if no step with that optimizer has run on
+        this worker.
 
         Raises:
             InvalidArgumentError: The gradients are those of several trees.
@@ -290,7 +295,7 @@ def _weight(rule: OptimizerHandle, step: ClosureStep, result: StepResult) -> flo
     """Returns the weight of a step's gradients in a round, by the user's function.
 
     Raises:
-        ValueError: It is not a finite number, or negative.
+        ValueError: The weight is not a finite number, or is negative.
     """
     assert rule.rounds is not None
     plan: Plan = step.work.plan

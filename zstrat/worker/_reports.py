@@ -4,14 +4,14 @@ Large results are kept until fetched. Law: a closure is *open* from its dispatch
 its ending is in a message. An open closure is not accepted again, and a closure that is
 not open is not reported.
 
-What steps and dataset functions print goes to their program. Any thread may print; the
-loop sends. Law: a thread that prints never waits for the network or for the program.
-Lines beyond `LINES` a second, or beyond `PENDING` unsent bytes, are dropped and
-counted.
+What steps and dataset functions print is sent to their program. Any thread may print;
+the loop sends. Law: a thread that prints never waits for the network or for the
+program. Lines beyond `LINES` a second, or beyond `PENDING` unsent bytes, are dropped
+and counted.
 
-Order. The executor thread asks the loop to send before it asks it to report a closure,
-and the loop does both in that order, on one link. So the program receives the output of
-a step before the end of the step.
+Order: the executor thread asks the loop to send printed text before it asks the loop to
+report the closure, and the loop does both in that order, on one link. So the program
+receives the output of a step before the end of the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 
 BATCH: Final = 1024
-"""Most endings of one message: about 20 bytes each in its header, which is bounded."""
+"""Most endings in one message: each takes about 20 bytes of its header, which is
+bounded."""
 AGAIN: Final = 0.02
 """Seconds until completions are sent again to a coordinator that does not read."""
 
@@ -59,7 +60,8 @@ _NAMES: Final = {
 
 @final
 class Reports:
-    """The open closures of one session, and endings to report. Only the loop uses it.
+    """The open closures of one session, and the endings to report. Only the loop uses
+    this object.
 
     Args:
         results: Keeps results that are too large for a completion.
@@ -90,8 +92,8 @@ class Reports:
         return len(self._open)
 
     def opened(self, batch: Batch) -> Batch:
-        """Opens the closures of a batch. Returns the batch without those already
-        open."""
+        """Marks the closures of a batch as open. Returns the batch without those that
+        are open already."""
         before, taken = len(self._open), batch
         if not self._open.isdisjoint(batch.steps):
             new = [step for step in batch.steps if step not in self._open]
@@ -106,27 +108,28 @@ class Reports:
         return taken
 
     def later(self, ending: Ending) -> None:
-        """Reports it with whatever is reported next."""
+        """Queues an ending, to be sent with the next report."""
         self._ended.append(ending)
 
     def soon(self, ending: Ending) -> None:
-        """Reports it with those that end in the same turn of the loop."""
+        """Queues an ending, to be sent together with those of the same turn of the
+        loop."""
         self._ended.append(ending)
         if self._flushing is None:
             self._flushing = self._loop.call_soon(self._flush)
 
     def now(self, endings: Sequence[Ending]) -> None:
-        """Reports them, and all that waits."""
+        """Sends these endings, and all queued ones, now."""
         self._ended += endings
         if self._ended:
             self._flush()
 
     async def wait_idle(self) -> None:
-        """Waits until nothing is open, or for the end."""
+        """Waits until no closure is open, or the session has ended."""
         await self._idle.wait()
 
     def close(self) -> None:
-        """Drops everything, and stops reporting."""
+        """Drops all open closures and queued endings, and stops reporting."""
         # A flush that is due would count closures that are no longer open.
         self._closed = True
         if self._flushing is not None:
@@ -151,7 +154,8 @@ class Reports:
                 return
 
     def _report(self, batch: list[Ending]) -> None:
-        """Sends endings, the first ones of ``_ended``; in halves if too large."""
+        """Sends the endings of ``batch``, the first ones of ``_ended``; in halves if
+        they do not fit one message."""
         message = self._completions(batch)
         try:
             self._remote.notify(message)
@@ -199,13 +203,15 @@ class Reports:
 
 
 KEPT_BYTES: Final = 2 * 2**30
-"""A program that never fetches its large results must not fill the machine's memory;
-one that fetches them within a few steps never comes near this."""
+"""Most bytes of large results to keep. A program that never fetches its large results
+must not fill the machine's memory; one that fetches them within a few steps never comes
+near this limit."""
 
 
 @final
 class Results:
-    """Large results by step. Beyond ``limit`` bytes in total the oldest are dropped."""
+    """The large results of closures, by step. Beyond ``limit`` bytes in total the
+    oldest are dropped."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self.nbytes = 0
@@ -218,7 +224,7 @@ class Results:
         return len(self._kept)
 
     def keep(self, step: int, arrays: Sequence[np.ndarray]) -> None:
-        """Keeps a result. The newest one is kept whatever its size."""
+        """Keeps the arrays of a result. The newest result is kept whatever its size."""
         self.drop([step])
         self._kept[step] = arrays
         self.nbytes += sum(array.nbytes for array in arrays)
@@ -228,7 +234,7 @@ class Results:
             self.drop([oldest])
 
     def of(self, step: int) -> Sequence[np.ndarray]:
-        """Returns the arrays of a result, which is still kept.
+        """Returns the arrays of a result, and continues to keep them.
 
         Raises:
             NotFoundError: The result is not kept; says why.
@@ -245,7 +251,7 @@ class Results:
         raise NotFoundError(f"the result of closure {step} is not here: {why}")
 
     def drop(self, steps: Iterable[int]) -> None:
-        """Drops results; ignores unknown ones."""
+        """Drops the results of these steps; ignores unknown ones."""
         for step in steps:
             arrays = self._kept.pop(step, None)
             if arrays is not None:
@@ -253,26 +259,30 @@ class Results:
 
 
 LINES: Final = 1000
-"""Most lines of one task in a `WINDOW`: more than a person reads, and little to
+"""Most lines that one task sends in a second: more than a person reads, and little to
 send."""
 WINDOW: Final = 1.0
 PENDING: Final = 64 * 1024
-"""Most bytes that wait for the loop: a quarter of the largest header."""
+"""Most bytes of printed text that wait for the loop: a quarter of the largest
+header."""
 MAX_LINE_CHARACTERS: Final = 8 * 1024
-"""Most characters of a line; a longer one is cut into several."""
+"""Most characters of a line; a longer line is split into several."""
 BEGUN: Final = 64
-"""Most threads with an unfinished line; beyond that all unfinished lines are ended."""
+"""Most threads with an unfinished line; with more threads all unfinished lines are
+ended."""
 
 Hear = Callable[[int, str], None]
-"""Receives text written to a stream (1 or 2). Called from any thread; never raises."""
+"""A function that receives text written to a stream (1: standard output, 2: standard
+error). Called from any thread; never raises."""
 Listen = Callable[[Hear | None], None]
-"""Redirects the output of the process, except that of older threads; None: ends it."""
+"""A function that redirects the output of the process to a `Hear`, except that of older
+threads; None ends the redirection."""
 
 _RETURNS: Final = re.compile(r"(^|\n)\r+")
 
 
 def unheard(hear: Hear | None) -> None:
-    """A `Listen` that does not redirect the output."""
+    """A `Listen` function that does not redirect the output."""
 
 
 def unbegun() -> None:
@@ -281,7 +291,7 @@ def unbegun() -> None:
 
 @final
 class StepOutput:
-    """Collects the output of one session and sends it to the coordinator.
+    """Collects the printed output of one session and sends it to the coordinator.
 
     Created, sent and closed on the loop; `hear` and `end_lines` are called on any
     thread. An empty text with a count only reports dropped lines.
@@ -304,11 +314,11 @@ class StepOutput:
         self._nbytes = 0
         self._window_began, self._in_window = clock(), 0
         self._dropped = 0
-        """Dropped lines that were not reported yet,"""
+        """Number of dropped lines that were not reported yet."""
         self._dropped_from = 1
-        """and the stream of the last one."""
+        """The stream of the last dropped line."""
         self._is_reported = False
-        """Dropped lines were reported in this window."""
+        """Whether dropped lines were reported in the present second."""
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -316,7 +326,7 @@ class StepOutput:
     # Threads that print
 
     def hear(self, stream: int, text: str) -> None:
-        """Receives text written to a stream; finished lines are sent soon."""
+        """Collects text written to a stream, and has its finished lines sent soon."""
         # A body that jax traces again for the same program has printed already.
         if self._closed or tracing_again.get():
             return
@@ -346,8 +356,8 @@ class StepOutput:
                     self._add(stream, line[at : at + MAX_LINE_CHARACTERS])
 
     def end_lines(self) -> None:
-        """Ends the unfinished lines of the calling thread, and reports dropped lines if
-        that was not done in this window."""
+        """Ends the unfinished lines of the calling thread, and reports dropped lines
+        unless that was done in the present second."""
         # Without the lock: this is called before each post, and a step that prints
         # nothing must not wait.
         if not self._begun and not self._dropped:
@@ -363,7 +373,7 @@ class StepOutput:
     # The loop
 
     def close(self) -> None:
-        """Stops sending."""
+        """Stops sending printed output."""
         # Threads of the session may still print; `hear` looks at this first.
         self._closed = True
         if self._timer is not None:
@@ -449,8 +459,8 @@ class StepOutput:
 
 
 def _joined(lines: list[PrintedText]) -> list[PrintedText]:
-    """Joins neighbouring lines of one stream; a count of dropped lines starts a new
-    text."""
+    """Joins neighbouring lines of one stream into one text; a count of dropped lines
+    starts a new text."""
     texts: list[PrintedText] = []
     number = 0
 

@@ -1,20 +1,23 @@
-"""`Residents`: the arrays that windows keep on this worker, and which part is next.
+"""`Residents`: the arrays that windows of local steps keep on this worker.
 
-An inner optimizer's state, and a copy of variables that outlives its window, belong to
-this worker and are never sent. A run of a window takes them and leaves the next ones,
-which count once its contribution is acknowledged: a window that runs again here after a
-failure begins where it began before. Laws of the file: at most one run is not settled;
-arrays are never written to.
+A *window* is several local steps that one closure runs on the worker's own copy of the
+variables (`zstrat.program.windows`). The state of its inner optimizer, and a copy of
+variables that outlives the window, are *resident arrays*: they belong to this worker
+and are never sent. A run of a window reads them and writes the next ones, which count
+once the contribution of the window is acknowledged: a window that runs again here after
+a failure begins with the arrays of its first run. Laws of the file: at most one run
+waits for its acknowledgement; arrays are never written to.
 
-With fragments, round r exchanges fragment r modulo their number, so a window has to
-know its round before its program is chosen. A worker counts on: its windows are for
-successive rounds. By the values that a window has read it is known which round was
-open; if that is another one (the worker has joined, or was late), the window
-contributes nothing, and the worker counts from there. Nothing is lost, as the
-difference that it contributes next counts from the value that it has last taken.
+If the variables are exchanged in fragments, round r exchanges fragment r modulo their
+number, so a window has to know its round before its program is chosen. A worker counts
+the rounds itself: its windows are for successive rounds. The values that a window has
+read show which round was open. If that was another round (the worker has joined, or was
+late), the window contributes nothing, and the worker counts from that round on. Nothing
+is lost, because the difference that the worker contributes next counts from the value
+that it last read.
 
-A checkpoint has the arrays of its cut. As they are never written to, holding them is
-pinning them.
+A checkpoint has the arrays as they were at the moment of the checkpoint. They are never
+written to, so holding references to them is enough.
 """
 
 from __future__ import annotations
@@ -45,71 +48,77 @@ if TYPE_CHECKING:
     from zstrat.wire import PinSnapshot, ReadSnapshot, StoreTensors
 
 _PAGE: Final = 500
-"""Entries in one answer: their names travel in its header."""
+"""Most entries in one answer: their names are sent in its header."""
 
 
 class WindowPlace(NamedTuple):
-    """The place of a window among those of its optimizer on this worker."""
+    """Which window of an optimizer's on this worker a closure runs: its index, round
+    and segment."""
 
     optimizer: int
     ordinal: int
-    """How many came before it."""
+    """How many windows of the optimizer came before this one on this worker."""
     round: int
-    """The round that it is for, as far as the worker knew."""
+    """The round that the window is for, as far as the worker knew."""
     segment: Segment
     is_whole: bool
-    """Whether the tree is one fragment, so that any round will do."""
+    """Whether all variables are one fragment, so that any round will do."""
     steps: int
-    """How many steps the window makes."""
+    """How many local steps the window makes."""
     adapts: bool = False
-    """Whether workers make different numbers of steps."""
+    """Whether workers make different numbers of steps per window."""
 
     def weight(self, examples: int) -> float:
-        """Returns the weight of the window in a round, if the user gives none: its
-        examples times those of a step where windows differ (Douillard et al., 2026)."""
+        """Returns the weight of the window in a round, if the user gives none: 1, or,
+        where workers make different numbers of steps, the examples of the window times
+        the examples of one step (Douillard et al., 2026)."""
         return float((examples or self.steps) ** 2 / self.steps if self.adapts else 1)
 
 
 @final
 @dataclass(slots=True)
 class _Progress:
-    """How far a worker is in the windows, and rounds, of one optimizer."""
+    """How far a worker has come in the windows and rounds of one optimizer."""
 
     taken: int = 0
-    """Number of windows that have a place."""
+    """Number of windows that were given an index."""
     offset: int = 0
-    """The round of a window, less its index."""
+    """The round of a window, minus its index."""
     restarts: bool = True
-    """Whether the next window takes the values of all fragments."""
+    """Whether the next window reads the values of all fragments from the servers."""
     every: int = 0
-    """The number of steps to which the windows have adapted; 0 for all."""
+    """The number of steps per window to which this worker has adapted; 0: no
+    adaptation."""
     speed: float = 0.0
-    """Steps per second, of the last windows; 0 if not known."""
+    """Steps per second of the last windows; 0: not known."""
 
 
 @final
 class Residents:
-    """The arrays of one session's windows, and which window is next. Only the executor
-    thread uses it."""
+    """The resident arrays of one session's windows of local steps, and which window is
+    next. Only the executor thread uses this object, except `read` and `release`."""
 
     def __init__(self) -> None:
         self._arrays: dict[ResidentName, np.ndarray] = {}
         self._before: dict[ResidentName, np.ndarray | None] = {}
-        """Arrays from before the run that is not settled."""
+        """By name: the arrays from before the run whose contribution is not
+        acknowledged."""
         self._step: int | None = None
-        """The step of that run,"""
+        """The step of the run whose contribution is not acknowledged."""
         self._place: WindowPlace | None = None
-        """and its place."""
+        """The place of the window whose contribution is not acknowledged."""
         self._pins: dict[int, list[tuple[ResidentName, np.ndarray]]] = {}
         self._progress: dict[int, _Progress] = {}
         self._expected: RoundNumber | None = None
-        """The round with which a window has begun."""
+        """The round whose values a window has assumed when it began before its values
+        arrived."""
         self.version = 0
-        """Changes whenever the arrays do, or a window reads another round than it has
-        begun with."""
+        """Changes whenever the arrays change, or a window reads another round than the
+        one it began with."""
 
     def inherit(self, other: Residents) -> None:
-        """Takes over what the same coordinator had before its connection broke."""
+        """Takes over the arrays of the coordinator's previous session, whose connection
+        broke."""
         self._arrays, self._progress = other._arrays, other._progress
         self.version += 1
         self._before, self._step = other._before, other._step
@@ -118,10 +127,11 @@ class Residents:
     # Checkpoints
 
     def pin(self, message: PinSnapshot) -> SnapshotPinned:
-        """Keeps the arrays of some optimizers as they are now, until `release`.
+        """Keeps the arrays of some optimizers as they are now, until `release`, and
+        describes them.
 
         Raises:
-            NotFoundError: The message asks for more of a snapshot that is not here.
+            NotFoundError: The message continues a snapshot that is not here.
         """
         if not message.first:
             self._pins[message.snapshot] = [
@@ -144,7 +154,8 @@ class Residents:
         return SnapshotPinned(entries, len(pinned))
 
     def read(self, message: ReadSnapshot) -> np.ndarray:
-        """Returns bytes of a pinned array. From any thread.
+        """Returns some bytes of an array that is pinned for a snapshot. From any
+        thread.
 
         Raises:
             NotFoundError: The snapshot is not here.
@@ -154,7 +165,8 @@ class Residents:
         return data[message.offset : message.offset + message.size]
 
     def release(self, snapshot: int) -> None:
-        """Releases what was pinned, if it is there. From any thread."""
+        """Releases the arrays of a snapshot; ignores an unknown one. From any
+        thread."""
         # One operation of a dict, as the loop calls this beside the thread.
         self._pins.pop(snapshot, None)
 
@@ -165,7 +177,8 @@ class Residents:
         return pinned
 
     def restart(self, optimizer: int, number: int) -> None:
-        """Drops all arrays of an optimizer, whose open round is ``number``."""
+        """Drops all arrays of an optimizer, and counts its windows from round
+        ``number``, which is open, on."""
         # What is not settled belongs to values that the restore has replaced.
         self._before, self._step, self._place = {}, None, None
         self._progress[optimizer] = _Progress(offset=number)
@@ -174,7 +187,7 @@ class Residents:
         self.version += 1
 
     def store(self, message: StoreTensors) -> None:
-        """Puts arrays of a checkpoint, after `restart`."""
+        """Stores arrays of a checkpoint. Call `restart` before."""
         for entry, array in zip(message.entries, message.arrays, strict=True):
             name = ResidentName(entry.leaf, entry.key, entry.optimizer)
             self._arrays[name] = np.array(array)  # not the memory of the message
@@ -192,9 +205,9 @@ class Residents:
         step: int,
         at: RoundNumber,
     ) -> list[Any]:
-        """Returns the values of all reads of a step, of which some were pulled, in the
-        round ``at``, and after them the rows that were pulled. An array that is not
-        there yet is zeros."""
+        """Returns the values of all reads of a step, then the pulled rows. Values are
+        taken from ``pulled`` or, if resident, from this worker, for the round ``at``. A
+        resident array that does not exist yet is zeros."""
         self._begin_again(step)
         if self._expected not in (None, at):
             self._expected = None
@@ -209,8 +222,8 @@ class Residents:
     def early(
         self, reads: Sequence[VariableSpec], step: int, place: WindowPlace
     ) -> list[Any]:
-        """`filled`, with None for what is to be pulled, and the round that is
-        expected."""
+        """Returns what `filled` returns for the round that is expected, with None for
+        each value that is still to be pulled."""
         at = RoundNumber(place.optimizer, place.round)
         pulled = [None for spec in reads if spec.ps != RESIDENT]
         values = self.filled(reads, pulled, step, at)
@@ -220,7 +233,8 @@ class Residents:
     def put(
         self, step: int, updates: Sequence[StepUpdate], place: WindowPlace | None = None
     ) -> None:
-        """Keeps the arrays that a step leaves."""
+        """Keeps the resident arrays that a step has written, in place of the previous
+        ones."""
         arrays: dict[ResidentName, np.ndarray] = {}
         for update in updates:
             name = resident_name(update.spec.name)
@@ -237,8 +251,8 @@ class Residents:
         self._arrays.update(arrays)
 
     def settle(self, step: int | None, *, failed: bool) -> None:
-        """Notes that the contribution of a step was acknowledged, or has failed: then
-        the arrays are those of before."""
+        """Records that the contribution of a step was acknowledged, or that it failed.
+        After a failure the previous arrays are restored."""
         if step is None or step != self._step:
             return
         if failed:
@@ -253,9 +267,10 @@ class Residents:
         self._before, self._step, self._place = {}, None, None
 
     def lose_copies(self, place: WindowPlace) -> None:
-        """Drops the copies that a window with fragments was to continue, as it has
-        failed. It would have taken the fragment of the round before: the base of that
-        is from before the worker's contribution, which would be counted twice."""
+        """Drops the copies that the next window with fragments would continue, because
+        this window has failed. That window would merge the fragment of the round
+        before, whose base is from before the worker's contribution, so the contribution
+        would be counted twice."""
         if place.is_whole:
             return
         self._progress[place.optimizer].restarts = True
@@ -265,7 +280,7 @@ class Residents:
                 del self._arrays[name]
 
     def take_place(self, exchanges: Exchanges) -> WindowPlace:
-        """Returns the place of the next window with these exchanges."""
+        """Returns the place of the next window of the optimizer of ``exchanges``."""
         optimizer = exchanges.outer.id
         progress = self._progress.setdefault(optimizer, _Progress())
         # Taken when a window is prepared, maybe several ahead, so the numbers are in
@@ -282,8 +297,8 @@ class Residents:
         return WindowPlace(optimizer, index, number, segment, is_whole, steps, adapts)
 
     def give_back(self, place: WindowPlace) -> None:
-        """Gives the place to the next window, as this one will not run; of several the
-        last one first."""
+        """Gives the place of a window that will not run to the next window. Of several
+        windows, call this for the last one first."""
         progress = self._progress[place.optimizer]
         progress.taken -= 1
         # The order to take all fragments goes back with the place.
@@ -292,9 +307,9 @@ class Residents:
     def may_run(
         self, step: int, place: WindowPlace, reads: Sequence[VariableSpec]
     ) -> bool:
-        """Returns whether the worker has the copies that a window continues. It has
-        none if the window before has failed, or was of other variables; the next one
-        takes them."""
+        """Returns whether the worker has the copies that a window continues. They are
+        missing if the previous window has failed, or was of other variables; then the
+        next window reads all values from the servers."""
         self._begin_again(step)
         names = [resident_name(x.name) for x in reads if x.ps == RESIDENT]
         if all(name in self._arrays for name in names if name.what == COPY):
@@ -304,8 +319,8 @@ class Residents:
         return False
 
     def has_run(self, place: WindowPlace, round_read: int) -> bool:
-        """Notes the round whose values a window has read; returns whether it is the
-        one that the window is for."""
+        """Records the round whose values a window has read; returns whether that is the
+        round that the window is for."""
         progress = self._progress[place.optimizer]
         # The worker counts on from what was read, not from what it had expected.
         before, progress.offset = progress.offset, round_read - place.ordinal
@@ -320,7 +335,7 @@ class Residents:
         return False
 
     def took(self, place: WindowPlace, seconds: float) -> None:
-        """Notes how long the steps of a window took, without waiting for values."""
+        """Records how long the steps of a window took, without waiting for values."""
         progress = self._progress[place.optimizer]
         speed = place.steps / max(seconds, 1e-9)
         # The mean of the last and all before, halved each time: it follows a machine
@@ -328,7 +343,8 @@ class Residents:
         progress.speed = (progress.speed + speed) / 2 if progress.speed else speed
 
     def _begin_again(self, step: int) -> None:
-        """Drops what an earlier run of a step has left, if it is not settled."""
+        """Restores the arrays from before an earlier run of the same step, if that run
+        was not acknowledged."""
         if step == self._step:
             self.settle(step, failed=True)
 

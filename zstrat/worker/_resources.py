@@ -1,9 +1,10 @@
-"""What a coordinator put on this worker: code, arguments, datasets. Thread side.
+"""What a coordinator has put on this worker: code, arguments, datasets. Used on the
+executor thread.
 
 Everything here is unpickled or built by user code, so it lives on the executor thread.
-Arguments are kept as they came and unpickled when they are first used: they refer to
-resources by number, and a resource that is built again has to be met by the same
-arguments. The law: what was loaded never refers to a resource that is gone.
+Arguments are kept as bytes and unpickled when they are first used: they refer to
+resources by number, and when a resource is built again, the same arguments have to find
+the new one. The law: what was loaded never refers to a resource that was dropped.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ if TYPE_CHECKING:
     from zstrat.wire import Arrays, BuildResource, PlainTree
 
 Load = Callable[[bytes, Sequence[np.ndarray], Callable[[int], object]], object]
-"""`zstrat.program.load`: takes code, its large arrays, and a function that returns the
-resource of a number."""
+"""The type of `zstrat.program.load`: takes code, its large arrays, and a function that
+returns the resource of a number."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Leases = Mapping[int, Sequence[Lease]]
-"""The leases of one step, in the order of its draws, by number of the iterator."""
+"""The leases of one step: by number of the iterator, in the order of its draws."""
 
 NO_ARGUMENTS: Final = 0
 
@@ -77,7 +78,7 @@ _LOG: Final = logging.getLogger("zstrat.worker")
 
 @final
 class Broken:
-    """In place of a resource that could not be built; using it raises ``error``."""
+    """Stands in for a resource that could not be built; using it raises ``error``."""
 
     __slots__ = ("error",)
 
@@ -88,8 +89,8 @@ class Broken:
 @final
 @dataclass(slots=True)
 class _Shipped:
-    """Pickled code or arguments, and the unpickled object; ``uses`` are the resources
-    that it refers to."""
+    """Pickled code or arguments, and the unpickled object; ``uses`` are the numbers of
+    the resources that the object refers to."""
 
     code: bytes
     arrays: Arrays = ()
@@ -123,25 +124,26 @@ class Resources:
         self._built: dict[int, object] = {}
         self._open: dict[int, Elements[Any] | StepIterator] = {}
         self.residents: Final = Residents()
-        """What windows keep here."""
+        """The arrays that windows of local steps keep on this worker."""
 
     # Code
 
     def put_code(self, digest: bytes, code: bytes) -> None:
-        """Unpickles a function, unless that was done before.
+        """Unpickles a function, unless it was unpickled before.
 
         Raises:
-            Exception: The error of unpickling; closures that use it raise it, too.
+            Exception: The error of unpickling; closures that use the function raise it,
+                too.
         """
         if digest not in self._code:
             self._code[digest] = _Shipped(code)
         self.code(digest)
 
     def code(self, digest: bytes) -> Any:
-        """Returns the object of that digest, the same at every call.
+        """Returns the object with that digest, the same object at every call.
 
         Raises:
-            NotFoundError: The worker does not have it.
+            NotFoundError: The worker does not have the object.
             Exception: The error of unpickling.
         """
         shipped = self._code.get(digest)
@@ -157,8 +159,9 @@ class Resources:
         return [shipped.loaded for shipped in list(self._code.values())]
 
     def inherit(self, other: Resources) -> None:
-        """Takes over the code that the same coordinator sent before its connection
-        broke, so that it is not compiled again, and what windows keep here."""
+        """Takes over the code, and the arrays of windows of local steps, that the same
+        coordinator's previous session had before its connection broke, so that the code
+        is not compiled again."""
         for digest, shipped in other._code.items():
             # Code that refers to resources is left out: they are not here yet, and are
             # built again with other objects.
@@ -179,9 +182,9 @@ class Resources:
         """Returns ``(args, kwargs)``, the same objects at every call.
 
         Raises:
-            NotFoundError: The worker does not have them.
-            ClosureInputError: They contain a resource that could not be built.
-            OutOfRangeError: They contain the iterator of an empty dataset.
+            NotFoundError: The worker does not have these arguments.
+            ClosureInputError: The arguments contain a resource that could not be built.
+            OutOfRangeError: The arguments contain the iterator of an empty dataset.
             Exception: The error of unpickling.
         """
         if number == NO_ARGUMENTS:
@@ -213,9 +216,9 @@ class Resources:
 
         Raises:
             OutOfRangeError: The dataset is empty.
-            TypeError, ValueError: The maker cannot be called, or its result has the
-                wrong type or cannot be described.
-            Exception: The error of the maker.
+            TypeError, ValueError: The function that makes the resource cannot be
+                called, or its result has the wrong type or cannot be described.
+            Exception: The error of that function.
         """
         self.drop([order.resource])
         try:
@@ -238,7 +241,7 @@ class Resources:
             raise
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Closes iterators and drops resources; ignores unknown ones."""
+        """Closes and drops the resources of these numbers; ignores unknown ones."""
         gone = set(numbers)
         for number in numbers:
             self._built.pop(number, None)
@@ -253,7 +256,7 @@ class Resources:
                 shipped.uses.clear()
 
     def close(self) -> None:
-        """Closes all iterators and drops everything."""
+        """Closes all iterators and drops all code, arguments and resources."""
         self._arguments.clear()
         self._code.clear()
         self.drop(list(self._built))
@@ -261,12 +264,14 @@ class Resources:
     # Leases
 
     def examples(self, number: int) -> int:
-        """Returns the number of examples of a leased dataset; 0: it is not one."""
+        """Returns the number of examples of a leased dataset; 0 if the resource is not
+        one."""
         built = self._built.get(number)
         return built.examples if isinstance(built, LeasedIterator) else 0
 
     def expect_leases(self, packed: bytes | memoryview) -> Leases:
-        """Unpacks the leases of a step that will run, and has them read in advance."""
+        """Unpacks the leases of a step that will run, and starts to read their examples
+        in advance."""
         leases: dict[int, list[Lease]] = {}
         for number, *lease in LEASE.iter_unpack(packed):
             leases.setdefault(number, []).append(Lease(*lease))
@@ -276,13 +281,14 @@ class Resources:
         return leases
 
     def expect_no_leases(self) -> None:
-        """Forgets the expected leases: their steps were cancelled."""
+        """Forgets the expected leases, because their steps were cancelled."""
         for built in self._built.values():
             if isinstance(built, LeasedIterator):
                 built.expect_none()
 
     def to_note(self, leases: Leases) -> bytes:
-        """Returns the leases that parameter servers note as done; see `Push`."""
+        """Returns the leases that parameter servers are to mark as done, as bytes; see
+        `Push`."""
         return b"".join(
             LEASE.pack(built.noted_as, *lease)
             for number, found in leases.items()
@@ -292,10 +298,10 @@ class Resources:
         )
 
     def begin_leases(self, leases: Leases) -> list[LeasedIterator]:
-        """Has the iterators yield these leases next; returns the iterators.
+        """Makes the iterators yield these leases next; returns the iterators.
 
         Raises:
-            NotFoundError, ClosureInputError: One of them is not here.
+            NotFoundError, ClosureInputError: One of the iterators does not exist here.
         """
         begun = []
         for number, found in leases.items():
@@ -324,8 +330,8 @@ class Resources:
         return built
 
     def _captured(self, number: int) -> object:
-        """Returns a resource that code has captured. If it is missing, returns an
-        iterator that raises only when it is drawn from."""
+        """Returns a resource that code has captured. If the resource is missing,
+        returns an iterator that raises only when an element is drawn."""
         try:
             return self._resource(number)
         except (ClosureInputError, NotFoundError, OutOfRangeError) as error:
@@ -351,8 +357,8 @@ class Resources:
             raise ClosureInputError(words, error) from error
 
     def state(self, number: int) -> str:
-        """Returns the position of an iterator as JSON; "" if it could not be built, and
-        so is at its beginning.
+        """Returns the position of an iterator as JSON; "" for an iterator that could
+        not be built, which counts as being at its beginning.
 
         Raises:
             NotFoundError: There is no resource of this number.
@@ -365,8 +371,8 @@ class Resources:
         return json.dumps(_checkpointable(self._open.get(number)).get_state())
 
     def require_fit(self, number: int, state: str) -> None:
-        """Checks that an iterator can continue at a position. An iterator that could
-        not be built is not checked.
+        """Checks that an iterator can continue at the position ``state``. Does not
+        check an iterator that could not be built.
 
         Raises:
             NotFoundError: There is no resource of this number.
@@ -414,7 +420,8 @@ class Resources:
 
 @final
 class _Absent:
-    """The elements of a missing iterator: drawing one raises its error."""
+    """The elements of an iterator that is missing: drawing one raises the error that
+    says so."""
 
     def __init__(self, error: ZstratError) -> None:
         self._error: Final = error

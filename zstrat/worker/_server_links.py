@@ -1,8 +1,8 @@
 """The links of a worker to the parameter servers.
 
-Servers may move. The owner of the cluster's session decides where a server is; a worker
-that cannot reach one, or finds another process in its place, waits for a word of that
-for a while.
+A store may move to another server process. The owner of the cluster's session decides
+where a store is. A worker that cannot reach a server, or finds another process in its
+place, waits some time for a message that says where the store is now.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ RESTARTED: Final = "it was restarted, and its state is lost"
 
 @final
 class ServerPresence:
-    """Watches the link to one parameter server, and sets the state of its line.
+    """Watches the link to one parameter server, and sets the state of its request queue
+    (`ServerLine`).
 
     A server that was restarted has lost the state of the session, so it stays lost for
     the rest of the session, or until its store is found elsewhere. A server that is
-    only unreachable has some time to come back. The line is set before the link starts.
+    only unreachable has some time to come back. The state is set before the link
+    starts.
 
     Workers and the program connect to servers in any order: until the program has sent
     work, a server may have no state of the session, and be restarted any time.
 
     Args:
         is_used: The program has sent work.
-        grace: Seconds for a lost server to come back, if it has not announced more.
-        moves: The store may move to another process, and has as long for that.
+        grace: Seconds for a lost server to come back, unless it has announced a longer
+            absence.
+        moves: The store may move to another process, and has ``grace`` seconds for
+            that, too.
     """
 
     line: ServerLine
@@ -51,12 +55,12 @@ class ServerPresence:
     ) -> None:
         self._grace, self._moves, self.is_used = grace, moves, is_used
         self._life: int | None = None
-        """The incarnation that has the state of the session."""
+        """The incarnation of the server process that has the state of the session."""
         self._absence: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     def opened(self, hello: Hello) -> None:
-        """Notes that the server has greeted."""
+        """Records that the server has greeted."""
         if self._is_closed:
             return
         # The process of before, or one that had nothing to lose yet.
@@ -73,17 +77,17 @@ class ServerPresence:
             self.line.lose(RESTARTED, gone=True)
 
     def lost(self, error: PeerLostError) -> None:
-        """Notes that the link has lost the server."""
+        """Records that the link has lost the server."""
         if not self._is_closed:
             self._miss(error.reason, error.returns)
 
     def leave(self) -> None:
-        """Stops watching, as another presence takes over the line."""
+        """Stops watching, because another presence takes over the request queue."""
         self._is_closed = True
         self._stop_absence()
 
     def close(self, error: Exception) -> None:
-        """Stops watching, and closes the line."""
+        """Stops watching, and makes all requests to the server fail with the error."""
         self.leave()
         self.line.close(error)
 
@@ -107,12 +111,12 @@ class ServerPresence:
 
 @final
 class ServerLinks:
-    """The links to all parameter servers of a session, in task order. On the loop.
+    """The links to all parameter servers of a session, in task order. Used on the loop.
 
     Args:
         views: View numbers of the stores at these addresses; empty if stores do not
             move.
-        replicas: Number of backups of each store, one of which may replace it.
+        replicas: Number of backups of each store; one of them may replace it.
     """
 
     def __init__(
@@ -134,21 +138,21 @@ class ServerLinks:
         self.links = [self._new(index, at) for index, at in enumerate(addresses)]
 
     def attach(self, lines: Sequence[ServerLine]) -> None:
-        """Sets the lines of the servers. Called once, before `start`."""
+        """Sets the request queues of the servers. Called once, before `start`."""
         self._lines = lines
         for presence, line in zip(self._presences, lines, strict=True):
             presence.line = line
 
     def use(self) -> None:
-        """Notes that the program has sent work. So its session is on all servers, and a
-        server that restarts from now on has lost its state."""
+        """Records that the program has sent work. So the program's session is on all
+        servers, and a server that restarts from now on has lost its state."""
         if not self._is_used:
             self._is_used = True
             for presence in self._presences:
                 presence.is_used = True
 
     def start(self) -> None:
-        """Starts to connect."""
+        """Starts to connect to all servers."""
         for link in self.links:
             link.start()
 
@@ -156,8 +160,8 @@ class ServerLinks:
         """Waits until all servers have greeted.
 
         Raises:
-            DeadlineExceededError: A server did not by ``deadline`` (loop time); names
-                it.
+            DeadlineExceededError: A server did not greet by ``deadline`` (loop time);
+                names it.
             ClosedError: The session ended meanwhile.
 
         Cancellation: the links keep connecting.
@@ -171,8 +175,8 @@ class ServerLinks:
                     raise  # else the store has moved, and requests wait there
 
     async def move(self, message: MoveServer) -> Message:
-        """Connects to a store at its new address. Returns when open requests were sent
-        there, or wait for the connection.
+        """Connects to a store at its new address. Returns when the open requests were
+        sent there, or wait for the connection.
 
         Cancellation: the link is not opened.
         """
@@ -201,7 +205,7 @@ class ServerLinks:
         return Done()
 
     async def close(self, reason: str) -> None:
-        """Closes all links, last of all.
+        """Closes all links. Called at the very end of the session.
 
         Cancellation: links that are not closed yet stay open.
         """

@@ -4,7 +4,7 @@ Runs on the loop. One coordinator at a time owns the worker and may run code on 
 requests of others are refused, except for statistics. When the owner is lost, its
 closures, datasets and code are dropped, and the worker is ready for the next owner.
 
-Also reports on the process: devices, memory, compilations.
+The handler also reports on the process: devices, memory, compilations.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class MakeExecutor(Protocol):
 
 
 OPENING: Final = 10.0
-"""Most seconds to wait for the parameter servers when a session opens. After them the
-coordinator gets an error that says why, and asks again; so its user need not read the
-logs of the workers."""
+"""Most seconds to wait for the parameter servers when a session opens. After that time
+the coordinator gets an error that says why, and asks again; so its user need not read
+the logs of the workers."""
 
 
 @final
@@ -77,14 +77,14 @@ class WorkerService:
     """Answers the messages of one worker. Created and used on the loop.
 
     Args:
-        me: The HELLO of this task.
+        me: The HELLO message of this task.
         make_link: Creates the link to a parameter server.
         on_exit: Called once, when the coordinator ends the process.
         on_crash: Called if the executor thread dies of a defect of zstrat itself.
         is_alone: Nothing else in this process uses jax, so jax's caches are cleared
-            after each session. Else they keep the traces of functions that are never
-            called again.
-        listen: Redirects the output of this process to a session; None: it stays.
+            after each session; otherwise they keep the traces of functions that are
+            never called again.
+        listen: Redirects the output of this process to a session; None: no redirection.
         load, prepare, run_eager: Unpickle and run user code.
         make_executor: Creates the thread for user code.
         compilations: Counts compilations of XLA; None: creates its own counter.
@@ -120,7 +120,7 @@ class WorkerService:
         self._ownership = Ownership(self._task)
         self._session: WorkerSession | None = None
         self.sessions = 0
-        """Number of sessions opened since the start."""
+        """Number of sessions opened since the start of the process."""
         self._left = asyncio.Event()
         self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
@@ -161,7 +161,7 @@ class WorkerService:
                 return self._session_of(message.session).serve(message)
 
     def lost(self, remote: Remote, reason: str) -> None:
-        """Notes that a connection has ended; drops the session if it was the
+        """Handles the end of a connection: drops the session if the connection was the
         owner's."""
         # False for a session that another connection of the same program has taken
         # over.
@@ -184,11 +184,12 @@ class WorkerService:
         return self._session
 
     def _open(self, remote: Remote, message: OpenSession) -> Awaitable[SessionOpened]:
-        """Makes the sender the owner at once, and returns what waits until all is
-        ready.
+        """Makes the sender the owner at once; returns an awaitable that answers when
+        the worker is ready.
 
-        If the owner were set later, a goodbye that arrives together with the opening
-        could be handled first, and a lost coordinator would own the worker forever.
+        If the owner were set later, a close message that arrives together with the
+        opening could be handled first, and a lost coordinator would own the worker
+        forever.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -230,8 +231,8 @@ class WorkerService:
     def _new_session(
         self, remote: Remote, message: OpenSession, before: WorkerSession | None
     ) -> WorkerSession:
-        """Replaces the present session by a new one, with the code, the resident arrays
-        and the residuals of ``before``."""
+        """Replaces the present session by a new one, which takes over the code, the
+        resident arrays and the residuals of gradients of ``before``."""
         timeouts = self._settings.timeouts
         servers = ServerLinks(
             self._make_link,
@@ -326,8 +327,8 @@ class WorkerService:
         task.add_done_callback(self._leaving.discard)
 
     async def wait_left(self, since: int) -> None:
-        """Waits until a session opened after the first ``since`` `sessions` is over,
-        and no other session is open."""
+        """Waits until a session that was opened after the first ``since`` `sessions` is
+        over, and no other session is open."""
         # Checked again after each wake-up: another program may have opened the next
         # session by then.
         while self._session is not None or self.sessions == since:
@@ -339,13 +340,13 @@ class WorkerService:
     async def drain(self) -> bool:
         """Stops accepting closures, and waits for those that run.
 
-        Closures that have not begun, or come from now on, are sent back as cancelled
+        Closures that have not begun, or arrive from now on, are sent back as cancelled
         with a retryable `WorkerLostError`, so that another worker runs them.
 
         Returns:
             False if a closure was still running after ``timeouts.drain``.
 
-        Cancellation: closures that come are still sent back.
+        Cancellation: closures that arrive are still sent back.
         """
         self._refusal = WorkerLostError(self._task, "it is shutting down")
         if self._session is None:
@@ -375,7 +376,8 @@ class WorkerService:
     # Reports
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns plain numbers, cheap to compute at any time. Bytes and seconds."""
+        """Returns statistics as plain numbers, in bytes and seconds; cheap at any
+        time."""
         session, owner = self._session, self._ownership.owner
         values: dict[str, PlainTree] = {
             "job": self._me.job,
@@ -412,7 +414,7 @@ class WorkerService:
         return values
 
     def _sums(self) -> dict[str, float]:
-        """Returns totals over all sessions, whose rates are reported."""
+        """Returns totals over all sessions, from which rates are reported."""
         pulls, pushes = self._counts["pulls"], self._counts["pushes"]
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
@@ -433,7 +435,7 @@ _COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 
 def devices() -> tuple[str, int]:
     """Returns the platform and the number of local devices. Starts jax's backend, which
-    can take seconds: do not call it on the loop."""
+    can take seconds: do not call this on the loop."""
     found = jax.local_devices()
     return found[0].platform, len(found)
 

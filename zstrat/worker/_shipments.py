@@ -1,7 +1,8 @@
-"""What a coordinator ships to a worker: code, resources, and inputs of closures.
+"""Handles what a coordinator ships to a worker: code, resources, and inputs of
+closures.
 
-Code and resources are for the executor thread. Their errors are answers, with the
-lines of the user's code, and do not end the thread.
+Code and resources are unpickled and built on the executor thread. Their errors are sent
+as answers, with the lines of the user's code, and do not end the thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
-    """Keeps a pickled object under its digest."""
+    """Stores a pickled object under its digest; answers with the error if unpickling
+    fails."""
     try:
         resources.put_code(digest, code)
     except BaseException as error:  # goes to the coordinator
@@ -33,7 +35,8 @@ def put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
 
 
 def with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
-    """Returns the batches, each with the inputs of its steps, if they have any.
+    """Returns the batches of a message, each with the inputs of its steps, if they have
+    any.
 
     Raises:
         ProtocolError: The inputs do not have the sizes that the batches say.
@@ -72,7 +75,7 @@ def _bytes_beside(array: np.ndarray, size: int) -> memoryview:
 
 
 def iterator_state(resources: Resources, number: int) -> Message:
-    """Returns the position of an iterator."""
+    """Answers with the position of an iterator."""
     try:
         return IteratorState(resources.state(number))
     except Exception as error:  # goes to the coordinator
@@ -80,7 +83,8 @@ def iterator_state(resources: Resources, number: int) -> Message:
 
 
 def iterator_fit(resources: Resources, number: int, state: str) -> Message:
-    """Checks whether an iterator can continue at a position."""
+    """Checks whether an iterator can continue at a position; answers with the error if
+    not."""
     try:
         resources.require_fit(number, state)
     except Exception as error:  # goes to the coordinator
@@ -89,7 +93,7 @@ def iterator_fit(resources: Resources, number: int, state: str) -> Message:
 
 
 def build(runner: StepRunner, message: BuildResource) -> Message:
-    """Builds a resource."""
+    """Builds a resource; answers with its layout, or with the error."""
     try:
         layout = runner.build(message)
         return ResourceBuilt(layout, runner.resources.examples(message.resource))

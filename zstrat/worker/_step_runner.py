@@ -1,8 +1,8 @@
 """Runs the closures of one session on the executor thread.
 
 `Pipeline` decides what comes next, and this file does it: finds functions and
-arguments, prepares and runs the program, and converts its outcome to endings and
-pushes (`_pushes`). A batch whose steps draw nothing is prepared once for all steps.
+arguments, prepares and runs the program, and converts the outcome to endings and pushes
+(`_pushes`). A batch whose steps draw nothing is prepared once for all its steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from ._resources import Arguments, Leases, Resources
 
     Prepare = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Prepared]
-    """`zstrat.program.prepare`."""
+    """The type of `zstrat.program.prepare`."""
     RunEager = Callable[
         [
             Function,
@@ -76,14 +76,14 @@ if TYPE_CHECKING:
         ],
         StepResult,
     ]
-    """`zstrat.program.run_eager`."""
+    """The type of `zstrat.program.run_eager`."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _Task:
-    """The state that the steps of one batch share; a step with its own inputs has its
-    own."""
+    """What the steps of one batch share; a step that has its own inputs has a `_Task`
+    to itself."""
 
     function: bytes
     arguments: int
@@ -92,7 +92,7 @@ class _Task:
     inputs: bytes | memoryview = b""
     leases: Leases = field(default_factory=dict)
     once: tuple[Prepared, Needs] | None = None
-    """The shared preparation, if the steps draw and look up nothing."""
+    """The shared preparation of a batch whose steps draw and look up nothing."""
 
 
 @final
@@ -101,14 +101,14 @@ class StepRunner:
 
     Args:
         index, count: Index of this worker, and number of workers.
-        storage: Creates the storage of variables for one eager run, which records its
-            times.
+        storage: Creates the storage of variables for one eager run; the storage records
+            the times of the run.
         bind: Begins to register the tree of an optimizer on the parameter servers.
-        carry_out: Carries out a post, on the loop.
+        carry_out: Sends what the thread has posted; called on the loop.
         end_lines: Ends the unfinished printed lines of the thread.
         limits: Limits of results, and of what is sent with a completion.
         encoding: Encodes gradients for the network.
-        prefetch: Optimizer steps whose values are fetched while one computes.
+        prefetch: Number of optimizer steps whose values are fetched while one computes.
     """
 
     def __init__(
@@ -142,18 +142,22 @@ class StepRunner:
         self._bound: Final[WeakKeyDictionary[Plan, list[Future[None]]]] = (
             WeakKeyDictionary()
         )
-        """The trees of plans, which servers trace while a first step is compiled."""
+        """By plan: registrations of the optimizers' trees on the servers, which trace
+        the trees while the plan's first step is compiled."""
         self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
         self.pushes: Final = StepPushes(resources, encoding)
         self._compiled: Final = WeakSet[Plan]()
-        """Plans of windows that have run."""
+        """Plans of windows of local steps that have run, so that their programs are
+        compiled."""
         self._begun_with = -1
-        """The version of the resident arrays with which the head of the line began."""
+        """The version of the resident arrays with which the head of the line began to
+        compute."""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """Returns counts. Safe to call from the loop."""
+        """Returns counts of functions, traces, programs and layouts. Safe to call from
+        the loop."""
         functions = [f for f in self.resources.functions() if isinstance(f, Function)]
         return {
             "functions": len(functions),
@@ -169,7 +173,8 @@ class StepRunner:
         batches: Iterable[tuple[Batch, Sequence[memoryview]]],
         low_water: int,
     ) -> None:
-        """Queues closures, each batch with the inputs of its steps, if it has any."""
+        """Queues closures. ``batches`` are pairs of a batch and the inputs of its
+        steps; the inputs are empty if the steps have none of their own."""
         now = self.clock()
         for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)
@@ -192,7 +197,8 @@ class StepRunner:
                 self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:
-        """Cancels steps that have not begun; their elements go back to the datasets."""
+        """Cancels steps that have not begun, and gives their elements back to the
+        datasets."""
         now = self.clock()
         prepared, queued = self.pipeline.cancelled()
         # Last one first: each gives its elements back in front of those that were given
@@ -221,11 +227,11 @@ class StepRunner:
             worker_context.reset(before)
 
     def capture(self, yes: bool) -> None:
-        """Sets whether times are recorded per step. From any thread."""
+        """Sets whether the times of each single step are recorded. From any thread."""
         self.pipeline.is_captured = yes
 
     def close(self) -> None:
-        """Drops the steps that are left, and their resources, without reports."""
+        """Drops the remaining steps and their resources, without reports."""
         self.pipeline.cancelled()
         self.pipeline.post()
         self.resources.close()
@@ -315,8 +321,8 @@ class StepRunner:
         return fill_inputs(arguments, task.inputs) if task.inputs else arguments
 
     def _begin_binding(self, prepared: Prepared) -> None:
-        """Has the servers trace the trees of a plan's optimizers, once per plan. If
-        that cannot be, the elements of the step go back."""
+        """Starts to register the trees of a plan's optimizers on the servers, once per
+        plan. If that fails, gives the elements of the step back."""
         plan = prepared.plan
         if plan in self._bound:
             return
@@ -329,11 +335,13 @@ class StepRunner:
             raise
 
     def _require_bound(self, prepared: Prepared) -> None:
-        """Waits until the servers have the trees of a plan. If one refuses, the next
-        step sends them again, also if it was prepared before.
+        """Waits until the servers have traced the trees of a plan. If one refuses a
+        tree, the next step sends the trees again, also if that step was prepared
+        before.
 
         Raises:
-            _NotBoundError: One has refused; the cause is its error.
+            _NotBoundError: A server has refused a tree; the cause is the server's
+                error.
         """
         plan = prepared.plan
         if not plan.calls:
@@ -348,7 +356,7 @@ class StepRunner:
         left.clear()
 
     def begin(self, step: ClosureStep, began: float) -> float:
-        """Computes what a window does before it needs the values that it pulls."""
+        """Computes the part of a window of local steps that needs no pulled values."""
         residents = self.resources.residents
         try:
             if self._has_copies(step):
@@ -445,8 +453,8 @@ class StepRunner:
         return now
 
     def _give_back(self, step: ClosureStep) -> None:
-        """Gives back the elements and the place of a step that will not run; of several
-        call it for the last one first."""
+        """Gives back the elements, and the place among windows, of a step that will not
+        run. Of several steps, call this for the last one first."""
         if step.work is not None:
             step.work.unread()
         if step.place is not None:
@@ -454,22 +462,24 @@ class StepRunner:
             step.place = None
 
     def _measure(self, step: ClosureStep, seconds: float) -> None:
-        """Notes the speed of a window, unless its program was compiled in it."""
+        """Records the speed of a window of local steps, unless its program was compiled
+        during the run."""
         plan: Plan = step.work.plan
         if plan in self._compiled:
             self.resources.residents.took(step.place, seconds)
         self._compiled.add(plan)
 
     def _has_copies(self, step: ClosureStep) -> bool:
-        """Returns whether this worker has what a window continues."""
+        """Returns whether this worker has the copies of variables that a window of
+        local steps continues."""
         if step.place is None:
             return True
         reads = step.work.plan.reads
         return self.resources.residents.may_run(step.number, step.place, reads)
 
     def _computed(self, step: ClosureStep) -> tuple[StepResult, list[StepUpdate]]:
-        """Computes a step; returns its result, and apart from it the resident arrays
-        that it leaves."""
+        """Computes a step; returns its result, and separately the updates of resident
+        arrays, which stay on this worker."""
         needs: Needs = step.needs
         if not needs.has_residents:
             return step.work.run(step.values or ()), []
@@ -509,14 +519,15 @@ class StepRunner:
         return element
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
-        """Ends a step whose values could not be pulled, or whose tree a server has
-        refused. The coordinator may retry the closure."""
+        """Returns the ending of a step whose values could not be pulled, or for which a
+        server has refused an optimizer's tree. The coordinator may retry the closure.
+        """
         self._draw_again(step)
         return _closure.failed(step.number, error)
 
     def _draw_again(self, step: ClosureStep) -> None:
-        """Gives back what the head of the line has drawn, and its place, after those of
-        later steps, which are prepared once more."""
+        """Gives back the elements, and the place among windows, of the head of the
+        line, after those of later steps, which are prepared once more."""
         if step.work is not None and step.work.plan.draws:
             for other in self.pipeline.put_back():
                 self._give_back(other)
@@ -535,8 +546,8 @@ class _NotBoundError(Exception):
 
 
 class _Refusing:
-    """Refuses to create variables while a resource is built: a variable of this process
-    would not be part of the model."""
+    """Refuses to create variables while a resource is built: a variable of the worker's
+    process would not be part of the model."""
 
     def create_variables(self, requests: Sequence[VariableRequest]) -> list[Variable]:
         names = ", ".join(repr(request.name) for request in requests)
@@ -556,7 +567,8 @@ class _Refusing:
 
 
 def _require_drawn(leased: Sequence[LeasedIterator], prepared: Prepared) -> None:
-    """Checks that a prepared step has drawn all its leases; gives them back if not."""
+    """Checks that a prepared step has drawn all its leases; gives its elements back if
+    not."""
     try:
         for iterator in leased:
             iterator.require_drawn()

@@ -1,10 +1,10 @@
-"""The session of one coordinator on this worker, as the loop sees it.
+"""The session of one coordinator on this worker: the part that runs on the loop.
 
-It owns the links to the parameter servers, carries out what the executor thread posts
-(pushes, then pulls, then endings) and reports the outcome of closures.
-Whatever unpickles or runs user code goes to the executor thread, in the order of its
-arrival, so that a closure meets what was shipped before it. Which closures are open,
-and which of them the coordinator knows, is kept by `Reports`.
+The session owns the links to the parameter servers, carries out what the executor
+thread posts (pushes, then pulls, then endings) and reports the outcome of closures.
+Whatever unpickles or runs user code is passed to the executor thread in the order of
+its arrival, so that a closure finds what was shipped before it. `Reports` keeps which
+closures are open, and which endings the coordinator has received.
 """
 
 from __future__ import annotations
@@ -101,20 +101,21 @@ Owned = (
     | BeginCapture
     | EndCapture
 )
-"""Messages about the open session. Their senders have been checked."""
+"""The messages about the open session, whose senders have been checked."""
 
 
 @final
 class WorkerSession:
-    """The loop's side of a session. Only the loop uses it.
+    """A coordinator's session on this worker, without the executor thread. Only the
+    loop uses this object.
 
     Args:
         remote: The coordinator.
-        servers: Links to all parameter servers; owned by the session.
+        servers: Links to all parameter servers; the session closes them.
         timeout: Seconds that a request waits for an unreachable server.
         counts: The worker's counters, over all sessions.
         clock: The clock of the executor.
-        output: Sends printed output to the coordinator; None: it stays here.
+        output: Sends printed output to the coordinator; None: output is not redirected.
     """
 
     def __init__(
@@ -143,18 +144,19 @@ class WorkerSession:
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._contributed: defaultdict[int, list[int]] = defaultdict(list)
-        """By optimizer: rounds to which this worker has contributed, of each
-        contribution that is under way or the last one that was acknowledged."""
+        """By optimizer: the rounds of this worker's contributions that are under way,
+        and of the last acknowledged one."""
         self._program: tuple[float, int, bool] | None = None
-        """When the program last sent closures, how many it had left, and whether its
-        queue was full."""
+        """When the program last sent closures, how many it had left to send, and
+        whether its queue was full."""
         self._program_metrics: PlainTree = None
         self._last_post = 0.0
         """When the executor thread last posted."""
         self._closed = False
 
     def start(self, executor: WorkerThread, runner: StepRunner, listen: Listen) -> None:
-        """Starts to use the executor, and to connect. Called once, before all else.
+        """Starts to use the executor, and to connect to the servers. Called once,
+        before all other methods.
 
         Args:
             listen: Redirects the output of the process.
@@ -193,7 +195,7 @@ class WorkerSession:
     def program_left(self, now: float) -> dict[str, PlainTree]:
         """Returns how many closures were ``waiting`` in the program when it last sent
         some, ``seconds`` ago, whether its queue was ``full``, and the last ``metrics``
-        that it sent to this worker; {} before."""
+        that it sent to this worker; {} if it has sent none."""
         if self._program is None:
             return {}
         sent, waiting, full = self._program
@@ -207,7 +209,7 @@ class WorkerSession:
     # From the coordinator
 
     def serve(self, message: Owned) -> Message | Awaitable[Message]:
-        """Carries out a message; answers at once, or later by a future.
+        """Carries out a message; returns the answer, or a future of it.
 
         Raises:
             NotFoundError: The worker does not have the result.
@@ -265,7 +267,7 @@ class WorkerSession:
         return Done()
 
     async def _merged_operands(self, message: MergeOperands) -> Message:
-        """Computes what an optimizer needs of all gradients of a round.
+        """Computes what an optimizer needs from all gradients of a round.
 
         Cancellation: changes nothing.
         """
@@ -274,7 +276,7 @@ class WorkerSession:
         return MergedOperands(tuple(await self._executor.submit(operands)))
 
     def dispatch(self, message: Dispatch) -> None:
-        """Queues closures; those that are open already are ignored."""
+        """Queues closures; ignores those that are open already."""
         self._servers.use()
         batches = []
         for batch, inputs in with_inputs(message):
@@ -299,14 +301,15 @@ class WorkerSession:
             self.notices.touch()
 
     def cancel(self, error: ZstratError | None = None) -> None:
-        """Cancels every closure that has not begun, with the error if one is given."""
+        """Cancels every closure that has not begun; the error, if given, is reported
+        with them."""
         self._executor.tell(partial(self.runner.cancel, error))
 
     # From the executor
 
     def carry_out(self, post: Post) -> None:
         """Carries out what the executor thread has posted: pushes first, so that the
-        pulls read what they wrote."""
+        pulls read what the pushes wrote."""
         # The links are closed, but residuals outlive the session: the next one of the
         # same coordinator needs what these pushes have taken.
         if self._closed:
@@ -392,7 +395,8 @@ class WorkerSession:
     def _contribute(
         self, sent: RoundPush, ending: Ending, read_at: Clocks | None, now: float
     ) -> None:
-        """Contributes gradients to rounds, beside other updates of the step."""
+        """Sends the gradients of a step to rounds, together with the step's other
+        updates."""
         step = ending.completion.step
         ending.contributions = [
             # A step that read nothing (base -1) counts for the first round that this
@@ -425,7 +429,8 @@ class WorkerSession:
             asyncio.gather(*parts).add_done_callback(partial(self._pushed, push))
 
     def _next_round(self, optimizer: int) -> int:
-        """Returns the first round to which this worker has not contributed."""
+        """Returns the first round of an optimizer to which this worker has not
+        contributed."""
         return max(self._contributed[optimizer], default=-1) + 1
 
     def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
@@ -451,8 +456,8 @@ class WorkerSession:
         self._reports.soon(ending)
 
     def _not_contributed(self, ending: Ending) -> None:
-        """Has later pulls not wait for the rounds of a step that failed, if no other
-        step has contributed to them."""
+        """Records that the contributions of a step failed. Later pulls then do not wait
+        for its rounds, unless another step has contributed to them."""
         for contribution in ending.contributions:
             if contribution.base in (
                 rounds := self._contributed[contribution.optimizer]
@@ -462,22 +467,22 @@ class WorkerSession:
             self._settle(ending.completion.step, failed=True)
 
     def _not_sent(self, ending: Ending, error: Exception) -> None:
-        """Reports that the push of a step could not be sent."""
+        """Reports a step as failed whose push could not be sent."""
         self.runner.encoding.residuals.settle(ending.lent, is_sent=False)
         step = ending.completion.step
         # To some servers it may have been.
         self._reports.later(_closure.failed(step, error, pushed=True))
 
     def _settle(self, step: int, *, failed: bool) -> None:
-        """Has the thread keep the resident arrays that a step has left, or drop
-        them."""
+        """Makes the executor thread keep the resident arrays that a step has written,
+        or, if the step failed, restore the previous ones."""
         settle = self.runner.resources.residents.settle
         self._executor.tell(partial(settle, step, failed=failed))
 
     def _acknowledged(self, push: _PushUnderWay) -> None:
-        """Records how long a push took, and its staleness: how many pushes of others
-        each server applied between the pull of its step and the push. Skips a server
-        whose backup has taken over, as the backup counts differently."""
+        """Records how long a push took, and its staleness: how many pushes of other
+        steps each server applied between the pull of the step and this push. Skips a
+        server whose backup has taken over, because the backup counts differently."""
         recorder, read_at = self.recorder, push.read_at
         step = push.ending.completion.step
         recorder.spent(Phase.PUSH, step, push.since, self._clock())
@@ -534,7 +539,7 @@ class WorkerSession:
     # The end
 
     async def drain(self, refusal: ZstratError, deadline: float) -> bool:
-        """Sends back closures that have not begun or come later, and waits for the
+        """Sends back closures that have not begun or arrive later, and waits for the
         rest.
 
         Returns:
@@ -569,7 +574,8 @@ class WorkerSession:
         self._executor.tell(self.runner.close)
 
     async def close_links(self, reason: str) -> None:
-        """Closes the links to the parameter servers, last of all.
+        """Closes the links to the parameter servers. Called at the very end of the
+        session.
 
         Cancellation: links that are not closed yet stay open.
         """
@@ -579,8 +585,8 @@ class WorkerSession:
 @final
 @dataclass(frozen=True, slots=True)
 class _PushUnderWay:
-    """A push that was sent. ``read_at``: clocks of the servers at the pull of its
-    step."""
+    """A push that was sent and is not acknowledged. ``read_at``: clocks of the servers
+    at the pull of its step."""
 
     ending: Ending
     read_at: Clocks | None
@@ -591,8 +597,8 @@ class _PushUnderWay:
 def _is_of_round(
     pushes: Sequence[tuple[Any, Ending]], pulls: Sequence[SharedPull]
 ) -> bool:
-    """Returns whether one of these is about rounds, so that the pull may wait longer
-    than the push."""
+    """Returns whether the first push or the first pull belongs to a round. The pull may
+    then wait longer than the push, so they are sent in separate messages."""
     return isinstance(pushes[0][0], RoundPush) or bool(pulls[0].reads.rounds)
 
 

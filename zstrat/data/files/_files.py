@@ -1,9 +1,9 @@
-"""Datasets that are read from files, and know which.
+"""Datasets whose recipes know which files they are read from.
 
 A *reader* opens one file; the files are read one after the other, in the order given.
-Records (lines, serialized examples) are `bytes`, because an array of numpy would cut
-zeros from their ends. Files of arrays give their rows: an item is a row of a file that
-is open, so that shuffling moves references, and a batch is one gather per file.
+Records (lines, serialized examples) are `bytes`, because an array of numpy would drop
+zeros at their ends. Files of arrays yield their rows: an item is a row of an open file,
+so that shuffling moves references, and a batch is one gather per file.
 
 TFRecord files are read by grain, which is optional.
 """
@@ -38,15 +38,17 @@ ReadFile = Callable[[str], Iterable[Any]]
 
 
 class Files(Recipe):
-    """A source that is read from files, or parts of them. Subclasses are final."""
+    """A source that is read from files, or from parts of files. Subclasses are
+    final."""
 
     __slots__ = ()
 
     paths: tuple[str, ...]
-    """Of the parts, in order; of a file in several parts, once for each."""
+    """For each part, in order, the path of its file; a file in several parts is listed
+    several times."""
 
     def every(self, step: int, start: int) -> Self:
-        """Returns the dataset of the files ``start``, ``start + step``, … alone."""
+        """Returns the source restricted to the files ``start``, ``start + step``, …."""
         fewer: Self = replace(self, paths=self.paths[start::step])  # type: ignore[type-var]
         return fewer
 
@@ -57,7 +59,7 @@ class Files(Recipe):
 @final
 @dataclass(frozen=True, slots=True)
 class Listed(Files):
-    """The names of files, as `bytes`."""
+    """A source whose elements are the names of files, as `bytes`."""
 
     paths: tuple[str, ...]
 
@@ -76,11 +78,11 @@ class Listed(Files):
 @final
 @dataclass(frozen=True, slots=True)
 class Records(Files):
-    """The records that a reader yields for each file, in arrays that nobody else writes
-    to.
+    """The records that a reader yields for each file. Their arrays are never written to
+    after they were yielded.
 
     Args:
-        is_bytes: They are records of bytes.
+        is_bytes: The records are `bytes`.
     """
 
     paths: tuple[str, ...]
@@ -97,14 +99,15 @@ class Records(Files):
 
 
 class TableRows(Files):
-    """The rows of arrays in files; an item is an open file and the number of a row.
-    Subclasses are final."""
+    """The rows of arrays in files; an item is an open file and a row number. Subclasses
+    are final."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def tables(self) -> Iterator[OpenTable]:
-        """Returns the parts, one after the other; each is read when it is asked for."""
+        """Yields the parts (`OpenTable`), one after the other; each is read when it is
+        requested."""
 
     def items(self) -> Iterator[tuple[OpenTable, int]]:
         for table in self.tables():
@@ -138,7 +141,7 @@ class TableRows(Files):
 @final
 @dataclass(frozen=True, slots=True)
 class Tables(TableRows):
-    """A file is a table."""
+    """Files of arrays, each of which is one table."""
 
     paths: tuple[str, ...]
     load: Callable[[str], Element]
@@ -151,14 +154,14 @@ class Tables(TableRows):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenTable:
-    """A file that is open, or a part of one."""
+    """A file of arrays that is open, or a part of one."""
 
     path: str
     arrays: Element
 
     def columns(self) -> dict[str, str]:
-        """Returns the shape of a row of each array, and whether it is text (other
-        dtypes find a common one), by the name of the array."""
+        """For each array, by its name: the shape of a row, and whether the array is
+        text (other dtypes can be converted to a common one)."""
         if not isinstance(self.arrays, dict):
             return {"rows": _column(self.arrays)}
         return {name: _column(self.arrays[name]) for name in sorted(self.arrays)}
@@ -169,7 +172,7 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
 
     Raises:
         ValueError: There are no names.
-        TypeError: One is not a path.
+        TypeError: A name is not a path.
     """
     # `bytes`, too: `list_files` yields the names so.
     if isinstance(filenames, str | bytes | os.PathLike):
@@ -182,7 +185,7 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
 
 def matching(file_pattern: Path | Sequence[Path]) -> tuple[str, ...]:
     """Returns the files that match a pattern, or any of several, sorted; a file that
-    matches several patterns comes as often.
+    matches several patterns is listed as many times.
 
     Raises:
         ValueError: No file matches.
@@ -209,8 +212,9 @@ def read_tfrecords(path: str) -> Iterator[bytes]:
 
     Raises:
         ImportError: grain is not installed.
-        FileNotFoundError: A file does not exist.
-        ValueError: The file ends inside a record, or is something else; names it.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file ends inside a record, or is not a TFRecord file; names the
+            file.
     """
     records: Any = _tfrecord_reader()(path)
     with ending(iter(records)) as source:
@@ -228,7 +232,7 @@ def read_tfrecords(path: str) -> Iterator[bytes]:
 
 
 def require_tfrecords() -> None:
-    """Refuses a dataset that could not be read.
+    """Checks that TFRecord files can be read here.
 
     Raises:
         ImportError: grain is not installed.
@@ -237,11 +241,11 @@ def require_tfrecords() -> None:
 
 
 def load_npy(path: str) -> np.ndarray:
-    """Returns the array of a file, mapped into memory: rows are read when they are
-    used.
+    """Returns the array of a ``.npy`` file, mapped into memory: rows are read when they
+    are used.
 
     Raises:
-        ValueError: It is not a file of one array of numbers; names it.
+        ValueError: The file does not hold one array of numbers; names the file.
     """
     found = _loaded(path, "r")
     if not isinstance(found, np.ndarray):
@@ -251,10 +255,10 @@ def load_npy(path: str) -> np.ndarray:
 
 
 def load_npz(path: str) -> dict[str, np.ndarray]:
-    """Returns the arrays of an archive by their names.
+    """Returns the arrays of an ``.npz`` archive by their names.
 
     Raises:
-        ValueError: It is not an archive of arrays of numbers; names it.
+        ValueError: The file is not an archive of arrays of numbers; names the file.
     """
     found = _loaded(path, None)
     if isinstance(found, np.ndarray):
@@ -296,7 +300,7 @@ def _rows(arrays: Element, path: str) -> int:
     """Returns the number of rows of the arrays of a file.
 
     Raises:
-        ValueError: They have none, or differ.
+        ValueError: An array has no axis, or the numbers of rows differ.
     """
     found = {name or "array": leaf.shape[:1] for name, leaf in leaves(arrays)}
     if not found:
@@ -310,11 +314,11 @@ def _rows(arrays: Element, path: str) -> int:
 
 
 def _require_alike(tables: Sequence[OpenTable]) -> None:
-    """Refuses rows that are not a batch together.
+    """Checks that rows of these files can be in one batch.
 
     Raises:
-        ValueError: The files differ in their arrays, in the shapes of their rows, or
-            in what these hold: numbers, text, bytes, dates.
+        ValueError: The files differ in their arrays, in the shapes of their rows, or in
+            the kind of values: numbers, text, bytes, dates.
     """
     first, *others = tables
     wanted = first.columns()

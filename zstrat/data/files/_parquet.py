@@ -1,13 +1,13 @@
 """The rows of Parquet files, read by pyarrow, one row group at a time.
 
-A row group is what is read at once, and what workers are given: it is to this source
-what a file is to others. The footers of the files are read when the dataset is made, so
-its rows are counted, and what an element looks like is known, before the first row.
+A row group is the unit in which files are read, and which workers are given, as others
+are given files. The footers of the files are read when the dataset is made, so the
+number of rows and the spec of an element are known before the first row is read.
 
-Columns become: numbers, booleans and dates arrays of their dtype; text and binary
-`bytes` (text in UTF-8, as in TF), of which several are an array of objects; lists of a
-fixed size an axis; other lists *ragged*, an array of another length in each row;
-structs dicts.
+Columns of numbers, booleans and dates become arrays of their dtype. Text and binary
+columns become `bytes` (text in UTF-8, as in TF), and arrays of objects in a batch.
+Lists of a fixed size become an axis; other lists are *ragged*, an array of another
+length in each row. Structs become dicts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ParquetRows(TableRows):
     """The rows of row groups.
 
     Args:
-        groups: For each path the number of the row group in its file, and its rows.
+        groups: For each path: the number of the row group in its file, and its number
+            of rows.
     """
 
     paths: tuple[str, ...]
@@ -58,7 +59,8 @@ class ParquetRows(TableRows):
         return replace(self, paths=paths, groups=groups)
 
     def shard(self, parts: int, index: int) -> Recipe:
-        """Returns some of the row groups, if each part gets one; else single rows."""
+        """Returns some of the row groups, if there is one for each part; otherwise
+        every ``parts``-th row."""
         if parts <= len(self.groups):
             return self.every(parts, index)
         # Named: a dataclass with slots is another class than ``__class__`` here.
@@ -90,10 +92,11 @@ class RaggedColumn:
         return len(self.splits) - 1
 
     def __getitem__(self, row: Any) -> np.ndarray:
-        """Returns a row; of an array of numbers those rows, which must be alike.
+        """Returns a row; for an array of row numbers, these rows stacked, which must
+        have equal lengths.
 
         Raises:
-            ValueError: Their lengths differ.
+            ValueError: The lengths of the rows differ.
         """
         if np.ndim(row) == 0:
             start, stop = self.splits[row : row + 2]
@@ -110,14 +113,14 @@ class RaggedColumn:
 
 
 def parquet_rows(paths: tuple[str, ...], columns: Sequence[str] | None) -> ParquetRows:
-    """Returns the rows of files that are alike.
+    """Returns the rows of files that have the same columns.
 
     Raises:
         ImportError: pyarrow is not installed.
         FileNotFoundError: A file is missing.
-        ValueError: A file is not a Parquet file; has no such column, or one of another
-            type than the first file; names it.
-        TypeError: A column has a type that is not an array.
+        ValueError: A file is not a Parquet file, has no such column, or has one of
+            another type than the first file; names the file.
+        TypeError: A column has a type that cannot be an array.
     """
     found: list[tuple[str, int, int]] = []
     wanted: list[Any] = []
@@ -180,10 +183,10 @@ def _load(path: str, group: int, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _spec(kind: Any, name: str) -> Spec:
-    """Returns what a column of this type becomes.
+    """Returns the spec of a column of this type.
 
     Raises:
-        TypeError: It does not become an array; names the column and its type.
+        TypeError: Values of the type cannot be arrays; names the column and its type.
     """
     arrow, _ = _pyarrow()
     types = arrow.types
@@ -220,10 +223,10 @@ def _unreadable(name: str, kind: Any) -> TypeError:
 
 
 def _values(column: Any, where: str) -> Element:
-    """Returns the column as arrays.
+    """Returns the values of a column as arrays.
 
     Raises:
-        ValueError: Values are missing: arrays have no place for that.
+        ValueError: Values are missing (null), which arrays cannot represent.
     """
     arrow, _ = _pyarrow()
     types = arrow.types

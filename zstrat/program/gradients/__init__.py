@@ -1,1 +1,2 @@
-"""``zs.grad`` and its kin: gradients with respect to variables, tables and all."""
+"""``zs.grad`` and ``zs.value_and_grad``: gradients with respect to arrays, variables
+and tables."""

@@ -6,13 +6,14 @@ for each leaf: the array itself, or the value of a variable that is not sharded.
 `Substitution`, a recorder, differentiates variables that the function reads by itself:
 reads return arrays of jax's trace.
 
-Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
-are captured) and outside of one (reads go to the storage, at each call).
+Everything here is ordinary jax around ordinary reads of variables, so it works inside a
+step (reads are captured) and outside of one (reads use the storage, at each call).
 
-`Difference` has the value and gradients of one call. Without lookups this is
+`Difference` computes the value and gradients of one call. Without lookups this is
 `jax.value_and_grad` under a `Substitution`. If the function has lookups,
 `_lookup_discovery` finds them first; jax then differentiates with respect to their
-rows, too, and the gradient of a table that is only looked up is that of these rows.
+rows, too, and the gradient of a table that is only looked up consists of the gradients
+of these rows.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ def _floating(leaf: Any, place: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:
-    """A pytree of arrays and variables, cut for jax.
+    """A pytree of arrays and variables, split into its leaves for jax.
 
-    Per leaf ``arrays`` has what jax differentiates, None for a variable in parts, whose
-    value is read only if the function asks for it; ``variables`` the variable, if it is
-    one. ``treedef`` gives the gradients the same structure.
+    For each leaf, ``arrays`` has the array that jax differentiates, or None for a
+    sharded variable, whose value is read only if the function reads it; ``variables``
+    has the variable, or None if the leaf is an array. ``treedef`` gives the gradients
+    the same structure.
     """
 
     treedef: Any
@@ -86,7 +88,8 @@ class Differentiated:
 
     @staticmethod
     def of(tree: Any, name: str) -> Differentiated:
-        """Reads the variables in the tree, through the step or their storage."""
+        """Reads the values of the variables in a tree, in a step as reads of the step,
+        otherwise from their storage."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [leaf for _, leaf in paths]
         arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]
@@ -97,7 +100,7 @@ class Differentiated:
 
     @property
     def given(self) -> list[tuple[Any, Variable | None]]:
-        """The arrays, with the variables that they are values of."""
+        """Pairs of an array and the variable whose value it is (None: no variable)."""
         return [
             (array, variable if isinstance(variable, Variable) else None)
             for array, variable in zip(self.arrays, self.variables, strict=True)
@@ -105,7 +108,7 @@ class Differentiated:
         ]
 
     def rebuilt(self, arrays: Iterator[Any]) -> Any:
-        """Replaces the arrays of the tree; sharded variables stay."""
+        """Rebuilds the tree with other arrays; sharded variables stay."""
         return self.treedef.unflatten(
             [
                 variable if array is None else next(arrays)
@@ -118,8 +121,9 @@ class Differentiated:
 class Difference:
     """One call of ``zs.value_and_grad``.
 
-    ``call`` calls the function with other arrays in place of those of ``cuts``, in one
-    list; ``own`` are the variables that the function reads by itself.
+    ``call`` calls the differentiated function with one list of arrays in place of those
+    of ``cuts`` (the differentiated arguments); ``own`` are the variables that the
+    function reads by itself.
     """
 
     call: Callable[[Sequence[Any], Substitution | None], Any]
@@ -129,7 +133,7 @@ class Difference:
     own: Differentiated
 
     def computed(self) -> tuple[Any, list[list[Any]]]:
-        """Computes value (and aux), and gradients of each leaf of ``cuts`` and
+        """Computes the value (and aux), and the gradient of each leaf of ``cuts`` and
         ``own``."""
         given = [array for cut in self.cuts for array, _ in cut.given]
         # By key: a variable that occurs twice has one gradient, not two halves.
@@ -208,7 +212,8 @@ class Difference:
         return list(zip(given, stand_for, strict=True))
 
     def _late(self) -> dict[int, VariableHandle]:
-        """Returns the components of sharded variables, by key."""
+        """Returns the components of sharded variables, whose values are read only if
+        the function reads them, by key."""
         return {
             part.spec.key: part
             for cut in (*self.cuts, self.own)
@@ -220,7 +225,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class _LookedUp:
-    """A lookup and the gradient of its rows."""
+    """A lookup, and the gradient of the rows that it returned."""
 
     sought: SoughtLookup
     ids: jax.Array
@@ -238,7 +243,8 @@ class _LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """Gradients of arrays by number, of values by key, and of rows."""
+    """The gradients that jax has computed: of given arrays by number, of variables'
+    values by key, and of looked-up rows."""
 
     found: DiscoveredLookups
     of_given: Sequence[jax.Array]
@@ -248,7 +254,8 @@ class _Gathered:
     def arranged(
         self, cuts: Sequence[Differentiated], own: Differentiated
     ) -> list[list[Any]]:
-        """Arranges the gradients by leaf of each cut, and of ``own``."""
+        """Returns the gradients in the order of the leaves: a list for each of
+        ``cuts``, then one for ``own``."""
         numbers = iter(range(len(self.of_given)))
         parts = [[self._of_leaf(v, numbers) for v in cut.variables] for cut in cuts]
         parts.append([self._of_leaf(v, None) for v in own.variables])
@@ -266,8 +273,8 @@ class _Gathered:
         return self._in_parts(variable)
 
     def _of_variable(self, variable: VariableHandle, number: int | None) -> Any:
-        """Returns the gradient of a variable that is an argument (by number), or that
-        the function reads by itself."""
+        """Returns the gradient of a variable: by ``number`` if it is an argument, and
+        with ``number`` None if the function reads it by itself."""
         key = variable.spec.key
         lookups = [x for x in self.looked_up if _meets(x.sought, key, number)]
         if number is None:
@@ -333,7 +340,8 @@ def _warn_of_unused(variable: AbstractVariable) -> None:
 
 
 def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:
-    """Returns whether a lookup uses this variable, through that array or by itself."""
+    """Returns whether a lookup uses the variable ``key``: through the given array
+    ``number``, or, if that is None, by itself."""
     return any(
         component.spec.key == key and via == number
         for component, via in zip(sought.table.components, sought.via, strict=True)
@@ -372,8 +380,9 @@ def value_and_grad(
     ``jax.value_and_grad``.
 
     Args:
-        fn: Returns a scalar, or ``(scalar, aux)`` with ``has_aux``. It must not update
-            variables or draw elements; return what is needed for that as ``aux``.
+        fn: Returns a scalar, or ``(scalar, aux)`` with ``has_aux``. The function must
+            not update variables or draw elements; return what is needed for that as
+            ``aux``.
         argnums: Positions of the arguments to differentiate: one number, whose gradient
             is returned by itself, or several, whose gradients are a tuple. Each of
             these arguments is an array, a `Variable`, a `ShardedVariable` or a pytree
@@ -382,17 +391,17 @@ def value_and_grad(
             has the argument's structure. Default: 0, or no argument if ``variables`` is
             given.
         variables: A variable or a pytree of variables that ``fn`` reads by itself, with
-            ``v.value()`` or in arithmetic (TF's GradientTape way); gradients have the
-            same structure; a variable that occurs twice has the same gradient twice.
-            With ``argnums`` too, the gradients are the pair
-            ``(of the arguments, of the variables)``.
+            ``v.value()`` or in arithmetic (as with TF's GradientTape); gradients have
+            the same structure; a variable that occurs twice has the same gradient
+            twice. With ``argnums`` too, the gradients are the pair ``(of the arguments,
+            of the variables)``.
 
-    The gradient of a variable is dense. If ``fn`` only looks up rows of it, the
-    gradient is an `IndexedSlices` of these rows, in the order of the lookups, with
+    The gradient of a variable is dense. If ``fn`` only looks up rows of the variable,
+    the gradient is an `IndexedSlices` of these rows, in the order of the lookups, with
     duplicates. If ``fn`` does not read a `ShardedVariable`, its gradient has no rows,
-    with a warning: momentum does not change it. Variables that are looked up together
-    as a list have dense gradients: join them in a `ShardedVariable`. With lookups
-    ``fn`` is traced several times, and its ids are computed once by themselves.
+    with a warning: momentum does not change the variable. Variables that are looked up
+    together as a list have dense gradients: join them in a `ShardedVariable`. With
+    lookups ``fn`` is traced several times, and its ids are computed once separately.
 
     Raises:
         ValueError: ``variables`` contains something else, or nothing.
@@ -418,8 +427,8 @@ def grad(
     variables: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Makes a function as `value_and_grad` does, which returns only the gradients, or
-    ``(gradients, aux)``."""
+    """Makes a function that returns only the gradients, or ``(gradients, aux)``; the
+    arguments are those of `value_and_grad`."""
     both = value_and_grad(fn, argnums, variables=variables, has_aux=has_aux)
     return _Grad(both, has_aux)
 

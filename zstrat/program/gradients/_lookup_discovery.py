@@ -1,4 +1,5 @@
-"""`Substitution`, the recorder of differentiated functions; and their lookups.
+"""`Substitution`, the recorder of differentiated functions; and the discovery of their
+lookups.
 
 A `Substitution` returns the arrays of jax's trace in place of values of variables and
 of looked-up rows. The lookups of a function are not known at first: its first lookup
@@ -6,10 +7,10 @@ ends the attempt (`NotKnownYet`), and a `LookupDiscovery` finds them before the 
 is differentiated.
 
 The discovery traces the function twice, and runs neither trace. The first trace finds
-the lookups; the second one has their rows as inputs and their ids as outputs. Then it
-computes the ids of one lookup after the other, with the rows of those before, and looks
-them up with the outer recorder: to a step they are lookups of its own body. The second
-trace also shows which values the result depends on.
+the lookups; the second one has their rows as inputs and their ids as outputs. Then the
+discovery computes the ids of one lookup after the other, from the rows of earlier
+lookups, and looks them up with the outer recorder: to a step they are lookups of its
+own body. The second trace also shows which values the result depends on.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class NotKnownYet(BaseException):
-    """``by`` needs rows or values that only a `LookupDiscovery` finds. Not an
-    `Exception`: the differentiated function must not catch it."""
+    """The rows or values that ``by`` reads are not known before a `LookupDiscovery` has
+    run. Not an `Exception`, because the differentiated function must not catch it."""
 
     def __init__(self, by: Substitution) -> None:
         self.by = by
@@ -51,7 +52,7 @@ class NotKnownYet(BaseException):
 
 class SoughtLookup(NamedTuple):
     """A lookup by the function. ``via`` has for each component of the table the number
-    of the given array that stands for the variable, if any."""
+    of the given array that replaces the variable, or None."""
 
     table: Table
     ids: jax.Array
@@ -62,13 +63,14 @@ class SoughtLookup(NamedTuple):
 class Substitution(TraceRecorder):
     """Returns given arrays in place of values of variables.
 
-    Other reads go to ``outer``; updates and draws are refused. With real values, a
-    substituted read under jax.jit and the like is refused, too: jax would cache that
-    trace with the array of this one, and `fresh` would compile every operation again.
+    Other reads are passed to the recorder ``outer``; updates and draws are refused.
+    With real values, a substituted read under jax.jit and the like is refused, too: jax
+    would cache that trace with the array of this one, and hiding the cache (`fresh`)
+    would compile every operation again.
 
     Args:
         values: The arrays, by key of the variable.
-        given: Arrays among the arguments with the variables that they stand for.
+        given: Arrays among the arguments, each with the variable whose value it is.
         late: Variables, by key, whose values ``value_of`` returns; without that, reads
             of them raise `NotKnownYet`.
         rows_of: Returns the rows of a lookup; without it a lookup raises `NotKnownYet`.
@@ -87,7 +89,7 @@ class Substitution(TraceRecorder):
         is_staged: bool = False,
     ) -> None:
         self.live = not is_staged and (outer is None or outer.live)
-        """Whether values are real, so that nothing is being captured."""
+        """Whether values are real arrays, because no step is being captured."""
         self.sought: list[SoughtLookup] = []
         self._outer = Immediate() if outer is None else outer
         self._values = values
@@ -103,7 +105,8 @@ class Substitution(TraceRecorder):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Substitutes in the code inside; entered in the trace of the given arrays."""
+        """Activates the substitution for the code inside. Enter it in the trace of the
+        given arrays."""
         self._outermost = current_trace()
         before = recorder.set(self)
         # With real values a new number at each call would compile each operation again.
@@ -145,7 +148,8 @@ class Substitution(TraceRecorder):
         return self._rows_of(len(self.sought) - 1, self.sought[-1])
 
     def behind(self, array: object) -> tuple[VariableHandle, int] | None:
-        """Returns the variable that this very array stands for, and its number."""
+        """Returns the variable whose value this very array is, and the number of the
+        array."""
         # By identity: the function got this very array in place of the variable.
         for number, (given, variable) in enumerate(self._given):
             if given is array and variable is not None:
@@ -170,15 +174,15 @@ class Substitution(TraceRecorder):
 
 
 Call = Callable[[list[Any], Substitution], Any]
-"""Calls the function with these arrays among its arguments, under that recorder;
-returns the scalar without aux."""
+"""A function that calls the differentiated function with these arrays among its
+arguments, under that recorder; returns the scalar without aux."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredLookups:
-    """The lookups of a function: ``ids`` and ``rows`` of ``sought``; the ``late``
-    values that it reads, by key; and the arrays (``used_given``, by number) and values
-    (``used_keys``) that its result depends on."""
+    """The lookups of a function: ``ids`` and ``rows`` of the lookups ``sought``; the
+    ``late`` values that it reads, by key; and the arrays (``used_given``, by number)
+    and values (``used_keys``, by key) that its result depends on."""
 
     sought: list[SoughtLookup]
     ids: list[jax.Array]
@@ -190,7 +194,8 @@ class DiscoveredLookups:
     def rows_of(
         self, rows: list[jax.Array]
     ) -> Callable[[int, SoughtLookup], jax.Array]:
-        """Makes a ``rows_of`` for `Substitution` that returns these rows in order."""
+        """Makes a ``rows_of`` function for `Substitution` that returns these rows in
+        order."""
 
         def handed(number: int, sought: SoughtLookup) -> jax.Array:
             known = self.sought[number] if number < len(self.sought) else None
@@ -218,7 +223,7 @@ class LookupDiscovery:
     late: dict[int, VariableHandle]
 
     def run(self) -> DiscoveredLookups:
-        """Traces the function and does its lookups.
+        """Traces the function, and looks up the rows of all its lookups.
 
         Raises:
             Exception: Whatever the function raises.
@@ -269,7 +274,8 @@ class LookupDiscovery:
         )
 
     def _found(self) -> tuple[list[SoughtLookup], list[int]]:
-        """Finds the lookups, and the keys of the late values that are read."""
+        """Traces the function to find its lookups, and the keys of the late values that
+        it reads."""
         keys: list[int] = []
         recordings: list[Substitution] = []
 
@@ -299,7 +305,8 @@ class LookupDiscovery:
         return recordings[-1].sought, keys
 
     def _traced(self, sought: list[SoughtLookup], keys: list[int]) -> Flow:
-        """Traces the function with rows as last inputs and ids as last outputs."""
+        """Traces the function with the looked-up rows as last inputs and the ids as
+        last outputs."""
         checked = DiscoveredLookups(sought, [], [], {}, frozenset(), frozenset())
 
         def replayed(given: Any, values: Any, late: Any, rows: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of embedding tables in steps: which are wanted, read, and updated."""
+"""Rows of embedding tables in steps: which rows a step requests, reads, and updates."""
 
 from __future__ import annotations
 

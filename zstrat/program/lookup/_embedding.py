@@ -1,9 +1,9 @@
 """``zs.embedding_lookup``: looks up rows of a table by ids, and combines rows.
 
-In a step the rows arrive with its other reads; only these rows are sent, each of them
-once. Under `zs.value_and_grad` their gradient is the gradient of the table. Outside of
-steps the rows are read at once from where they are stored. Rows of plain arrays are
-looked up in place.
+In a step the looked-up rows arrive with its other reads; only these rows are sent, each
+of them once. Under `zs.value_and_grad` their gradient is the gradient of the table.
+Outside of steps the rows are read at once from where they are stored. Rows of plain
+arrays are looked up in the arrays.
 
 ``zs.embedding_lookup_sparse`` combines the rows of several ids. jax computes with fixed
 shapes, so ids of different lengths (`RaggedIds`) are either a padded array with a mask,
@@ -56,18 +56,19 @@ def embedding_lookup(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """Looks up rows of a table, ``ids.shape + row``, in the order of ``ids``.
+    """Looks up rows of a table. The result has the shape ``ids.shape + row``, in the
+    order of ``ids``.
 
-    In a step call it at the top level or under `zs.value_and_grad`. Ids may be computed
-    from any value of the step, also from rows of other lookups, which costs one more
-    request for each such level. The rows are those from before the step.
+    In a step, call this at the top level or under `zs.value_and_grad`. Ids may be
+    computed from any value of the step, also from rows of other lookups, which costs
+    one more request for each such level. The rows are those from before the step.
 
     Args:
         params: A `Variable`, a `ShardedVariable`, a `HashTable`, an array, or a list of
             variables or arrays that are the parts of a table.
         ids: Integers of any shape, in ``[0, rows of the table)``: an array, or lists.
-            Of a `HashTable` any of 64 bits.
-        max_norm: Rows of a larger L2 norm are scaled down to it.
+            For a `HashTable` any integers of 64 bits.
+        max_norm: Rows with a larger L2 norm are scaled down to it.
         partition_strategy: The order of the rows of a list: ``"div"``, one part after
             the other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
             ``i % n``.
@@ -77,9 +78,10 @@ def embedding_lookup(
             strategy, or ids are not integers.
         TypeError: ``params`` is something else.
         IndexError: An id is outside of the table. If ids are known only when the step
-            runs, the step raises it then; an array, or a variable on devices of the
-            process (`MirroredStrategy`, say), gives a row of nan then, as in jax.
-        RuntimeError: Inside a function that jax transforms, or the same step has
+            runs, the step raises this then; a lookup in an array, or in a variable on
+            devices of this process (`MirroredStrategy`, say), gives a row of nan
+            instead, as in jax.
+        RuntimeError: Called inside a function that jax transforms, or the same step has
             updated the table.
     """
     return lookup(params, ids, None, max_norm, partition_strategy)
@@ -88,7 +90,8 @@ def embedding_lookup(
 def lookup(
     params: Any, ids: Any, valid: Any, max_norm: float | None, partition_strategy: str
 ) -> jax.Array:
-    """`embedding_lookup` of the ids that are ``valid``, a mask of their shape or None.
+    """Looks up rows as `embedding_lookup`, for the ids that are ``valid``: a mask of
+    their shape, or None for all.
 
     Other ids give arbitrary rows; nothing is fetched or updated for them.
     """
@@ -116,21 +119,21 @@ def lookup(
 
 
 def _ids_given(ids: Any, what: str) -> Any:
-    """Converts ids to an array: a variable, or lists of numbers, which may be
-    traced."""
+    """Converts ids to an array. Ids may be a variable, or lists of numbers, which may
+    be traced."""
     ids = array_given(ids)
     return integers(ids, what) if isinstance(ids, list | tuple) else ids
 
 
 def _known(given: Any) -> Any:
-    """Converts to an array of numpy unless it is traced, so that ids that are known
+    """Converts ids to a numpy array unless they are traced, so that ids that are known
     while a step is traced can be checked."""
     given = array_given(given)
     return given if isinstance(given, jax.core.Tracer) else np.asarray(given)
 
 
 def _downcast(ids: Any) -> jax.Array:
-    """Casts ids to jax's dtype; ids that are too large become the largest integer, not
+    """Casts ids to jax's dtype. Ids that are too large become the largest integer, not
     the id of another row."""
     dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
     if dtype != ids.dtype:
@@ -139,13 +142,13 @@ def _downcast(ids: Any) -> jax.Array:
 
 
 def _is_immediate() -> bool:
-    """Returns whether lookups are done at once: not in a step that is traced."""
+    """Returns whether lookups are executed at once, because no step is being traced."""
     return isinstance(recorder.get(), Immediate | None)
 
 
 def _signed(table: Table, ids: Any) -> Any:
-    """Casts unsigned ids of a hashed table, each to another one. Raises as
-    `require_whole_ids`."""
+    """Casts unsigned ids of a hash table to signed ones, different ids to different
+    ones. Raises as `require_whole_ids`."""
     if ids.dtype.kind != "u" or ids.dtype.itemsize < 4:
         return ids
     if _is_immediate() and not isinstance(ids, jax.core.Tracer):
@@ -157,8 +160,8 @@ def _signed(table: Table, ids: Any) -> Any:
 
 
 def _masked(ids: Any, valid: Any, table: Table | None) -> Any:
-    """Replaces ids that are not valid, by `ABSENT` if they are of a table; in numpy if
-    nothing is traced."""
+    """Replaces ids that are not valid: by `ABSENT` if they are ids of a table, else by
+    0; in numpy if nothing is traced."""
     fill = 0 if table is None else ABSENT
     if table is not None and table.is_hashed:
         ids = _signed(table, ids)
@@ -199,7 +202,7 @@ def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
 
 
 def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
-    """Looks up rows of arrays."""
+    """Looks up rows in arrays, which are the parts of a table."""
     arrays = [jnp.asarray(part) for part in parts]
     _require_alike([(array.shape, array.dtype) for array in arrays], layout)
     whole = arrays[0]
@@ -228,10 +231,10 @@ def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
 
 
 def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | None]]:
-    """Makes the table of variables; None if it consists of arrays.
+    """Makes a table of variables; None if the parts are arrays.
 
-    Also returns, for each component, the number of the array that stands for it in a
-    differentiated function, if any.
+    Also returns, for each component, the number of the array that replaces it in a
+    differentiated function, or None.
     """
     parts = _parts(params)
     if len(parts) == 1 and isinstance(parts[0], AbstractVariable):
@@ -256,8 +259,8 @@ def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | N
 
 
 def _variable(part: Any) -> tuple[VariableHandle, int | None] | None:
-    """Returns the variable of a part, or the one that it stands for in a differentiated
-    function."""
+    """Returns the variable that a part is, or whose value it is in a differentiated
+    function, with the number of that value; None for other arrays."""
     if isinstance(part, Variable):
         return part, None
     if isinstance(part, AbstractVariable):
@@ -325,7 +328,7 @@ _COMBINERS: Final = ("sum", "mean", "sqrtn")
 
 @dataclass(frozen=True, slots=True)
 class RaggedIds:
-    """Rows of ids of different lengths; a pytree. `padded` or `pairs` make it."""
+    """Rows of ids of different lengths; a pytree. Make one with `padded` or `pairs`."""
 
     ids: Any
     mask: Any = None
@@ -334,13 +337,13 @@ class RaggedIds:
 
     @staticmethod
     def padded(ids: Any, mask: Any) -> RaggedIds:
-        """Makes rows from ids ``[..., n]`` and a mask of the same shape."""
+        """Makes rows of ids from an array ``[..., n]`` and a mask of the same shape."""
         return RaggedIds(ids, mask)
 
     @staticmethod
     def pairs(values: Any, row_ids: Any, nrows: int) -> RaggedIds:
-        """Makes rows from ids ``[m]``: id i belongs to row ``row_ids[i]`` of
-        ``[0, nrows)``, or is ignored if there is no such row.
+        """Makes rows of ids from pairs: the id ``values[i]`` belongs to row
+        ``row_ids[i]`` of ``[0, nrows)``, or is ignored if there is no such row.
 
         For row splits (a RaggedTensor) ``row_ids`` are ``np.repeat(np.arange(nrows),
         np.diff(row_splits))``, for a SparseTensor ``indices[:, 0]``.
@@ -364,17 +367,17 @@ def embedding_lookup_sparse(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """Looks up and combines rows: one row for each row of ids.
+    """Looks up and combines rows of a table: gives one row for each row of ids.
 
     A row without ids, or whose weights sum to 0, gives zeros (``"sum"``: its sum).
 
     Args:
-        params: As for `embedding_lookup`, and so are ``max_norm`` (of each looked-up
-            row) and ``partition_strategy``.
+        params: As for `embedding_lookup`; so are ``max_norm`` (applied to each
+            looked-up row) and ``partition_strategy``.
         ids: `RaggedIds`, or a tuple ``(ids, mask)`` or ``(values, row_ids, nrows)``.
-        weights: One for each id, of a floating dtype; None: all one.
-        combiner: ``"sum"``, ``"mean"`` (by the sum of the weights) or ``"sqrtn"`` (by
-            the root of the sum of their squares).
+        weights: One weight for each id, of a floating dtype; None: all are one.
+        combiner: ``"sum"``, ``"mean"`` (divides by the sum of the weights) or
+            ``"sqrtn"`` (divides by the root of the sum of their squares).
 
     Returns:
         ``[..., row]`` for ids ``[..., n]``, or ``[nrows, row]``.
@@ -397,11 +400,11 @@ def safe_embedding_lookup_sparse(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """Looks up as `embedding_lookup_sparse`, and ignores ids below 0, but not those of
-    a `HashTable`, to which they are ids as any other.
+    """Looks up as `embedding_lookup_sparse`, and ignores ids below 0, except those of a
+    `HashTable`, for which they are ordinary ids.
 
     ``"mean"`` and ``"sqrtn"`` also ignore ids whose weight is not positive, ``"sum"``
-    takes every weight. A row without remaining ids gives the row of ``default_id``, or
+    uses every weight. A row without remaining ids gives the row of ``default_id``, or
     zeros.
     """
     bag = _Bag.of(ids, weights)
@@ -425,11 +428,11 @@ def _hashed_table(params: Any) -> Table | None:
 def _with_default(
     ids: Any, default: int, shape: tuple[int, ...], table: Table | None
 ) -> Any:
-    """Adds a default id to rows of ids; those of a hashed table are not downcast.
+    """Adds a default id to each row of ids; ids of a hash table are not downcast.
 
     Raises:
-        ValueError: The default id does not fit the dtype of ids that are traced, or
-            as `require_whole_ids`.
+        ValueError: The default id does not fit the dtype of ids that are traced, or as
+            `require_whole_ids`.
     """
     if table is not None:
         ids = _signed(table, ids)
@@ -448,9 +451,11 @@ def _with_default(
 
 @dataclass(frozen=True, slots=True)
 class _Bag:
-    """Ids, their mask and weights, all of one shape; arrays of numpy if known.
+    """Ids, their mask and their weights, all of one shape; numpy arrays if their values
+    are known.
 
-    With ``row_ids`` they are pairs, else the last axis is combined.
+    With ``row_ids`` they are pairs of an id and its row; otherwise the ids along the
+    last axis are combined.
     """
 
     ids: jax.Array | np.ndarray
@@ -500,7 +505,8 @@ class _Bag:
         return replace(self, valid=valid)
 
     def filled(self, default: int, table: Table | None) -> _Bag:
-        """Adds the default id to each row, valid only if the row has no other id."""
+        """Adds the default id to each row; it is valid only in rows without another
+        valid id."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
         row_ids = self.row_ids
         if row_ids is not None:

@@ -4,16 +4,16 @@ A step asks for everything that it reads in one request. If ids of lookups depen
 values that it reads, it sends another request with these ids: each round is a *level*.
 A step without lookups has one level.
 
-The lookups of one level are one batch: from ids to the rows to ask for, and from
-answers to rows. All ids of a level are one vector, table after table. Each row of each
-component has its own number there: the rows of the first component, then those of the
-second, and so on. One sort of these numbers finds duplicates in any table, the
-component of each row, and the positions of each row in the result. Tables with rows of
-the same shape and dtype are neighbours: their rows are one array, a *block*, which the
-program takes as one input and cuts.
+The lookups of one level are executed together: ids are converted to the rows to
+request, and answers to the rows that lookups return. All ids of a level are one vector,
+table after table. In it, each row of each component has its own number: the rows of the
+first component, then those of the second, and so on. One sort of these numbers finds
+duplicates in any table, the component of each row, and the positions of each row in the
+result. Tables with rows of the same shape and dtype are neighbours: their rows are one
+array, a *block*, which the program takes as one input and slices.
 
-Ids of a hashed table have no numbers of their own: those of one request are numbered in
-the order of their hashes, which is that of the components, too.
+Ids of a hash table have no fixed row numbers: the ids of one request are numbered in
+the order of their hashes, which is also the order of the components.
 
 Law of the file: the layout of a level is computed once; a step does no work per lookup,
 and per component only a slice.
@@ -40,19 +40,21 @@ if TYPE_CHECKING:
 
 
 Part = tuple["VariableSpec", slice, np.ndarray]
-"""A component, its part of the summed rows, and the indices of these rows in it."""
+"""A component, the slice of the summed rows that belongs to it, and the indices of
+these rows in it."""
 
 
 class WantedRows(NamedTuple):
-    """Rows of one variable: ``indices`` ``[n]`` of its first axis, int64, strictly
-    ascending; or ids of a part of a hashed table, with strictly ascending hashes."""
+    """The rows of one variable that a step requests: ``indices`` ``[n]`` of its first
+    axis, int64, strictly ascending; or ids of a part of a hash table, with strictly
+    ascending hashes."""
 
     spec: VariableSpec
     indices: np.ndarray
 
 
 class Wanted(NamedTuple):
-    """One request, for whole values and for rows.
+    """One request of a step, for values of variables and for rows.
 
     The answer is one list: the values of ``reads`` in order, then for each of ``rows``
     an array ``[n, ...]`` of the variable's dtype.
@@ -64,8 +66,8 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedLookup:
-    """A lookup of rows of a table: ``shape`` of its ids, ``level`` of the request that
-    asks for the rows, and the user's line."""
+    """A lookup of rows of a table: the ``shape`` of its ids, the ``level`` of the
+    request in which the rows are requested, and the user's line."""
 
     table: Table
     shape: tuple[int, ...]
@@ -74,13 +76,13 @@ class PlannedLookup:
 
     @property
     def size(self) -> int:
-        """Number of ids."""
+        """Number of ids of the lookup."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
 class IdSegment(NamedTuple):
-    """The ids of one table in a level: ``[start, stop)`` of the vector. Its rows have
-    numbers from ``base``, its components from ``first``."""
+    """The ids of one table in a level: ``[start, stop)`` of the vector of ids. The
+    table's rows are numbered from ``base``, its components from ``first``."""
 
     table: Table
     lookups: tuple[int, ...]
@@ -91,8 +93,8 @@ class IdSegment(NamedTuple):
 
     @property
     def heights(self) -> list[int]:
-        """How many numbers each component has: those of a hashed table share as many
-        as there are ids."""
+        """How many row numbers each component has. The components of a hash table share
+        as many numbers as there are ids; all are counted for the first component."""
         if self.table.is_hashed:
             others = len(self.table.components) - 1
             return [self.stop - self.start, *[0] * others]
@@ -100,8 +102,8 @@ class IdSegment(NamedTuple):
 
 
 class LookupBlock(NamedTuple):
-    """Segments with rows of one shape and dtype: ids ``[start, stop)``, components
-    ``[first, last)``."""
+    """Segments whose rows have the same shape and dtype: ids ``[start, stop)`` of the
+    vector, components ``[first, last)``."""
 
     kind: Kind
     segments: tuple[IdSegment, ...]
@@ -114,9 +116,9 @@ class LookupBlock(NamedTuple):
 class LevelRequest(NamedTuple):
     """The request of one step for a level.
 
-    The rows of component c start at ``cuts[c]`` in ``found.unique``; ``rows`` has the
-    components that have some. ``absent_mask`` marks ids that are `ABSENT`, if any; they
-    are not in the runs.
+    The rows of component c are ``found.unique[cuts[c]:cuts[c + 1]]``; ``rows`` has the
+    components of which rows are requested. ``absent_mask`` marks ids that are `ABSENT`,
+    if any; they are not in ``found``.
     """
 
     found: Runs
@@ -126,8 +128,8 @@ class LevelRequest(NamedTuple):
 
 
 class Level:
-    """The layout of the lookups of one level; ``order`` is that of their ids in the
-    vector."""
+    """The layout of the lookups of one level; ``order`` is the order of the lookups'
+    ids in the vector."""
 
     def __init__(self, lookups: Sequence[tuple[int, PlannedLookup]]) -> None:
         self._planned = dict(lookups)
@@ -164,7 +166,7 @@ class Level:
         """Makes the request for ids ``[size]``, int64.
 
         Raises:
-            IndexError: An id is outside of its table; names it and the user's line.
+            IndexError: An id is outside of its table; names the id and the user's line.
         """
         # Most requests have no padding, and need no mask.
         absent_mask = absent(ids) if self._require_inside(ids) else None
@@ -204,7 +206,8 @@ class Level:
     def _ask_hashed(
         self, ids: np.ndarray, absent_mask: np.ndarray | None
     ) -> LevelRequest:
-        """`ask`, if all tables are hashed: they are sorted once, table by table."""
+        """Does what `ask` does, if all tables are hash tables: ids are sorted once,
+        table by table."""
         parts: list[Runs] = []
         cuts, wanted = [0], []
         kept = 0
@@ -240,8 +243,9 @@ class Level:
     def _numbered(
         self, ids: np.ndarray, keys: np.ndarray
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Numbers the ids of hashed tables, in ``keys``; returns the first number of
-        each component, and by component the ids that its numbers stand for."""
+        """Numbers the ids of hash tables and writes the numbers to ``keys``. Returns
+        the first number of each component, and by component the ids that have these
+        numbers."""
         # Numbers of hashed ids are those of this request; the layout belongs to all
         # steps.
         bounds = self._bounds.copy()
@@ -259,7 +263,8 @@ class Level:
     def assembled(
         self, asked: LevelRequest, answers: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Makes the rows ``[n, *row]`` of each block, in the order of its ids.
+        """Makes the array of rows ``[n, *row]`` of each block, in the order of its ids,
+        from the answers to a request.
 
         Raises:
             ValueError: An answer does not fit the request.
@@ -291,8 +296,8 @@ class Level:
         return blocks
 
     def runs_of(self, asked: LevelRequest, segments: Sequence[IdSegment]) -> Runs:
-        """Returns the runs of ids of neighbouring segments; ids and runs count from the
-        first of these segments."""
+        """Returns the runs of equal ids of neighbouring segments; positions of ids and
+        runs count from the first of these segments."""
         first, last = segments[0], segments[-1]
         low = asked.cuts[first.first]
         high = asked.cuts[last.first + len(last.table.components)]
@@ -311,7 +316,8 @@ class Level:
     def parts_of(
         self, asked: LevelRequest, segments: Sequence[IdSegment]
     ) -> list[list[Part]]:
-        """Splits the runs of neighbouring segments over the components of each."""
+        """Splits the runs of equal ids of neighbouring segments over the components of
+        each segment."""
         first, rows = asked.cuts[segments[0].first], asked.rows
         # The request has only components with rows, so those before are counted.
         place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
@@ -329,7 +335,8 @@ class Level:
         return parts
 
     def _require_inside(self, ids: np.ndarray) -> bool:
-        """Refuses ids outside of their table; returns whether some may be `ABSENT`."""
+        """Refuses ids outside of their table; returns whether some ids may be
+        `ABSENT`."""
         if not len(self._starts):
             return False
         # All tables in one pass; which id it is, is only asked if one is outside.
@@ -350,7 +357,7 @@ class Level:
 
 
 def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
-    """Returns for each id its index among the unique ones; any index for `ABSENT`."""
+    """Returns for each id its index among the unique ids; any index for `ABSENT`."""
     if asked.absent_mask is None:
         return asked.found.inverse()
     found = asked.found

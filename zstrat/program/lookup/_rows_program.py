@@ -1,12 +1,13 @@
-"""`RowsProgram`: a plan with lookups as compiled programs, for ids and for the step.
+"""`RowsProgram`: a plan with lookups as compiled programs, for the ids and for the
+step.
 
 All programs are parts of the same trace: one for the ids of each level, and the main
 one. A program returns ids as one vector per dtype, whatever the number of lookups. A
 level whose ids are inputs needs no program.
 
 Gradients of looked-up rows leave the program without their ids: the host has sorted
-these ids already, and knows which rows to sum and where to send them. `Lookups` is one
-step that runs through these programs.
+these ids already, and so has the rows to sum and the servers to send them to. `Lookups`
+is one step that runs through these programs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class RowPlace(NamedTuple):
-    """The position of a lookup's rows: level, block, and first row there."""
+    """The position of a lookup's rows: the level, the block, and the first row in the
+    block."""
 
     level: int
     block: int
@@ -54,7 +56,8 @@ class RowPlace(NamedTuple):
 
 
 class TraceInputs:
-    """Finds inputs of the trace, by number, in ``given`` and ``blocks``."""
+    """Finds the inputs of the trace, by number, in the lists ``given`` and ``blocks``
+    of a step."""
 
     def __init__(self, traced: Traced, places: Sequence[RowPlace]) -> None:
         self.data = traced.inputs
@@ -73,7 +76,7 @@ class TraceInputs:
         given: Sequence[Any] | Mapping[int, Any],
         blocks: Sequence[Any],
     ) -> Any:
-        """Returns the input, inside of a program."""
+        """Returns the input of this number; called inside of a program."""
         # The order of the trace's inputs: data, values of reads, rows of lookups.
         if number < self.data:
             return given[number]
@@ -86,7 +89,8 @@ class TraceInputs:
         return rows.reshape(*place.shape, *rows.shape[1:])
 
     def givens(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the numbers in ``given`` of these inputs, without rows."""
+        """Returns the indices in ``given`` of these inputs; leaves out inputs that are
+        looked-up rows."""
         return [
             number if number < self.data else self._values[number]
             for number in numbers
@@ -95,7 +99,8 @@ class TraceInputs:
 
 
 class Ids:
-    """The ids of one level: inputs of the step, or computed by a program."""
+    """Makes the ids of one level: takes those that are inputs of the step, and computes
+    the others with a program."""
 
     def __init__(
         self,
@@ -151,7 +156,8 @@ def _compiled(
     name: str,
     wide: frozenset[int],
 ) -> Callable[..., Any]:
-    """Compiles a program that returns the ids of each dtype as one vector."""
+    """Compiles a program that computes ids, and returns all ids of a dtype as one
+    vector."""
     outputs = [output for same in computed.values() for output in same]
     part, needed = flow.part(outputs)
     # Only then: a program with 64 bits converts its inputs at each call.
@@ -181,8 +187,9 @@ def _compiled(
 
 
 class Shared(NamedTuple):
-    """Updates, by number, of neighbouring segments ``[first, last)`` of a block, by the
-    same ids that were looked up: the program returns their rows as one array."""
+    """Updates (by number) of neighbouring segments ``[first, last)`` of a block, which
+    update the same rows that were looked up: the program returns the operands of all of
+    them as one array."""
 
     level: int
     block: LookupBlock
@@ -200,7 +207,7 @@ class RowsProgram:
     """
 
     is_current: Final = True
-    """Always, as that of `CompiledProgram`."""
+    """Always True, as in `CompiledProgram`."""
 
     def __init__(self, plan: Plan, traced: Traced) -> None:
         self.plan = plan
@@ -231,7 +238,7 @@ class RowsProgram:
         self._traced = False
 
     def ids(self, number: int, given: list[Any], blocks: list[Any]) -> np.ndarray:
-        """Computes the ids of a level, one vector in the level's order."""
+        """Computes the ids of a level, as one vector in the level's order."""
         ids = self._ids[number]
         assert ids is not None
         with _refusals.translated_errors(self.plan.function):
@@ -317,9 +324,9 @@ class RowsProgram:
 class Lookups:
     """The progress of one step through its levels.
 
-    An answer has the values and rows of one `Wanted`; values come with the first one.
-    Before the next level or the main program the rows become blocks. ``given`` are the
-    leaves of arguments and elements.
+    An answer has the values and rows of one `Wanted` request; values are in the first
+    answer. Before the next level or the main program, the rows are joined to blocks.
+    ``given`` are the leaves of arguments and elements.
     """
 
     __slots__ = ("_asked", "_blocks", "_given", "_program")
@@ -331,7 +338,7 @@ class Lookups:
         self._blocks: list[list[np.ndarray]] = []
 
     def first(self) -> Wanted:
-        """Makes the first request.
+        """Makes the first request of the step.
 
         Raises:
             IndexError: An id is outside of its table.
@@ -339,7 +346,8 @@ class Lookups:
         return Wanted(self._program.plan.reads, self._ask())
 
     def advance(self, answer: Sequence[np.ndarray]) -> Wanted | None:
-        """Makes the next request, None if there is none. Raises as `first`."""
+        """Makes the next request from an answer; None if there is no further request.
+        Raises as `first`."""
         # The last answer goes to the main program.
         if len(self._asked) == self._program.plan.levels:
             return None
@@ -347,7 +355,7 @@ class Lookups:
         return Wanted((), self._ask())
 
     def compute(self, answer: Sequence[np.ndarray]) -> Computed:
-        """Runs the main program with the last answer."""
+        """Starts the main program with the last answer."""
         self._take(answer)
         outputs = self._program(self._given, self._blocks)
         arrays = [*outputs.operands, outputs.shared]
@@ -385,8 +393,8 @@ class Lookups:
 
 
 class Outputs(NamedTuple):
-    """The outputs of the main program: arrays of the result, the operands of what is
-    sent without shared rows, and the rows of each `Shared`."""
+    """The outputs of the main program: arrays of the result, the operands of the
+    updates that are not in a `Shared`, and the rows of each `Shared`."""
 
     results: list[jax.Array]
     operands: list[list[jax.Array]]
@@ -394,13 +402,15 @@ class Outputs(NamedTuple):
 
 
 def _level(plan: Plan, number: int) -> Level | None:
-    """Makes the layout of a level; None for the first one if it has no lookups."""
+    """Makes the layout of a level of the plan; None for the first level if it has no
+    lookups."""
     lookups = [(n, x) for n, x in enumerate(plan.lookups) if x.level == number]
     return Level(lookups) if lookups else None
 
 
 def _operands(plan: Plan) -> dict[int, list[int]]:
-    """Returns the outputs of the trace that are operands, by number of the update."""
+    """Returns for each update, by number, which outputs of the trace are its
+    operands."""
     at, operands = len(plan.out_specs), {}
     for number, update in enumerate(plan.updates):
         operands[number] = list(range(at, at + len(update.operands)))
@@ -427,7 +437,8 @@ def _shared(
     operands: dict[int, list[int]],
     first: int,
 ) -> list[Shared]:
-    """Finds updates by the ids of a segment, and groups neighbours."""
+    """Finds updates of rows by the same ids that a segment looks up, and groups those
+    of neighbouring segments."""
     open_updates = [
         number
         for number, update in enumerate(plan.updates)
@@ -460,7 +471,7 @@ def _shared(
 def _neighbours(
     level: int, block: LookupBlock, matched: Sequence[int | None]
 ) -> Iterator[Shared]:
-    """Makes one group for each run of segments that have an update."""
+    """Yields one group for each run of neighbouring segments that have an update."""
     start = 0
     for has, run in itertools.groupby(matched, lambda update: update is not None):
         updates = tuple(run)

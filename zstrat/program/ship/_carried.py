@@ -1,4 +1,4 @@
-"""Companions of a step, and the trial load before it is sent.
+"""What is sent together with a step, and the trial load before a step is sent.
 
 A coordinator ships scope, settings of jax, values and arrays with a step. It traces a
 step in its strategy's scope, and a worker must trace the body with the same result of
@@ -6,17 +6,18 @@ step in its strategy's scope, and a worker must trace the body with the same res
 scope itself (`ScopedBody`). It also sets the program's settings of jax that change
 results: random numbers, and the precision of matrix products.
 
-Arrays among the arguments of a call are sent at each schedule, outside of the call. The
-call is traced, pickled and shipped once, with an `Input` in place of each array, and
-each closure has the bytes of its own arrays. So a step that gets another batch each
-time costs as much as one without arguments, except for these bytes. This holds inside
-of tuples, lists and dicts; a call with other containers is pickled whole.
+Arrays among the arguments of a call are sent at each schedule, outside of the pickled
+call. The call is traced, pickled and shipped once, with an `Input` in place of each
+array, and each closure has the bytes of its own arrays. So a step that gets another
+batch each time costs as much as one without arguments, except for these bytes. This
+holds for arrays inside of tuples, lists and dicts; a call with other containers is
+pickled whole.
 
 `try_out` pickles and loads an object as a worker would, with new classes; arrays are
 not copied. Each class is tried once, which runs its code once more here.
 
 Only after a failure does `unpicklable` search the path to the part that cannot be
-pickled. That may be slow: it tries each part by itself.
+pickled. The search may be slow: it tries each part by itself.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 
 
 class Scoping(Protocol):
-    """A strategy; unpickled on a worker it is the worker's stand-in for it."""
+    """A strategy; on a worker it is unpickled as the worker's substitute for the
+    strategy."""
 
     def scope(self) -> AbstractContextManager[object]: ...
 
@@ -56,7 +58,7 @@ class Scoping(Protocol):
 @final
 @dataclass(frozen=True)
 class CarriedValues:
-    """Values of variables of the coordinator's process when a step was scheduled.
+    """Values that variables of the coordinator's process had when a step was scheduled.
 
     They are the first argument of the shipped step, by key of the variable, and are
     traced as any argument.
@@ -66,7 +68,7 @@ class CarriedValues:
     values: tuple[Any, ...]
 
     def give(self) -> None:
-        """Gives the values to the recorder of the step that is being traced."""
+        """Passes the values to the recorder of the step that is being traced."""
         current = recorder.get()
         assert current is not None
         current.take_values(dict(zip(self.keys, self.values, strict=True)))
@@ -80,24 +82,25 @@ _SETTINGS: Final[dict[str, tuple[Any, Any]]] = {
     "jax_threefry_partitionable": (jax.threefry_partitionable, True),
     "jax_default_matmul_precision": (jax.default_matmul_precision, None),
 }
-"""Settings of jax that change results, with context manager and default. The default
-leaves the worker's own setting, from its environment say."""
+"""Settings of jax that change results: for each, its context manager and its default. A
+default leaves the worker's own setting, from its environment say."""
 
 _settings: Final = operator.attrgetter("jax_enable_x64", *_SETTINGS)
 
 
 def jax_settings() -> tuple[Any, ...]:
-    """Reads this thread's settings of jax that change results. Runs at each
+    """Reads this thread's settings of jax that change results. Called at each
     schedule."""
     settings: tuple[Any, ...] = _settings(jax.config)
     return settings
 
 
 def _enter(settings: tuple[Any, ...], entered: contextlib.ExitStack) -> None:
-    """Sets the settings of jax on this thread.
+    """Sets the settings of jax on this thread, until ``entered`` is closed.
 
     Raises:
-        RuntimeError: 64 bits, which a worker's process must have from its start.
+        RuntimeError: The setting is 64 bits, which a worker's process must have from
+            its start.
     """
     is_wide, *others = settings
     if is_wide and not _settings(jax.config)[0]:
@@ -112,8 +115,8 @@ def _enter(settings: tuple[Any, ...], entered: contextlib.ExitStack) -> None:
 
 @final
 class ScopedBody:
-    """Calls ``step`` in the scope of ``strategy``, with carried values, under the
-    settings of jax of the program."""
+    """The body of a shipped step: calls ``step`` in the scope of ``strategy``, with the
+    values that were sent with it, and with the program's settings of jax."""
 
     __slots__ = ("settings", "step", "strategy")
 
@@ -136,16 +139,17 @@ class ScopedBody:
 
 
 BESIDE: Final = 64 * 1024
-"""From this many bytes an array, or the inputs of a closure, has a frame of its own;
-smaller ones are cheaper to copy."""
+"""An array, or the inputs of a closure, of at least this many bytes is sent in a
+separate frame; smaller ones are cheaper to copy."""
 
 _NUMBERS: Final = frozenset("biufc")
 
 
 @final
 class Input(NamedTuple):
-    """Where an array stood, and where its bytes are. ``kind`` is what it was:
-    `numpy.ndarray`, `jax.Array`, or `numpy.generic` for a scalar of numpy."""
+    """The place of an array in pickled arguments, and where its bytes are. ``kind`` is
+    the type of the array: `numpy.ndarray`, `jax.Array`, or `numpy.generic` for a scalar
+    of numpy."""
 
     start: int
     dtype: np.dtype[Any]
@@ -153,8 +157,8 @@ class Input(NamedTuple):
     kind: type
 
     def taken(self, inputs: Buffer) -> Any:
-        """Reads the array from the inputs: a copy, or a read-only view if it has
-        `BESIDE` bytes or more."""
+        """Reads the array from the bytes of the inputs: a copy, or a read-only view if
+        it has `BESIDE` bytes or more."""
         count = math.prod(self.shape)
         array = np.frombuffer(inputs, self.dtype, count, self.start)
         if self.kind is np.generic:
@@ -167,8 +171,8 @@ class Input(NamedTuple):
 
 
 def input_key(value: Any) -> Hashable | None:
-    """Returns a key that is equal for arrays that can replace each other; None if the
-    value is not an array of plain numbers."""
+    """Returns a key that is equal for arrays that can replace each other in a shipped
+    call; None if the value is not an array of plain numbers."""
     if type(value) is not np.ndarray and not isinstance(value, np.generic):
         return _key_of_jax_array(value) if isinstance(value, jax.Array) else None
     # Without bytes there is nothing to send, so it stays in the call.
@@ -179,8 +183,9 @@ def input_key(value: Any) -> Hashable | None:
 
 
 def _key_of_jax_array(value: jax.Array) -> Hashable | None:
-    """Returns the key; None for tracers, random keys, weak types, 64 bits, and arrays
-    that are donated or not addressable, which the trace and the pickler handle."""
+    """Returns the key of a jax array (see `input_key`). None for tracers, random keys,
+    weak types, 64 bits, and arrays that are donated or not addressable, which the trace
+    and the pickler handle."""
     if isinstance(value, jax.core.Tracer) or is_weak(value):
         return None
     dtype = value.dtype
@@ -193,14 +198,14 @@ def _key_of_jax_array(value: jax.Array) -> Hashable | None:
 
 
 def loses_bits(array: Any) -> bool:
-    """Returns whether a downcast by jax would change one of the integers."""
+    """Returns whether a downcast by jax would change one of the array's integers."""
     if array.dtype.itemsize < 8 or array.dtype.kind not in "iu":
         return False
     return downcast_loss(array) is not None
 
 
 def bytes_of_inputs(inputs: list[Any]) -> bytes:
-    """Concatenates the bytes of arrays, in C order."""
+    """Joins the bytes of all arrays, each in C order."""
     return b"".join(
         [
             # Of a small array a copy is faster than the call.
@@ -216,7 +221,8 @@ def cut_inputs(value: Any, count: list[int]) -> Any:
     """Replaces each array of an argument by an `Input`.
 
     Args:
-        count: A list of one number, the bytes of inputs so far; it is increased.
+        count: A list of one number, the bytes of the inputs so far; the number is
+            increased.
     """
     kind = type(value)
     if kind is tuple or kind is list:
@@ -233,7 +239,7 @@ def cut_inputs(value: Any, count: list[int]) -> Any:
 
 
 def fill_inputs(value: Any, inputs: Buffer) -> Any:
-    """Undoes `cut_inputs`, with the bytes of these inputs."""
+    """Replaces each `Input` by its array from these bytes; inverse of `cut_inputs`."""
     kind = type(value)
     if kind is Input:
         return value.taken(inputs)
@@ -245,17 +251,18 @@ def fill_inputs(value: Any, inputs: Buffer) -> Any:
 
 
 MAX_COMPARED_OBJECTS: Final = 1000
-"""Limit of objects to compare; only the first ones are."""
+"""Most objects to compare after a trial load; only the first ones are compared."""
 
 tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes that arrived whole; the pickler's lock guards it."""
+"""Classes that a trial load has shown to arrive complete; the pickler's lock guards the
+set."""
 
 
 def try_out(obj: object, ways: Ways) -> None:
-    """Loads an object here as a worker would, with new classes.
+    """Loads an object in this process as a worker would, with new classes.
 
     Raises:
-        NotShippable: It cannot be loaded, or changes.
+        NotShippable: The object cannot be loaded, or changes.
     """
     # Arrays and handles are not copied for a trial.
     kept: list[Any] = []
@@ -277,7 +284,8 @@ def try_out(obj: object, ways: Ways) -> None:
 
 
 def difference(sent: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, str] | None:
-    """Finds the first object that is another pytree after loading, and describes it.
+    """Finds the first object that is a different pytree after loading; returns it and a
+    description of the difference, or None.
 
     Args:
         sent: Objects of the user's classes.
@@ -331,19 +339,19 @@ def _paths(leaves: list[tuple[str, Any]]) -> str:
 
 _CLASS: Final = "its class"
 MAX_DEPTH: Final = 16
-"""Limit of the depth of a search; longer paths do not help."""
+"""Limit of the depth of a search: longer paths would not help the user."""
 MAX_PARTS: Final = 10_000
-"""Limit of parts in a search."""
+"""Limit of the number of parts in a search."""
 
 
 def unpicklable(
     obj: object, picklable: Callable[[object], bool]
 ) -> tuple[str, list[object]]:
-    """Finds the innermost part that cannot be pickled by itself.
+    """Finds the innermost part of an object that cannot be pickled by itself.
 
     Returns:
-        Its path, which is empty for the object itself, and the parts along the path,
-        from the object to the innermost part.
+        The path of the part, which is empty for the object itself, and the parts along
+        the path, from the object to the innermost part.
     """
     path: list[str] = []
     chain, seen = [obj], {id(obj)}
@@ -365,7 +373,7 @@ def unpicklable(
 
 
 def find_value(obj: object, wanted: object) -> str:
-    """Finds the path to a part of an object; "" if it is not found."""
+    """Finds the path to a part of an object; returns "" if the part is not found."""
     seen = {id(obj)}
     queue: list[tuple[list[str], object]] = [([], obj)]
     for path, node in queue:
@@ -379,7 +387,7 @@ def find_value(obj: object, wanted: object) -> str:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Iterates over the parts that pickle would visit, roughly, with labels."""
+    """Yields the parts that pickle would visit, approximately, each with a label."""
     match obj:
         case types.FunctionType():
             yield from _captured(obj)

@@ -1,16 +1,16 @@
-"""Pickles the user's classes by running their statement again at the receiver.
+"""Pickles the user's classes by running their class statement again at the receiver.
 
 A metaclass, or a base's ``__init_subclass__``, may do work that the class does not
-show: register it with jax, collect its fields. So the receiver does not fill a blank
-class. It runs the class statement (`_functions`) with empty functions (`_functions`),
+show: register the class with jax, collect its fields. So the receiver does not fill a
+blank class. It runs the class statement again (`_functions`), with empty functions,
 because functions refer to the class. Then it fills the functions, and sets attributes
 that differ from the original, whatever the code did on its second run. At last it
-registers pytree classes with jax: objects that are loaded after the class may flatten
-trees of it at once.
+registers pytree classes with jax, because objects that are loaded after the class may
+flatten trees of it at once.
 
 A class has a number and is made once per process, however often it arrives. A class
-that returns to its own process is the original, unchanged; one that arrives again gets
-the changes.
+that returns to its own process is the original, unchanged; one that arrives again in
+another process gets the changes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLAIN_CODE: Final = ("__new_member__", "__init__")
 
 
 class KnownClasses:
-    """Classes that were sent from this process, or arrived in it, by number."""
+    """By number, the classes that were sent from this process, or arrived in it."""
 
     def __init__(self) -> None:
         # Weak: a class is freed with the step that uses it.
@@ -74,7 +74,8 @@ class KnownClasses:
             return number
 
     def made(self, number: str, make: functools.partial[type]) -> type:
-        """Returns the class of a number; makes it if it is not here."""
+        """Returns the class of a number; makes the class if this process does not have
+        it."""
         with self._lock:
             # Made under the lock, so threads that load one class at once get the same.
             if (cls := self._classes.get(number)) is None:
@@ -84,8 +85,7 @@ class KnownClasses:
             return cls
 
     def is_arrived(self, cls: type) -> bool:
-        """Returns whether the class arrived here, and is not one of the program's
-        own."""
+        """Returns whether the class arrived in this process from another one."""
         with self._lock:
             return cls in self._arrived
 
@@ -96,10 +96,10 @@ class KnownClasses:
             return [self._numbers.get(cls, ""), cls.__module__, cls.__qualname__]
 
     def referenced(self, number: str, module: str, name: str) -> type:
-        """Finds the class of a reference from another task.
+        """Returns the class to which a reference from another task refers.
 
         Raises:
-            TypeError: The class is not here.
+            TypeError: This process does not have the class.
         """
         with self._lock:
             cls: Any = self._classes.get(number)
@@ -118,7 +118,7 @@ class KnownClasses:
         return cls
 
     def trusting(self, classes: Sequence[type]) -> KnownClasses:
-        """Makes a registry that has only these classes, as its own."""
+        """Makes a registry that has only these classes, and treats them as its own."""
         other = KnownClasses()
         for cls in classes:
             other._remember(self.number(cls), cls)
@@ -139,10 +139,10 @@ def class_reference(cls: type) -> Any:
 
 
 def referenced_class(reference: Sequence[Any]) -> type:
-    """Finds the class of a `class_reference` from another task.
+    """Returns the class to which a `class_reference` from another task refers.
 
     Raises:
-        TypeError: The class is not here.
+        TypeError: This process does not have the class.
     """
     match reference:
         case [str(number), str(module), str(name)]:
@@ -152,7 +152,8 @@ def referenced_class(reference: Sequence[Any]) -> type:
 
 @contextmanager
 def arriving_at(classes: KnownClasses) -> Iterator[None]:
-    """Registers the classes that this thread unpickles inside in another registry."""
+    """Inside of the block, uses another registry for the classes that this thread
+    unpickles."""
     # On this thread alone: others may load real classes meanwhile.
     _of_thread.classes = classes
     try:
@@ -166,7 +167,7 @@ def _known() -> KnownClasses:
 
 
 def functions_of(cls: type) -> list[types.FunctionType]:
-    """Returns the functions in the body of a class."""
+    """Returns the functions that are attributes in the body of a class."""
     values = own_names(cls).values()
     return [fn for value in values for fn in inner_functions(value)]
 
@@ -174,15 +175,15 @@ def functions_of(cls: type) -> list[types.FunctionType]:
 # The following functions reduce classes for pickle.
 
 Filled = Sequence[tuple[types.FunctionType, Any]]
-"""Functions of a class, and the arguments that fill them."""
+"""Pairs of a function of a class, and the arguments with which `fill` fills it."""
 
 
 Registrations = Sequence[Registration]
-"""The registration of a class with jax, or none."""
+"""The registration of a class with jax, or an empty list."""
 
 
 def reduced_plain(reduced: tuple[Any, ...], registrations: Registrations) -> Any:
-    """Reduces a pytree class that cloudpickle fills."""
+    """Reduces (as pickle does) a pytree class that cloudpickle fills."""
     *made, state, items, pairs, finish_class = reduced
     state = finish_class, state, registrations
     return *made, state, items, pairs, finish_plain
@@ -196,11 +197,11 @@ def reduced_class(
     *,
     late: bool,
 ) -> Any:
-    """Reduces a class that is not an enum.
+    """Reduces (as pickle does) a class that is not an enum.
 
     Args:
         virtual: Its virtual subclasses (`abc.ABCMeta.register`).
-        late: Set attributes after the class is made, because they refer to it.
+        late: Set attributes after the class is made, because they refer to the class.
     """
     number, body = known.number(cls), body_of(cls)
     if late:
@@ -217,7 +218,7 @@ def reduced_class(
 def reduced_enum(
     cls: type[enum.Enum], filled: Filled, registrations: Registrations
 ) -> Any:
-    """Reduces an enum."""
+    """Reduces (as pickle does) an enum."""
     keywords, said = statement_of_enum(cls)
     members = {name: member.value for name, member in cls.__members__.items()}
     arguments = (cls.__name__, cls.__bases__, keywords, said, members)
@@ -227,10 +228,11 @@ def reduced_enum(
 
 
 def reduced_instance(obj: Any) -> Any:
-    """Reduces an instance of a dataclass whose ``__new__`` records each new object.
+    """Reduces an instance of a dataclass whose ``__new__`` records each new object;
+    returns None for other instances, which pickle reduces.
 
-    equinox records objects there until its metaclass has made them; loaded objects are
-    made already. None for other instances, which pickle reduces.
+    equinox records objects in ``__new__`` until its metaclass has made them; loaded
+    objects are complete already.
     """
     if not _facts(type(obj)).notes_new:
         return None
@@ -238,13 +240,13 @@ def reduced_instance(obj: Any) -> Any:
 
 
 def is_sentinel(obj: object) -> bool:
-    """Returns whether an object has no state, so that pickle would make another
-    object."""
+    """Returns whether an object is a sentinel: it has no state, and pickle would make a
+    different object."""
     return _facts(type(obj)).has_usual_state and obj.__getstate__() is None
 
 
 class PickledHow(NamedTuple):
-    """Facts about a class that pickling its instances needs."""
+    """Facts about a class that are needed to pickle its instances."""
 
     has_usual_state: bool
     notes_new: bool
@@ -276,14 +278,14 @@ def _ask(cls: Any) -> PickledHow:
 
 
 def make(number: str, metaclass: type, name: str, body: tuple[Any, ...]) -> type:
-    """Makes a class, with empty functions, unless it is here."""
+    """Makes a class, with empty functions, unless this process has it."""
     return _known().made(number, functools.partial(_run, metaclass, name, Body(*body)))
 
 
 def make_bare(
     number: str, metaclass: type, name: str, bases: tuple[type, ...], said: Any
 ) -> type:
-    """Makes a class without running its metaclass."""
+    """Makes a class without running its metaclass's code."""
     maker = functools.partial(type.__new__, metaclass, name, bases, dict(said))
     return _known().made(number, maker)
 
@@ -296,7 +298,8 @@ def make_enum(
     said: Mapping[str, Any],
     members: Mapping[str, Any],
 ) -> type:
-    """Makes an enum from its values, without running its own code for members."""
+    """Makes an enum from its values, without running the code that it has for making
+    members."""
 
     def write(namespace: Any) -> None:
         for key, value in said.items():
@@ -312,7 +315,8 @@ def make_enum(
 
 
 def finish(cls: type, state: Any) -> None:
-    """Fills the functions, sets attributes that differ, and registers with jax."""
+    """Completes a class: fills its functions, sets attributes that differ, and
+    registers it with jax."""
     functions, names, generated, subclasses, registrations = state
     # A class of this program that comes back to it is not changed.
     if not _known().is_arrived(cls):
@@ -338,7 +342,7 @@ def finish(cls: type, state: Any) -> None:
 
 
 def finish_plain(cls: type, state: Any) -> None:
-    """Fills a class as cloudpickle does, and registers it with jax."""
+    """Completes a class as cloudpickle does, and registers it with jax."""
     finish_class, given, registrations = state
     finish_class(cls, given)
     _register(registrations)
@@ -350,7 +354,8 @@ def _register(registrations: Registrations) -> None:
 
 
 def finish_enum(cls: Any, state: Any) -> None:
-    """Fills the functions, and sets the attributes of members."""
+    """Completes an enum: fills its functions, and sets the attributes of its
+    members."""
     functions, names, attributes, registrations = state
     if not _known().is_arrived(cls):
         return
@@ -368,7 +373,8 @@ def finish_enum(cls: Any, state: Any) -> None:
 
 
 def statement_of_enum(cls: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the keywords of an enum, and names that making its members needs."""
+    """Returns the keyword arguments of an enum's class statement, and the names that
+    are needed to make its members."""
     keywords: dict[str, Any] = {"metaclass": type(cls)}
     if issubclass(cls, enum.Flag):
         keywords["boundary"] = cls._boundary_
@@ -392,7 +398,8 @@ def names_of_enum(cls: type[enum.Enum]) -> dict[str, Any]:
 
 
 def attributes_of_members(cls: type[enum.Enum]) -> dict[str, Any]:
-    """Returns the attributes of members other than their value, by name."""
+    """Returns the attributes of an enum's members other than their value, by name of
+    the member."""
     pythons = ("_name_", "_value_", "_sort_order_", "__objclass__", "_hashable_values_")
     return {
         name: {k: v for k, v in vars(member).items() if k not in pythons}
@@ -403,7 +410,8 @@ def attributes_of_members(cls: type[enum.Enum]) -> dict[str, Any]:
 
 
 def _plain_member(cls: Any, *args: Any) -> Any:
-    """Makes a member from its value, for `enum`."""
+    """Makes a member of an enum from its value; used in place of the enum's
+    ``__new__``."""
     data = cls._member_type_
     value = args if len(args) != 1 else args[0]
     member = object.__new__(cls) if data is object else data.__new__(cls, value)
@@ -412,7 +420,8 @@ def _plain_member(cls: Any, *args: Any) -> Any:
 
 
 def _plain_init(self: Any, *args: Any) -> None:
-    """Replaces an ``__init__`` that needs the original arguments."""
+    """Does nothing; used in place of an ``__init__`` that needs the original
+    arguments."""
 
 
 def _run(metaclass: type, name: str, body: Body) -> type:

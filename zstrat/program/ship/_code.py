@@ -66,11 +66,12 @@ _VERSION: Final = bytes(sys.version_info[:2])
 def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     """Pickles data (arguments) or code.
 
-    Returns the bytes, and large arrays as 1-d uint8 views of the original memory (none
-    if ``obj`` is callable).
+    Returns the bytes, and large arrays as 1-d uint8 views of the original memory (no
+    arrays if ``obj`` is callable).
 
     Raises:
-        TypeError: A part cannot be pickled, or would not arrive whole; names its path.
+        TypeError: A part cannot be pickled, or would not arrive complete; names its
+            path.
     """
     # A function is one piece, as its bytes are known by one digest.
     if callable(obj):
@@ -94,15 +95,16 @@ def dump_code(
 ) -> bytes:
     """Pickles a function, or another object, in one piece.
 
-    Warns if it captures an array of more than 16 MiB.
+    Warns if the object captures an array of more than 16 MiB.
 
     Args:
-        held: A list that receives the resources that it refers to.
-        classes: A list that receives the classes that are pickled by value. While they
-            are alive, references from the receiver find them.
+        held: A list to which the resources are added that the object refers to.
+        classes: A list to which the classes are added that are pickled by value. While
+            they are alive, references from the receiver find them.
 
     Raises:
-        TypeError: A part cannot be pickled, or would not arrive whole; names its path.
+        TypeError: A part cannot be pickled, or would not arrive complete; names its
+            path.
     """
     code, pickler = _dumped(obj, None)
     if classes is not None:
@@ -126,8 +128,8 @@ def load(
     arrays: Sequence[np.ndarray] = (),
     resolve: Callable[[int], object] | None = None,
 ) -> Any:
-    """Loads what `dump` has pickled. Separate arrays are used without a copy,
-    read-only.
+    """Loads an object that `dump` has pickled. The separate arrays are used without a
+    copy, read-only.
 
     Args:
         resolve: Returns the object of a `Resource` by its number.
@@ -135,7 +137,7 @@ def load(
     Raises:
         VersionMismatchError: Another minor version of Python made the bytes.
         ProtocolError: The bytes were not made by `dump`.
-        ImportError: A class must be imported, and its source is not here.
+        ImportError: A class must be imported, and its source is not in this process.
         Exception: Whatever unpickling raises (a module that is not installed here).
     """
     head = bytes(code[:5])
@@ -161,7 +163,8 @@ def digest(code: bytes) -> bytes:
 def _dumped(
     obj: object, keep: Callable[[pickle.PickleBuffer], bool] | None
 ) -> tuple[bytes, Pickler]:
-    """Pickles an object; returns the bytes and the pickler."""
+    """Pickles an object; returns the bytes and the pickler, which has the separate
+    arrays."""
     ways = Ways()
     with lock:
         # Each failure adds an exception to `ways` or raises, so this ends.
@@ -179,7 +182,8 @@ def _dumped(
 
 
 def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
-    """Finds another way to pickle the part that failed.
+    """Finds another way to pickle the part of an object that failed, and adds it to
+    ``ways``.
 
     Raises:
         TypeError: There is no other way; names the path to the part.
@@ -210,7 +214,8 @@ def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
 
 
 def _made_by_code(chain: list[object], ways: Ways) -> type | None:
-    """Finds the innermost class that fails to arrive, and runs code when it is made."""
+    """Returns the innermost class along ``chain`` that fails to arrive and runs code
+    when it is made; None if there is none."""
     for part in reversed(chain):
         cls = part if isinstance(part, type) else type(part)
         known = cls in plain or goes_by_name(cls) or not runs_code(cls)

@@ -1,6 +1,6 @@
-"""Pickles functions, and reads the statements of classes that they are in.
+"""Pickles functions, and reads the class statements of classes.
 
-Functions are pickled in two steps: first the part that class statements need. A
+Functions are pickled in two steps, of which class statements need the first. A
 function's globals and cells may refer to the class that it is a method of. So the
 receiver makes empty functions, then the class, and then fills the functions. Attributes
 that cannot refer to a class are set from the start, because code that runs when a class
@@ -12,13 +12,13 @@ are made again by calling the library.
 
 ``jax.checkpoint(f)``, ``jax.vmap(f)`` or ``contextlib.contextmanager(f)`` return a
 function that cannot be imported: its code belongs to the package, and its closure to
-the user. The receiver makes it over the globals of the package's module; by value these
-globals would be pickled, too, which fails for some. A function with a custom gradient
-is an object of jax that holds such functions. It forwards any attribute to one of them,
-so pickle must not read its attributes.
+the user. The receiver makes it with the globals of the package's module; if the
+function were pickled by value, these globals would be pickled, too, which fails for
+some. A function with a custom gradient is an object of jax that holds such functions.
+It forwards any attribute to one of them, so pickle must not read its attributes.
 
-The statement of a class is read back from the class. A class keeps its names in order:
-first those of the statement, then those that ``type``, a metaclass,
+The statement of a class is reconstructed from the class. A class keeps its names in
+order: first those of the statement, then those that ``type``, a metaclass,
 ``__init_subclass__`` or a decorator added. The first name that is known to be added
 ends the statement. Fields of a dataclass, which the decorator removes from the class or
 replaces by their defaults, are made again.
@@ -54,10 +54,11 @@ _OF_DISPATCH: Final = ("register", "dispatch", "registry", "_clear_cache")
 
 
 def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str, Any]:
-    """Returns the attributes that a function has from the start.
+    """Returns the attributes that a function gets when it is made, before it is filled.
 
     Args:
-        at_hand: Whether a global can be set that early, because it is imported.
+        at_hand: Returns whether the value of a global can be set that early, because
+            the receiver imports it.
     """
 
     def keep(value: object) -> bool:
@@ -80,29 +81,32 @@ def early(fn: types.FunctionType, at_hand: Callable[[object], bool]) -> dict[str
 
 
 def empty(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
-    """Makes the first step from cloudpickle's reduction of a function."""
+    """Makes the reduction of an empty function from cloudpickle's reduction of the
+    function."""
     return _made, (reduced[0], reduced[1], attributes)
 
 
 def whole(reduced: Reduced, attributes: Mapping[str, Any]) -> Reduced:
-    """Makes both steps at once."""
+    """Makes the reduction of a complete function, made and filled in one step."""
     return (*empty(reduced, attributes), (reduced[5], reduced[2]), None, None, fill)
 
 
 def remaining(reduced: Reduced) -> Reduced:
-    """Returns the arguments of `fill`, the second step."""
+    """Returns the arguments of `fill`, which is the second step, from cloudpickle's
+    reduction of a function."""
     return reduced[5], reduced[2]
 
 
 def fill(fn: types.FunctionType, state: Any) -> None:
-    """Sets globals, cells and attributes of an empty function."""
+    """Sets globals, cells and attributes of an empty function (the second step)."""
     setstate, given = state
     # A copy: cloudpickle takes items out of what it is given.
     setstate(fn, (given[0], dict(given[1])))
 
 
 def inner_functions(value: object) -> Iterator[types.FunctionType]:
-    """Iterates over the functions in an attribute of a class."""
+    """Yields the functions in an attribute of a class: the value itself, or those that
+    it wraps."""
     match value:
         case types.FunctionType():
             yield value
@@ -121,7 +125,8 @@ def is_dispatching(fn: types.FunctionType) -> bool:
 
 
 def reduced_dispatch(fn: Any) -> Reduced:
-    """Reduces a function of `functools.singledispatch`, with its implementations."""
+    """Reduces (as pickle does) a function of `functools.singledispatch`, with its
+    implementations."""
     implementations = dict(fn.registry)
     # The function itself, to which ``singledispatch`` is applied once more.
     base = implementations.pop(object)
@@ -130,7 +135,8 @@ def reduced_dispatch(fn: Any) -> Reduced:
 
 
 def remade(obj: object) -> Reduced | None:
-    """Reduces a wrapper of Python's library to a call of it; None for other objects."""
+    """Reduces a wrapper of Python's library to the call that makes it again; None for
+    other objects."""
     match obj:
         case functools.cached_property():  # Python 3.11 keeps a lock in it
             state = {k: v for k, v in vars(obj).items() if k != "lock"}
@@ -144,7 +150,7 @@ def remade(obj: object) -> Reduced | None:
 
 
 def is_cached(obj: object) -> bool:
-    """Returns whether this is a function of `functools.lru_cache`."""
+    """Returns whether `functools.lru_cache` made the object."""
     return isinstance(obj, _LRU)
 
 
@@ -191,7 +197,8 @@ _COPIED = (
 
 
 def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
-    """Reduces a function that an installed package made; None for other functions."""
+    """Reduces (as pickle does) a function that an installed package made; None for
+    other functions."""
     module = sys.modules.get(fn.__globals__.get("__name__", ""))
     if module is None or fn.__globals__ is not vars(module) or _is_importable(fn):
         return None
@@ -204,7 +211,7 @@ def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
 
 
 def reduced_vjp(fn: jax.custom_vjp[Any]) -> tuple[Callable[..., Any], Any, Any]:
-    """Reduces a function with a custom gradient."""
+    """Reduces (as pickle does) a function with a custom gradient."""
     return _blank_vjp, (), vars(fn)
 
 
@@ -260,7 +267,7 @@ _MADE_AGAIN: Final = frozenset(
         "__annotations_cache__",
     }
 )
-"""Each class gets its own."""
+"""Names of attributes that each class gets anew, and that are not sent."""
 _OF_DATACLASS: Final = frozenset(
     {"__dataclass_params__", "__dataclass_fields__", "__match_args__"}
 )
@@ -272,12 +279,12 @@ class Body(NamedTuple):
     """The parts of a class.
 
     Args:
-        bases: As written, ``Generic[T]`` for instance.
-        keywords: Of the class statement, without the metaclass.
+        bases: The bases as written, ``Generic[T]`` for instance.
+        keywords: Keyword arguments of the class statement, without the metaclass.
         said: Attributes of the statement, by name.
         fields: Fields of the statement that the dataclass decorator removed.
         later: Attributes that were added after the statement.
-        generated: Those of them that the dataclass decorator makes.
+        generated: Those of ``later`` that the dataclass decorator makes.
     """
 
     bases: tuple[Any, ...]
@@ -293,7 +300,7 @@ class Body(NamedTuple):
         return tuple(self._replace(later={}, generated={}))
 
     def without_values(self) -> Body:
-        """Drops the values of the statement, and keeps its functions."""
+        """Returns the body without the values of the statement; its functions stay."""
         said = {
             name: value
             for name, value in self.said.items()
@@ -303,7 +310,7 @@ class Body(NamedTuple):
 
 
 def body_of(cls: type) -> Body:
-    """Reads a class that is neither an enum nor a TypedDict."""
+    """Reads the parts of a class that is neither an enum nor a TypedDict."""
     said, later = _cut(cls)
     generated = {k: later.pop(k) for k in tuple(later) if is_generated(k, later[k])}
     # Only code that runs with the statement looks at its keywords and fields; all else
@@ -339,7 +346,8 @@ def is_generated(name: str, value: object) -> bool:
 
 
 def own_names(cls: type) -> dict[str, Any]:
-    """Returns a class's own attributes, without those that Python adds."""
+    """Returns the attributes in a class's own ``__dict__``, without those that Python
+    adds."""
     return {k: v for k, v in vars(cls).items() if not _is_pythons(cls, k, v)}
 
 
@@ -371,7 +379,7 @@ def _is_pythons(cls: type, name: str, value: object) -> bool:
 
 
 def _fields(cls: type) -> dict[str, Any]:
-    """Returns the fields that have more than a default value."""
+    """Returns the fields of a dataclass that have more than a default value."""
     all_fields = vars(cls).get("__dataclass_fields__", {})
     own = vars(cls).get("__annotations__", ())
     fields = {name: all_fields[name] for name in own if name in all_fields}
@@ -387,7 +395,7 @@ def _says_more(field: dataclasses.Field[Any]) -> bool:
 
 
 def _written(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """Returns the arguments of `dataclasses.field` for a field."""
+    """Returns the arguments of `dataclasses.field` that describe a field."""
     arguments = {flag: getattr(field, flag) for flag in _FLAGS}
     for name in ("default", "default_factory"):
         if (value := getattr(field, name)) is not dataclasses.MISSING:
@@ -396,12 +404,13 @@ def _written(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
 
 
 def write_field(arguments: dict[str, Any], metadata: dict[Any, Any]) -> Any:
-    """Makes a field as in the class statement."""
+    """Makes a dataclass field from the arguments of `dataclasses.field`."""
     return dataclasses.field(metadata=metadata, **arguments)
 
 
 def _keywords(cls: type) -> dict[str, Any]:
-    """Reads keywords that are constants or global names from the source."""
+    """Reads, from the source of a class, the keyword arguments of its statement that
+    are constants or global names."""
     module = sys.modules.get(cls.__module__)
     filename = getattr(module, "__file__", None)
     if module is None or filename is None:
@@ -422,7 +431,8 @@ def _keywords(cls: type) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _statements(filename: str, lines: int) -> dict[str, list[ast.keyword]]:
-    """Reads the keywords of all classes of a file, by name of the class."""
+    """Reads the keyword arguments of all class statements of a file, by name of the
+    class."""
     del lines  # another length is another file
     keywords: dict[str, list[ast.keyword]] = {}
 

@@ -1,7 +1,7 @@
 """`Pickler` and `Unpickler`: the only users of cloudpickle.
 
 `_code` lists how objects are pickled. The pickler decides by the type of the object,
-and by the exceptions that an earlier attempt has found (`Ways`).
+and by the exceptions that earlier attempts have found (`Ways`).
 """
 
 from __future__ import annotations
@@ -53,20 +53,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 WARN_FROM_BYTES: Final = 16 * 2**20
-"""Captured arrays of this size cause a warning: they are shipped to every worker, and
-become constants of the compiled program."""
+"""Bytes of a captured array from which on the pickler warns: captured arrays are
+shipped to every worker, and become constants of the compiled program."""
 
 _CIRCLES: Final = 8
-"""Limit of recursive visits of a class before it is made, through its body."""
+"""Limit of recursive visits of a class through its own body, before the class is
+made."""
 
 # cloudpickle's registry of modules is global; two threads would mix their entries.
 lock: Final = threading.RLock()
 plain: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Classes whose statement cannot run again: cloudpickle fills blank ones."""
+"""Classes whose statement cannot run again: cloudpickle makes them blank, and fills
+them."""
 
 
 class Resource:
-    """Base of handles whose object is on the receiving task, under a number."""
+    """Base of handles that the receiving task replaces by an object which it has under
+    a number."""
 
     resource: int
 
@@ -78,14 +81,16 @@ _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 @dataclasses.dataclass
 class Ways:
-    """The parts of one object that are not pickled as their type says."""
+    """The parts of one object that are not pickled in the way that their type
+    suggests."""
 
     by_name: dict[int, tuple[Any, ModuleAttribute]] = dataclasses.field(
         default_factory=dict
     )
-    """Objects that workers import, by id."""
+    """Objects that workers import by name, by ``id``."""
     late: set[type] = dataclasses.field(default_factory=set)
-    """Classes whose attributes are set after they are made, as these refer to them."""
+    """Classes whose attributes are set after the class is made, because the attributes
+    refer to the class."""
 
 
 class CircularBody(TypeError):
@@ -98,7 +103,8 @@ class CircularBody(TypeError):
 
 
 class NotShippable(Exception):
-    """A part cannot be pickled (see the cause), or arrives changed (the arguments)."""
+    """A part of an object cannot be pickled (see the cause), or arrives changed (see
+    the arguments)."""
 
 
 class NotLoaded(NotShippable):
@@ -106,7 +112,7 @@ class NotLoaded(NotShippable):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
-    """cloudpickle with the rules of the module's docstring."""
+    """cloudpickle's pickler with the rules that the docstring of `_code` lists."""
 
     def __init__(
         self,
@@ -135,11 +141,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         ways: Ways,
         kept: list[Any] | None = None,
     ) -> Iterator[tuple[Pickler, BytesIO]]:
-        """Opens a pickler and its stream.
+        """Yields a pickler and its stream.
 
         Args:
-            kept: A list that receives arrays and handles, which a trial does not
-                pickle.
+            kept: A list to which arrays and handles are added, which a trial load uses
+                as they are, instead of pickling them.
         """
         stream = BytesIO()
         pickler = Pickler(stream, keep, ways, kept)
@@ -232,7 +238,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         return reduced_class(cls, filled, virtual, registrations, late=is_late)
 
     def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
-        """Finds the functions of a class that start empty, with their reductions."""
+        """Returns the functions of a class that are sent empty at first, each with its
+        reduction."""
         functions = []
         for fn in functions_of(cls):
             if not is_dispatching(fn) and not goes_by_name(fn) and not reduced(fn):
@@ -283,7 +290,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
 
 
 class Unpickler(pickle.Unpickler):
-    """Loads what a `Pickler` has written; finds references and resources here."""
+    """Loads what a `Pickler` has written, and resolves references and resources in this
+    process."""
 
     def __init__(
         self,
@@ -308,7 +316,8 @@ class Unpickler(pickle.Unpickler):
 
 
 class TrialUnpickler(Unpickler):
-    """Loads a trial: kept objects as they are, and no import that workers lack."""
+    """Loads a trial: kept objects are used as they are, and modules that workers do not
+    have are not imported."""
 
     def __init__(self, stream: BytesIO, kept: Sequence[Any], ways: Ways) -> None:
         super().__init__(stream, (), None)
@@ -336,7 +345,7 @@ class TrialUnpickler(Unpickler):
 
 
 def _stays(obj: object) -> bool:
-    """Returns whether a trial keeps the object, without a copy."""
+    """Returns whether a trial uses the object as it is, without a copy."""
     if isinstance(obj, np.ndarray):
         return not obj.dtype.hasobject
     if isinstance(obj, type):
@@ -345,7 +354,8 @@ def _stays(obj: object) -> bool:
 
 
 def goes_by_name(obj: Any) -> bool:
-    """Returns whether workers import it: it is an attribute of an installed module."""
+    """Returns whether workers import the object: it is an attribute of an installed
+    module."""
     if isinstance(obj, types.ModuleType):
         return sys.modules.get(obj.__name__) is obj and not is_users(obj)
     if not isinstance(obj, (type, types.FunctionType)) and not is_cached(obj):
@@ -360,7 +370,8 @@ def goes_by_name(obj: Any) -> bool:
 
 
 def _by_other_name(obj: Any) -> Any:
-    """Reduces an attribute of an installed module to its name; None for other objects.
+    """Reduces an attribute of an installed module to the name of that attribute; None
+    for other objects.
 
     For classes and functions with another ``__qualname__``, and for sentinels: objects
     without state, which are compared by identity.
@@ -394,8 +405,8 @@ def is_file_of_users(module: object) -> bool:
 
 
 def _wide(value: Any) -> jax.Array:
-    """Makes a 64-bit array even where jax is limited to 32 bits: parameter servers also
-    run the optimizers of programs that use 64 bits."""
+    """Makes a 64-bit jax array even if jax is limited to 32 bits, because parameter
+    servers also run the optimizers of programs that use 64 bits."""
     with jax.enable_x64(True):
         return jnp.asarray(value)
 

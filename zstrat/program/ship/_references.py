@@ -1,16 +1,16 @@
-"""Companions of a pickle: references by name, and registrations of pytree classes.
+"""References by name in a pickle, and registrations of pytree classes.
 
-Objects that cannot be pickled but are in a file of workers are sent by name: a lock, an
-open file, a class that is registered with jax by functions. A worker with the same
-source imports the module and reads the attribute. This is the exception, because an
-import gives the object of the source, not its present state.
+Objects that cannot be pickled, but are in a file that workers have, are sent by name: a
+lock, an open file, a class that is registered with jax by functions. A worker with the
+same source imports the module and reads the attribute. This is the exception, because
+an import gives the object of the source, not its present state.
 
 The registration of a pytree class is sent with the class. jax keeps pytree classes in a
 registry of the process. A class that is pickled by value is a new class on a worker,
-unknown to jax there, and would count as a leaf. The registration is found from outside:
-a blank instance is flattened, and its children show which fields are data. The two
-functions of ``register_pytree_node`` cannot be found this way, so such a class is
-refused.
+unknown to jax there, and would count as a leaf. jax does not show the registration, so
+it is found by a trial: a blank instance is flattened, and its children show which
+fields are data. The two functions of ``register_pytree_node`` cannot be found this way,
+so such a class is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class ModuleAttribute(NamedTuple):
-    """An attribute of a module with the digest of the module's source."""
+    """A reference to an attribute of a module, with the digest of the module's
+    source."""
 
     module: str
     name: str
@@ -43,10 +44,8 @@ class ModuleAttribute(NamedTuple):
     is_class: bool
 
     def find_or_stand_in(self) -> Any:
-        """Imports the attribute; if that fails, returns a stand-in that raises at use.
-
-        A shipped function may never be called.
-        """
+        """Imports the attribute; if that fails, returns an object that raises when it
+        is used, because a shipped function may never use it."""
         try:
             return self.find()
         except ImportError as error:
@@ -58,7 +57,7 @@ class ModuleAttribute(NamedTuple):
         """Imports the attribute.
 
         Raises:
-            ImportError: The module is not here, or its source differs.
+            ImportError: The module is not installed here, or its source differs.
         """
         file = _file(self.module)
         if file is None:
@@ -73,7 +72,7 @@ class ModuleAttribute(NamedTuple):
 
 
 class AbsentValue:
-    """Stands for a value that this process cannot import; raises at its first use."""
+    """Replaces a value that this process cannot import; raises at its first use."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -92,7 +91,7 @@ class AbsentValue:
 
 
 class _AbsentClass(type):
-    """Stands for a class that this process cannot import; raises at its first use."""
+    """Replaces a class that this process cannot import; raises at its first use."""
 
     message: str
 
@@ -118,7 +117,8 @@ class _AbsentClass(type):
 def attribute(
     value: object, modules: Iterable[types.ModuleType]
 ) -> ModuleAttribute | None:
-    """Finds the value among the attributes of modules."""
+    """Finds the value among the attributes of modules; returns a reference to it, or
+    None."""
     for module in modules:
         name = _name_in(module, value)
         file = None if name is None else _file(module.__name__)
@@ -170,7 +170,7 @@ HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 
 
 class RegisteredPytree(enum.Enum):
-    """The ways to register a class."""
+    """The ways to register a pytree class with jax."""
 
     DATACLASS = "register_dataclass"
     NODE_CLASS = "register_pytree_node_class"
@@ -180,7 +180,8 @@ class RegisteredPytree(enum.Enum):
 
 
 class Registration(NamedTuple):
-    """A class, the way to register it, and its fields if it is a dataclass."""
+    """The registration of a class with jax: the class, the way to register it, and its
+    fields if it is a dataclass."""
 
     cls: type
     way: RegisteredPytree
@@ -189,10 +190,10 @@ class Registration(NamedTuple):
 
     @staticmethod
     def of(cls: Any) -> list[Registration]:
-        """Finds the registration of a class, if it has one.
+        """Returns the registration of a class; [] if it has none.
 
         Raises:
-            TypeError: It is registered by functions (``register_pytree_node``).
+            TypeError: The class is registered by functions (``register_pytree_node``).
         """
         # jax knows each NamedTuple without a registration.
         if issubclass(cls, tuple) or not _is_registered(cls):
@@ -221,10 +222,10 @@ class Registration(NamedTuple):
 
 
 def register(registration: Registration) -> None:
-    """Registers a class that arrived, unless it is registered.
+    """Registers a class that arrived with jax, unless it is registered.
 
     Raises:
-        TypeError: It should have registered itself, and has not.
+        TypeError: The class should have registered itself, and has not.
     """
     cls: Any = registration.cls
     # By its own statement, or when it arrived before.
@@ -245,7 +246,7 @@ def register(registration: Registration) -> None:
 
 
 def _blank(cls: type) -> Any:
-    """Makes an instance whose fields are their own names.
+    """Makes an instance whose fields have their own names as values.
 
     Raises:
         TypeError: The class cannot be made without arguments.
@@ -287,7 +288,8 @@ def _is_static(cls: type) -> bool:
 
 
 def _data_fields(cls: type) -> tuple[str, ...] | None:
-    """Returns the fields that are children; None if the children are not fields."""
+    """Returns the names of the fields that are pytree children; None if the children
+    are not fields."""
     if not dataclasses.is_dataclass(cls):
         return None
     try:
@@ -301,8 +303,8 @@ def _data_fields(cls: type) -> tuple[str, ...] | None:
 
 
 def _may_register_itself(cls: type) -> bool:
-    """Returns whether a base runs code when the class is made, so also at the
-    receiver."""
+    """Returns whether a base class runs code when the class is made, and so may
+    register it at the receiver, too."""
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
     modules = {type(cls).__module__, *(maker.__module__ for maker in makers)}
     return not modules <= {"builtins", "abc", "typing"}

@@ -1,4 +1,5 @@
-"""Steps with collectives of several processes: in stages, or as one program."""
+"""Steps with collectives between processes: as a sequence of programs (stages), or as
+one program."""
 
 from __future__ import annotations
 

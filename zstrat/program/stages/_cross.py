@@ -1,14 +1,14 @@
-"""Collectives between processes in a step: equations at which the program is cut.
+"""Collectives between processes in a step: equations at which the program is divided.
 
 A step of several processes is traced as one program, in which each collective is one
-equation of a primitive of ours. XLA does not compile that equation: the program is cut
-there (`_stages`), and the parts run before and after the collective. Outside of traces
-the collective happens at once.
+equation of a primitive defined here. XLA does not compile that equation: the program is
+divided there (`_stages`), and its parts run before and after the collective. Outside of
+traces the collective happens at once.
 
-If XLA itself reaches the other processes (`_whole`), nothing is cut: the program is
+If XLA itself reaches the other processes (`_whole`), nothing is divided: the program is
 mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.
 
-Law of the file: all processes trace the same program, so they reach the same
+Law of the file: all processes trace the same program, so they execute the same
 collectives in the same order.
 """
 
@@ -35,18 +35,18 @@ _psum: Final[Any] = jax.lax.psum
 
 
 PROCESS: Final = "process"
-"""Name of the axis that is mapped over processes."""
+"""Name of the mesh axis over the processes."""
 
 within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=False)
-"""Whether the trace is mapped over `PROCESS`. Law of the file: the code that sets it
-resets it."""
+"""Whether the present trace is mapped over `PROCESS`. Law of the file: the code that
+sets this variable resets it."""
 
 
 class Collective(Protocol):
-    """The collectives of several processes; a `zstrat.collectives.Group` has them.
+    """The collectives of several processes; `zstrat.collectives.Group` implements this.
 
     Every process calls the same methods in the same order, with arrays of the same
-    shapes and dtypes. Trees are lists of arrays of numpy.
+    shapes and dtypes. Trees are lists of numpy arrays.
     """
 
     @property
@@ -57,7 +57,8 @@ class Collective(Protocol):
 
     @property
     def generation(self) -> int:
-        """0 if no process was lost so far."""
+        """Number of the group's generation: grows with each `reform`; 0 if no process
+        was lost so far."""
         ...
 
     def all_reduce(self, tree: Any, op: str = "sum") -> Any:
@@ -69,11 +70,11 @@ class Collective(Protocol):
         ...
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
-        """Returns the arrays of rank ``root``."""
+        """Returns the arrays of rank ``root`` on all ranks."""
         ...
 
     def under(self, options: Any) -> Collective:
-        """Returns the same processes with other options."""
+        """Returns a group of the same processes with other options for its calls."""
         ...
 
     def reform(self, *, timeout: float | None = None) -> None:
@@ -90,20 +91,21 @@ class CrossKind(enum.Enum):
 
     SUM = enum.auto()
     GATHER = enum.auto()
-    """Concatenate along the first axis, equally many rows of each process."""
+    """Concatenates the arrays of all processes along the first axis; each has equally
+    many rows."""
     FIRST = enum.auto()
-    """Take the arrays of rank 0."""
+    """Gives every process the arrays of rank 0."""
 
 
 class Channel:
-    """The processes of a strategy, as traced programs know them.
+    """A group of processes, as traced programs refer to it.
 
-    The group of processes may change (it is re-formed): traces depend on
-    ``fingerprint``. With a ``mesh`` of the devices of all processes, whose axes are
-    `PROCESS` and that of the replicas, XLA does the collectives of steps.
+    The group may change (it is re-formed): traces depend on ``fingerprint``. With a
+    ``mesh`` of the devices of all processes, whose axes are `PROCESS` and that of the
+    replicas, XLA does the collectives of steps.
 
-    Calls with options of their own go through a channel of their own (`under`), so that
-    they are not batched with other calls.
+    Calls with other options use another channel (`under`), so that they are not batched
+    with the calls of this one.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Channel:
         self.options = options
 
     def under(self, options: Hashable) -> Channel:
-        """Makes a channel of the same processes for calls with these options."""
+        """Returns a channel of the same processes for calls with these options."""
         return Channel(self.collective, self.mesh, options)
 
     def __eq__(self, other: object) -> bool:
@@ -137,11 +139,11 @@ class Channel:
 
     @property
     def fingerprint(self) -> tuple[int, int]:
-        """Identifies the group; programs depend on it."""
+        """Identifies the present group of processes; programs depend on it."""
         return self.rank, self.size
 
     def carry_out(self, kind: CrossKind, arrays: Sequence[Any]) -> list[Any]:
-        """Does the collective for several arrays; waits for all processes.
+        """Executes a collective for several arrays; waits for all processes.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: A rank is lost or late; names it.
@@ -163,7 +165,8 @@ class Channel:
 def sum_over(
     channel: Channel, arrays: Sequence[jax.Array], axis: str | None = None
 ) -> list[jax.Array]:
-    """Sums over all processes. Differentiable: gradients are summed, too.
+    """Sums arrays over all processes. Differentiable: gradients are summed over all
+    processes, too.
 
     Args:
         axis: Name of a mapped axis on which the arrays are equal.
@@ -172,7 +175,7 @@ def sum_over(
 
 
 def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the arrays of rank 0."""
+    """Returns the arrays of rank 0, on all ranks."""
     return _bound(channel, CrossKind.FIRST, here(), arrays)
 
 
@@ -181,7 +184,8 @@ def gather_from(
 ) -> list[jax.Array]:
     """Concatenates the arrays of all processes, ``[size * n, ...]``.
 
-    Differentiable: a process gets the sum of all gradients of its part.
+    Differentiable: the gradient of a process's part is the sum of all processes'
+    gradients of it.
 
     Args:
         axis: Name of a mapped axis on which the arrays are equal.
@@ -190,7 +194,8 @@ def gather_from(
 
 
 crossing: Final[Any] = Primitive("zstrat_crossing")
-"""Its equations have the parameters ``channel``, ``kind`` and ``where``."""
+"""The primitive of a collective between processes. Its equations have the parameters
+``channel``, ``kind`` and ``where``."""
 crossing.multiple_results = True
 
 
@@ -237,7 +242,8 @@ def _bound(
 
 
 def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Does the collective inside of XLA."""
+    """Executes the collective with jax's own operations, inside of a program over all
+    processes."""
     match kind:
         case CrossKind.SUM:
             summed: list[jax.Array] = _psum(list(arrays), PROCESS)
@@ -254,7 +260,7 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def gathered(array: jax.Array, axis: str) -> jax.Array:
-    """Concatenates the arrays of a mapped axis along their first axis."""
+    """Concatenates the parts of a mapped axis along the array's first axis."""
     if array.size:
         whole: jax.Array = jax.lax.all_gather(array, axis, tiled=True)
         return whole
@@ -300,11 +306,12 @@ def _summed_once(
     gradients: tuple[Any, ...],
     axis: str | None,
 ) -> tuple[Any, ...]:
-    """Returns the gradients of all processes, and of all replicas of a mapped axis.
+    """Sums gradients over all processes, and over all replicas of a mapped axis.
 
-    What crosses is taken from one replica, so the gradients of all are added before.
-    The first replica gets the sum and the others zeros, because the gradient of what
-    made the arrays equal (a sum over the axis, say) adds them up once more.
+    Only one replica's gradient is sent to the other processes, so the gradients of all
+    replicas are added before. The first replica gets the sum and the others zeros,
+    because the gradient of the operation that made the arrays equal (a sum over the
+    axis, say) adds them up once more.
     """
     if axis is None:
         return cross(gradients)

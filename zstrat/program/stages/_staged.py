@@ -1,12 +1,12 @@
 """`StagedProgram`: a step in compiled stages: program, collectives, program, ...
 
 Theory of operation. Values and slots of variables on devices are inputs as they are.
-The last stage computes the next ones in their memory (they are donated, unless they are
-kept on another device). So nothing has changed until all collectives are done, and a
-step that fails in a collective can run again. Values for later stages stay on the
+The last stage computes the next ones in the same memory (the inputs are donated, unless
+they are kept on another device). So nothing has changed until all collectives are done,
+and a step that fails in a collective can run again. Values for later stages stay on the
 device; the host reads only the operands of collectives, and drops them afterwards.
 
-Law of the file: only the last stage uses donated memory.
+Law of the file: only the last stage donates inputs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled stage. Of its inputs it takes the memory of those that are
-    ``donated``, and leaves those that are ``kept``; ``dead`` are values that no later
-    stage needs."""
+    """A compiled stage. The numbers of its inputs are in ``donated`` if it reuses their
+    memory, and in ``kept`` if not; ``dead`` are values that no later stage needs."""
 
     stage: Stage
     run: Any
@@ -112,7 +111,8 @@ def _jitted(
 def _calls(
     crossings: Sequence[Crossing],
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
-    """Groups collectives that can be one call, in the order of the program."""
+    """Groups collectives that can be executed in one call, in the order of the
+    program."""
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
     for crossing in crossings:
         groups.setdefault((crossing.channel, crossing.kind), []).append(crossing)
@@ -120,7 +120,8 @@ def _calls(
 
 
 def shared_inputs(cut: Sequence[Stage], inputs: int) -> list[int]:
-    """Returns the arguments of several stages, which go to the device once."""
+    """Returns the numbers of the arguments that several stages use, which are copied to
+    the device only once."""
     taken = [n for stage in cut for n in stage.takes if n < inputs]
     return sorted({n for n in taken if taken.count(n) > 1})
 
@@ -130,13 +131,14 @@ _wait: Final[Any] = jax.block_until_ready
 
 
 class StagedProgram:
-    """The programs of one signature, compiled when they first run."""
+    """The stages of the program of one signature (types of arguments and elements),
+    compiled when they first run."""
 
     def __init__(self, plan: Plan, staged: Staged) -> None:
-        """Traces and cuts the body.
+        """Traces the body and divides it into stages.
 
         Raises:
-            Outdated: See there.
+            Outdated: The variables are no longer stored as when ``staged`` was made.
             Exception: Whatever the body raises while it is traced.
         """
         self.plan = plan
@@ -174,8 +176,8 @@ class StagedProgram:
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> StagedProgram | None:
-        """Makes this program for the variables of another plan; None if it has an
-        optimizer, or is one of several processes."""
+        """Makes this program for the variables of another plan; None if the program has
+        an optimizer, or is one of several processes."""
         held = self._held.with_others(plan, variables)
         if held is None or self._channels or held.fingerprint != self._fingerprint:
             return None
@@ -185,7 +187,7 @@ class StagedProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether variables and processes are as the program was traced for."""
+        """Whether variables and processes are as when the program was traced."""
         return self._held.fingerprint == self._fingerprint and (
             not self._channels
             or all(
@@ -199,13 +201,13 @@ class StagedProgram:
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """Runs the step on inputs and leaves of the elements of ``draws``.
 
-        The elements are spent when new values are stored. Returns the arrays of the
+        The elements are used up when new values are stored. Returns the arrays of the
         result, which may not be ready, and the operands of the plan's updates.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
             DataLossError: An earlier step failed, and a value is lost.
-            Outdated: See there.
+            Outdated: The variables are no longer stored as when the program was traced.
         """
         given = [*inputs, *leaves]
         if self._sharding is not None:
@@ -257,7 +259,8 @@ class StagedProgram:
         outputs: list[list[Any]],
         draws: Draws,
     ) -> None:
-        """Runs the last stage, and stores its outputs in place of its inputs."""
+        """Runs the last stage, and stores its outputs as the new values of the
+        variables."""
         try:
             self._compute(self._stages[-1], donated, kept, outputs)
             # Drop the inputs while the devices compute.
@@ -277,8 +280,8 @@ class StagedProgram:
         self._held.put(outputs[self._results : self._operands_from], draws)
 
     def _ended_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
-        """Waits for outputs that are stored already. If the program fails, they are
-        lost, and the elements can be drawn again."""
+        """Waits for outputs that are stored already. If the program fails, these values
+        are lost, and the elements can be drawn again."""
         try:
             _wait(outputs[0])  # all outputs are ready at once
         except Exception:  # to the caller
@@ -298,7 +301,8 @@ class StagedProgram:
             raise
 
     def _before_last(self, given: list[Any]) -> dict[int, Any] | list[Any]:
-        """Runs all other stages; returns the inputs of the last one, by number."""
+        """Runs all stages but the last, and their collectives; returns the inputs of
+        the last one, by number."""
         if self._is_whole:
             return given
         store = dict(enumerate(given))
@@ -311,8 +315,8 @@ class StagedProgram:
         return store
 
     def _brought(self, array: Any) -> Any:
-        """Copies an argument to the devices of the step if it is committed to
-        others."""
+        """Copies an argument to the devices of the step if it is committed to other
+        devices."""
         if not isinstance(array, jax.Array):
             return array
         where = array.sharding
@@ -326,7 +330,7 @@ class StagedProgram:
         return jax.device_put(array, self._sharding)
 
     def _out_shardings(self) -> list[Any] | None:
-        """Returns the shardings of the last stage's outputs; None for jax's default."""
+        """Returns the shardings of the last stage's outputs; None: jax's default."""
         if self._sharding is None:
             return None
         results, _, slots, operands = self._shape
@@ -344,8 +348,8 @@ class StagedProgram:
         kept: list[Any],
         outputs: list[list[Any]],
     ) -> None:
-        """Runs a stage, and appends its outputs to ``outputs``: in C, so that they are
-        there if a Ctrl-C comes during the call."""
+        """Runs a stage, and appends its outputs to ``outputs``; the append happens in
+        C, so that the outputs are there if a Ctrl-C comes during the call."""
         if self._traced:
             outputs.extend(map(part.run, (donated,), (kept,)))
             return
@@ -354,7 +358,7 @@ class StagedProgram:
         self._traced = part is self._stages[-1]
 
     def _cross(self, part: Compiled, store: dict[int, Any]) -> None:
-        """Runs a stage before the last one, and the collectives after it."""
+        """Runs a stage before the last one, and the collectives after that stage."""
         made: list[list[Any]] = []
         self._compute(part, [], [store[number] for number in part.kept], made)
         outputs = made.pop()
@@ -378,8 +382,8 @@ def _delete(arrays: Sequence[jax.Array]) -> None:
 
 
 def _lose_what_is_gone(donated: Sequence[jax.Array]) -> None:
-    """Deletes the donated inputs of a failed stage if it has used some of their memory:
-    the values belong to one step, so they are lost together."""
+    """Deletes the donated inputs of a failed stage if it has reused the memory of some
+    of them: the values belong to one step, so they are lost together."""
     try:
         # Waiting finds a value that has lost its memory on some devices only.
         _wait(donated)
@@ -393,7 +397,8 @@ def _lose_what_is_gone(donated: Sequence[jax.Array]) -> None:
 def _require_same(
     kind: CrossKind, operands: Sequence[Any], results: Sequence[Any], channel: Channel
 ) -> None:
-    """Refuses results of another shape than the rest of the step is compiled for."""
+    """Refuses results of a collective with other shapes or dtypes than those for which
+    the rest of the step is compiled."""
     for operand, result in zip(operands, results, strict=True):
         shape = operand.shape
         if kind is CrossKind.GATHER:

@@ -1,23 +1,24 @@
-"""Cuts a traced program at its collectives, into stages that run one after the other.
+"""Divides a traced program at its collectives, into stages that run one after the
+other.
 
 A program is jax's jaxpr: equations in order. Equations of `crossing` are collectives
-between processes, which the host does. A collective has *level* n if n others must be
-done before its operands are known; collectives of one level are sent together. Stage n
-computes the operands of the collectives of level n, and values for later stages that it
-computes anyway: nothing is computed twice. The last stage computes the results.
+between processes, which the host executes. A collective has *level* n if n others must
+be done before its operands are known; collectives of one level are sent together. Stage
+n computes the operands of the collectives of level n, and values for later stages that
+can be computed already: nothing is computed twice. The last stage computes the results.
 
-A program is cut between equations, so a collective inside of an equation must first
+A program is divided between equations, so a collective inside of an equation must first
 move to the top level. A function that jax calls once (an inner ``jax.jit``,
 ``jax.checkpoint``) is inlined if it has collectives; a loop or a branch cannot be.
 
 The stage of an equation: not before the collectives that it depends on, and not after
 the first stage that needs its outputs. Between the two it runs as late as possible if
 it depends only on inputs of the program, which every stage has (an optimizer's decay of
-its moments), and else as early as possible: its outputs are usually smaller than its
-operands (a loss, of activations).
+its moments), and otherwise as early as possible: its outputs are usually smaller than
+its operands (a loss, compared to activations).
 
-Law of the file: values are numbers of inputs and of outputs of equations; no array is
-touched here.
+Law of the file: values are represented by numbers of inputs and of outputs of
+equations; no array is touched here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def channels_of(closed: Any) -> list[Channel]:
-    """Returns the channels of all collectives in the program."""
+    """Returns the channels of all collectives in a program."""
     return list(dict.fromkeys(_channels(closed.jaxpr)))
 
 
@@ -51,7 +52,7 @@ def crosses(eqn: Any) -> bool:
 
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Inlines every call that contains a collective.
+    """Inlines every call in a program that contains a collective.
 
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
@@ -95,7 +96,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[
 
 
 def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Computes the results of one equation."""
+    """Computes the results of one equation from its operands."""
     # It stays one equation, at which the program is cut.
     if crosses(eqn):
         results: list[Any] = crossing.bind(*operands, **eqn.params)
@@ -142,7 +143,7 @@ def _has_crossing_inside(eqn: Any) -> bool:
 
 
 def _jaxprs(eqn: Any) -> list[Any]:
-    """Returns the programs in the parameters of an equation; a branch has several."""
+    """Returns the jaxprs in the parameters of an equation; a branch has several."""
     programs = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -155,8 +156,8 @@ def _jaxprs(eqn: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One collective, from values ``operands`` to values ``results``; ``where`` is the
-    user's line."""
+    """One collective, from the values with the numbers ``operands`` to those with the
+    numbers ``results``; ``where`` is the user's line."""
 
     channel: Channel
     kind: CrossKind
@@ -167,9 +168,9 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a program: ``run`` computes the values ``gives`` from the values
-    ``takes``; the ``crossings`` come next. In the last stage ``gives`` are the results
-    of the program, numbered from 0."""
+    """A part of a program: ``run`` computes the values with the numbers ``gives`` from
+    those with the numbers ``takes``; then the collectives ``crossings`` are executed.
+    In the last stage ``gives`` are the results of the program, numbered from 0."""
 
     run: Callable[..., Sequence[Any]]
     takes: tuple[int, ...]
@@ -180,7 +181,7 @@ class Stage:
 def stages(
     closed: ClosedJaxpr, *, in_order: bool = False
 ) -> tuple[list[Stage], dict[int, Any]]:
-    """Cuts a program into stages; one if it has no collectives.
+    """Divides a program into stages; into one stage if it has no collectives.
 
     Also returns the constants among the operands of collectives, by number.
     ``in_order``: keep the order of all collectives, as if the program were not
@@ -275,7 +276,7 @@ class _Cut:
         return number
 
     def _ready(self) -> list[int]:
-        """Finds the first stage in which each equation can run."""
+        """Returns the first stage in which each equation can run."""
         # Inputs and constants are there from the first stage on.
         known = dict.fromkeys(self._fixed, 0)
         levels: list[int] = []
@@ -289,7 +290,8 @@ class _Cut:
         return levels
 
     def _due(self) -> list[int | None]:
-        """Finds the first stage that needs each equation; None if none does."""
+        """Returns the first stage that needs the outputs of each equation; None if no
+        stage does."""
         due: dict[Any, int] = {
             var: self._last for var in self._jaxpr.outvars if _is_var(var)
         }
@@ -313,7 +315,8 @@ class _Cut:
         return stages
 
     def _placed(self) -> list[int | None]:
-        """Chooses the stage of each equation; None for one that is not needed."""
+        """Chooses the stage of each equation; None for an equation that no stage
+        needs."""
         due = self._due()
         places: list[int | None] = []
         stage_of: dict[Any, int] = {}

@@ -1,12 +1,13 @@
 """`WholeProgram`: a step as one program over the devices of all processes.
 
-XLA reaches the other processes itself, so nothing is cut. Each process runs the body on
-its own data: the body is mapped over the axis of processes of the common mesh, and
-inside of it the replicas of one process over the other axis. Variables are arrays over
-the whole mesh, equal on all devices; arguments are arrays with one part per process.
+XLA reaches the other processes itself, so the program is not divided. Each process runs
+the body on its own data: the body is mapped over the axis of processes of the common
+mesh, and inside of it the replicas of one process over the other axis. Variables are
+arrays over the whole mesh, equal on all devices; arguments are arrays with one part per
+process.
 
 Law of the file: all processes run the same step with arguments of the same shapes; a
-Python number among them is the same everywhere.
+Python number among them is the same in all processes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _NUMBERS: Final = (int, float, complex)
 
 
 class WholeProgram:
-    """The program of one signature, compiled when it first runs."""
+    """The program of one signature (types of arguments and elements) over all
+    processes, compiled when it first runs."""
 
     def __init__(self, plan: Plan, staged: Staged, mesh: Mesh) -> None:
         self.plan = plan
@@ -59,7 +61,7 @@ class WholeProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether variables and processes are as the program was traced for."""
+        """Whether variables and processes are as when the program was traced."""
         return self._held.fingerprint == self._fingerprint
 
     def run(
@@ -67,12 +69,12 @@ class WholeProgram:
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """Runs the step on inputs and leaves of the elements of ``draws``.
 
-        The elements are spent when new values are stored. Returns the arrays of the
+        The elements are used up when new values are stored. Returns the arrays of the
         result, which may not be ready, and the operands of the plan's updates.
 
         Raises:
             DataLossError: An earlier step failed, and a value is lost.
-            Outdated: See there.
+            Outdated: The variables are no longer stored as when the program was traced.
         """
         held = self._held
         # Before the turn: the code that computes them may wait for the turn.
@@ -121,7 +123,8 @@ class WholeProgram:
         return results, operands
 
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:
-        """Sorts values in the order of the plan's reads."""
+        """Merges the values of updated variables, of other variables on devices, and of
+        variables elsewhere into one list, in the order of the plan's reads."""
         numbers = *self._moved, *self._read, *self._away
         known = dict(zip(numbers, (*moved, *read, *away), strict=True))
         return [known[n] for n in range(len(numbers))]
@@ -188,11 +191,12 @@ class WholeProgram:
 
 
 def _apart(array: Any) -> Any:
-    """Gives an output a first axis to concatenate over the processes."""
+    """Adds a first axis to an output, along which the outputs of all processes are
+    concatenated."""
     return array if jnp.ndim(array) else array[None]
 
 
 def _mine(array: jax.Array, like: Any) -> jax.Array:
-    """Returns this process's part of an output."""
+    """Returns this process's part of an output over all processes."""
     part: jax.Array = array.addressable_shards[0].data
     return part if like.shape else part[0]

@@ -1,4 +1,4 @@
-"""What a step function does with variables and iterators, found by tracing it."""
+"""Traces step functions, to find what they do with variables and iterators."""
 
 from __future__ import annotations
 

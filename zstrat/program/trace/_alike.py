@@ -4,9 +4,9 @@ Theory of operation. Two calls are alike if their variables agree in everything 
 key and name, and if equal positions have equal variables (`likeness`). The body of the
 first call is traced with *stand-ins*: new handles of the same variables, which only the
 arguments have. So the trace shows whether the body uses a variable as an argument or in
-another way, as a global say, and whether it reads a name or a device. If it uses them
-only as arguments, it would do the same with other variables: the plan of the other call
-is this plan with the variables replaced (`with_others`).
+another way, as a global say, and whether it reads a name or a device. If the body uses
+the variables only as arguments, it would do the same with other variables: the plan of
+the other call is this plan with the variables replaced (`with_others`).
 
 Law: a call that is not certainly alike is traced by itself.
 """
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from ._signature import CutCall
 
 MAX_REACHED: Final = 3000
-"""Limit of objects to search for captured variables. A body that reaches more is traced
-by itself."""
+"""Most objects to search for captured variables. A body that reaches more objects is
+traced by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenVariables:
-    """The variables of one call: the distinct components of its arguments, in order;
-    ``likeness`` is equal for calls that are alike."""
+    """The variables of one call: the distinct components of the variables among its
+    arguments, in order; ``likeness`` is equal for calls that can share a trace."""
 
     variables: tuple[Variable, ...]
     likeness: Hashable
@@ -60,7 +60,8 @@ class GivenVariables:
 
 
 def given_variables(call: CutCall) -> GivenVariables | None:
-    """Returns the variables of a call; None if it has none, or cannot share."""
+    """Returns the variables of a call; None if it has no variables, or cannot share a
+    trace."""
     variables: dict[int, Variable] = {}
     for leaf in call.leaves:
         if isinstance(leaf, Variable | ShardedVariable):
@@ -101,14 +102,15 @@ def _fingerprint(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashab
 
 
 class LookedForError(BaseException):
-    """The body looks up a stand-in in a dict or a set, which may have the variable
-    itself: it must be traced with that. Not an `Exception`, which bodies may catch."""
+    """The body looks up a stand-in in a dict or a set, which may contain the variable
+    itself: the body must be traced with the variable. Not an `Exception`, which bodies
+    may catch."""
 
 
 class StandIns:
     """The stand-ins for the variables of a call while its body is traced.
 
-    After the trace ``is_general`` says whether other calls may share it.
+    After the trace ``is_general`` says whether other calls may use it.
     """
 
     def __init__(self, given: GivenVariables) -> None:
@@ -118,7 +120,7 @@ class StandIns:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches uses of variables by the body that is traced inside."""
+        """Observes how the body that is traced inside of the block uses variables."""
         before = use_watcher.set(self._used)
         try:
             yield
@@ -126,7 +128,7 @@ class StandIns:
             use_watcher.reset(before)
 
     def leaf(self, leaf: Any) -> Any:
-        """Returns the object that replaces a leaf of the arguments."""
+        """Returns a leaf of the arguments, or its stand-in if it is a variable."""
         if isinstance(leaf, Variable):
             return self._made[leaf.spec.key]
         if isinstance(leaf, ShardedVariable):
@@ -136,11 +138,11 @@ class StandIns:
         return leaf
 
     def _used(self, variable: Any, use: VariableUse) -> None:
-        """Clears `is_general` if the body uses the name or hash of a stand-in, or uses
-        the variable itself.
+        """Handles a use of a variable: clears `is_general` if the body uses the name or
+        hash of a stand-in, or uses the variable itself.
 
         Raises:
-            LookedForError: It looks up a stand-in in a dict or a set.
+            LookedForError: The body looks up a stand-in in a dict or a set.
         """
         is_own = id(variable) in self._own
         if use is not VariableUse.VALUE:
@@ -154,11 +156,11 @@ class StandIns:
 
 
 def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
-    """Returns whether the body, or an object among the arguments, holds one of the
-    variables.
+    """Returns whether the body, or an object among the arguments, holds a reference to
+    one of the variables.
 
-    The body might compare it with an argument (``v is self.w``, ``slots[v]``), and a
-    stand-in would compare unequal.
+    The body might compare that variable with an argument (``v is self.w``,
+    ``slots[v]``), and a stand-in would compare unequal.
     """
     variables = [x for x in call.leaves if isinstance(x, AbstractVariable)]
     numbers = {id(variable) for variable in (*variables, *given.variables)}
@@ -180,8 +182,8 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
 
 
 def is_plain(plan: Plan) -> bool:
-    """Returns whether the variables of the plan can be replaced: it has no optimizer,
-    which has state for each variable, and no lookups."""
+    """Returns whether the variables of the plan can be replaced: whether it has neither
+    an optimizer, which has state for each variable, nor lookups."""
     updates = [(u.optimizer, u.call is None) for u in plan.updates]
     return not (plan.calls or plan.lookups) and all(x == (0, True) for x in updates)
 
@@ -189,8 +191,8 @@ def is_plain(plan: Plan) -> bool:
 def with_others(
     plan: Plan, before: GivenVariables, after: GivenVariables
 ) -> Plan | None:
-    """Replaces the variables of a plan; None if the body itself uses one of the new
-    variables."""
+    """Returns the plan with its variables replaced; None if the body itself uses one of
+    the new variables."""
     others = dict(zip(before.keys, after.variables, strict=True))
     captured = {spec.key for spec in plan.specs} - others.keys()
     if not captured.isdisjoint(after.keys):

@@ -8,22 +8,24 @@ the program that is being compiled, and the body must do the same both times.
 Theory of operation. All reads of one variable are one input of the program. The
 operands of updates become outputs. A read after an update in the same step computes the
 new value from the old one and the operands, except after an optimizer, whose result
-only the parameter server knows. Reads are allowed everywhere, as jax functions may
-close over outer values. Updates, lookups and draws are allowed only at the level where
-the capture began: under `jax.grad`, `lax.cond` and the like the operand would be a
-value of that inner trace.
+only the parameter server can compute. Reads are allowed everywhere, as jax functions
+may close over outer values. Updates, lookups and draws are allowed only at the level
+where the capture began: under `jax.grad`, `lax.cond` and the like the operand would be
+a value of that inner trace.
 
 The ids of a lookup are an output of the program and its rows an input; the plan then
-finds out which lookups can be asked for when.
+finds out in which request each lookup's rows can be requested.
 
-A region that is traced by itself (the replicas of `strategy.run`) has a capture of its
-own, with a `TraceFeed` that reads from the outer one; its updates are outputs, which
-the outer capture gets. Inside of a region, the value of a variable with a copy per
-replica is that copy; outside, the capture has all copies, and the value is the first.
+A *region* is a part of the step that is traced by itself (the replicas of
+`strategy.run`). It has its own capture, with a `TraceFeed` that reads from the outer
+capture; its updates are outputs, which the outer capture gets. Inside of a region, the
+value of a variable with a copy per replica is the replica's copy; outside, the capture
+has all copies, and the value is the first copy.
 
-One replica's copy, read outside of the replicas, is a row of all copies as the step has
-updated them so far. Law of the file: a step never asks the storage of a copy. So a read
-sees all earlier updates of the same step, of the copy or of the variable.
+If one replica's copy is read outside of the replicas, the value is a row of all copies
+as the step has updated them so far. Law of the file: a step never reads a copy from its
+storage. So a read sees all earlier updates of the same step, of the copy or of the
+variable.
 """
 
 from __future__ import annotations
@@ -82,15 +84,15 @@ if TYPE_CHECKING:
 
 
 MAX_DRAWS: Final = 1024
-"""Limit of draws in one step. A Python loop that draws until the data end would never
-end while it is traced."""
+"""Most draws in one step. A Python loop that draws until the data end would never end
+while it is traced."""
 
 _OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedLookup:
-    """One lookup, and the user's line that made it."""
+    """One lookup in a step; ``where`` is the user's line."""
 
     table: Table
     ids: jax.Array
@@ -101,14 +103,14 @@ class Capture(TraceRecorder):
     """Records what a body does with variables and iterators in one trace.
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` are in the order of the body; each
-    variable is read once. ``draws`` are numbers of ``iterators``; those among the
-    arguments come before captured ones. ``moves`` are the updates that the program does
-    itself, and ``updates`` all others; ``calls`` are the gradients that parameter
-    servers apply. ``own`` are the last values of copies that a replica has updated for
-    itself, by key of the variable.
+    variable is read once. ``draws`` are numbers of ``iterators``; iterators among the
+    arguments come before captured ones. ``moves`` are the updates that the program
+    itself executes, and ``updates`` all others; ``calls`` are the gradients that
+    parameter servers apply. ``own`` are the last values of copies that a replica has
+    updated by itself, by key of the variable.
 
-    ``is_region``: it records a part of a step, whose updates go to the capture of the
-    step.
+    ``is_region``: the capture records a part of a step, and its updates are passed to
+    the capture of the step.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class Capture(TraceRecorder):
 
     @contextmanager
     def recording(self) -> Iterator[Capture]:
-        """Captures the code inside; entered once, in the trace that it belongs to."""
+        """Records the code inside of the block. Enter it once, in the trace that it
+        belongs to."""
         self._own_trace = current_trace()
         with self._scope:
             self._scope.enter_context(fresh())
@@ -156,10 +159,11 @@ class Capture(TraceRecorder):
                 recorder.reset(here_before)
 
     def read(self, variable: VariableHandle) -> jax.Array:
-        """Returns the value of the variable, the step's own updates included.
+        """Returns the value of a variable, after the updates that the step has made so
+        far.
 
         Raises:
-            RuntimeError: An optimizer has updated it in this step.
+            RuntimeError: An optimizer has updated the variable in this step.
         """
         note_use(VariableUse.VALUE, variable)
         if not self._is_region and (copy := copy_storage(variable)) is not None:
@@ -170,7 +174,7 @@ class Capture(TraceRecorder):
         return value[0] if value.ndim > len(variable.shape) else value
 
     def update(self, update: VariableUpdate) -> None:
-        """Records an update.
+        """Records an update of a variable.
 
         Raises:
             RuntimeError: Under a transformation of jax.
@@ -189,7 +193,7 @@ class Capture(TraceRecorder):
         )
 
     def update_own(self, update: VariableUpdate) -> None:
-        """Updates a replica's own copy.
+        """Records an update of a replica's own copy of a variable.
 
         Raises:
             RuntimeError: Under a transformation of jax, or after an optimizer has
@@ -205,12 +209,13 @@ class Capture(TraceRecorder):
         self._scope.enter_context(fresh())
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """Returns all copies of a variable, ``[count, ...]``."""
+        """Returns the copies of a variable that all replicas have, ``[count, ...]``."""
         note_use(VariableUse.VALUE, variable)
         return spread(variable, self._current(variable))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """Replaces all copies, by those of replicas that are part of this step.
+        """Replaces the copies of a variable that all replicas have, by those that
+        replicas in this step have computed.
 
         Raises:
             RuntimeError: Under a transformation of jax.
@@ -223,20 +228,24 @@ class Capture(TraceRecorder):
         self._scope.enter_context(fresh())
 
     def take_values(self, values: Mapping[int, jax.Array]) -> None:
-        """Takes values that came with the step, of variables of another process.
+        """Sets values, by key, of variables of another process; they were sent with the
+        step.
 
-        Reads of these variables, by key, return them; the step updates none of them.
+        Reads of these variables return the values; the step updates none of the
+        variables.
         """
         self._values.update(values)
 
     @property
     def variables(self) -> list[VariableHandle]:
-        """The variables that the body reads, and those whose copies it updates."""
+        """The variables that the body reads, and those whose copies (one per replica)
+        it updates."""
         own = {key: variable for key, (variable, _) in self.own.items()}
         return list({**self.reads, **own}.values())
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        """Returns rows of a table as they are before the step, ``ids.shape + row``.
+        """Records a lookup; returns rows of a table as they are before the step,
+        ``ids.shape + row``.
 
         Raises:
             RuntimeError: Under a transformation of jax, or this step has updated the
@@ -260,7 +269,7 @@ class Capture(TraceRecorder):
         """Records a call of ``apply_gradients``.
 
         Variables on devices of this process are updated at once, together. Parameter
-        servers update theirs after the step, each variable by itself.
+        servers update their variables after the step, each variable by itself.
 
         Raises:
             RuntimeError: Under a transformation of jax.
@@ -291,7 +300,7 @@ class Capture(TraceRecorder):
             self._send(call, noted)
 
     def _send(self, call: GradientCall, noted: Callable[..., Recorded]) -> None:
-        """Records updates of variables on parameter servers."""
+        """Records the updates of a call for variables on parameter servers."""
         rule = call.rule(is_here=False)
         require_servers(call, rule)
         self.calls.append(call)
@@ -310,16 +319,16 @@ class Capture(TraceRecorder):
                     target._record(self, op, arrays[0], call.optimizer)
 
     def require_known_end(self, name: str) -> None:
-        """Refuses a branch on the end of the data of this name.
+        """Refuses to branch on the end of the data called ``name``.
 
         Raises:
-            LoopsOverData: Always: a trace does not know the end of the data.
+            LoopsOverData: Always: the end of the data is unknown during a trace.
         """
         raise _refusals.LoopsOverData(name)
 
     def draw(self, iterator: StepIterator) -> Any:
         """Draws from an iterator among the arguments, or from a captured one of a
-        worker; returns the element as the trace sees it.
+        worker; returns the element as it is in the trace.
 
         Raises:
             RuntimeError: Under a transformation of jax, or in a region, or from a
@@ -353,7 +362,7 @@ class Capture(TraceRecorder):
         return element
 
     def drew(self, leaf: object) -> bool:
-        """Returns whether this very array is (a leaf of) an element drawn in this
+        """Returns whether an array is, by identity, a leaf of an element drawn in this
         trace."""
         return any(leaf is drawn for drawn in self._drawn)
 
@@ -380,7 +389,8 @@ class Capture(TraceRecorder):
         self._scope.enter_context(fresh())
 
     def _knows(self, variable: VariableHandle) -> bool:
-        """Returns whether the program updates the variable, or copy, itself."""
+        """Returns whether the program itself executes updates of the variable, or
+        copy."""
         is_row = not self._is_region and copy_storage(variable) is not None
         return is_row or is_here(variable)
 
@@ -395,7 +405,8 @@ class Capture(TraceRecorder):
         self._scope.enter_context(fresh())
 
     def _move_copy(self, copy: CopyStorage, update: Recorded) -> None:
-        """Updates one copy; from then on each replica has a copy of its own."""
+        """Updates the copy of one replica; from then on each replica has a separate
+        copy."""
         if update.optimizer is not None:
             raise copy.not_optimized(update.variables[0])
         operands = update.operands
@@ -408,11 +419,13 @@ class Capture(TraceRecorder):
         self.put_copies(copy.container, copies.at[copy.number].set(value))
 
     def _is_here(self) -> bool:
-        """Returns whether no transformation of jax is inside of the capture."""
+        """Returns whether the code runs directly in the captured trace, not under a
+        transformation of jax inside of it."""
         return current_trace() == self._own_trace
 
     def _current(self, variable: VariableHandle) -> jax.Array:
-        """Returns the value, or all copies of it."""
+        """Returns the value of a variable, or all its copies, after the updates so
+        far."""
         key = variable.spec.key
         known = self._values.get(key)
         if known is not None:
@@ -430,7 +443,7 @@ class Capture(TraceRecorder):
         return value
 
     def _before(self, variable: VariableHandle) -> jax.Array:
-        """Returns the value from before the step."""
+        """Returns the value of a variable from before the step."""
         key = variable.spec.key
         # In the order of first reads, which is that of the program's inputs.
         self.reads.setdefault(key, variable)

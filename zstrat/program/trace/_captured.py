@@ -1,16 +1,17 @@
-"""What the body of a step captures, and warnings of values that it keeps from then on.
+"""Finds what the body of a step captures, and warns of captured values that stay as
+they are.
 
 The search for the objects that a call can reach (`reached`) follows functions (cells,
 defaults, globals by name), modules by the names that functions use, classes, and the
 references that the garbage collector reports. It skips packages that hold no objects of
 users.
 
-A captured value is a constant of the trace. Two kinds do not do what they seem to, and
-are warned of: integers of 64 bits, of which jax keeps the lower half, and Keras models.
-A Keras model reads variables of its own when it is called: in a step these are the
-values of now, and on a worker those of the model that came with the step. Nothing of
-Keras is imported here: the method is wrapped when a step is traced in a program that
-has imported it.
+A captured value is a constant of the trace. Two kinds of captured values cause
+warnings, because they do not do what they seem to do: integers of 64 bits, of which jax
+keeps the lower half, and Keras models. A Keras model reads its own variables when it is
+called: in a step these are the values at the time of the trace, and on a worker those
+of the model that was sent with the step. Keras is not imported here: its method is
+wrapped when a step is traced in a program that has imported Keras.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 
 
 _OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
-"""Packages whose objects are skipped, except modules and step functions."""
+"""Packages of zstrat, and those that it builds on, whose objects the search skips,
+except modules and step functions."""
 
 _OTHERS: Final = frozenset(
     (
@@ -70,8 +72,8 @@ _OTHERS: Final = frozenset(
         "treescope",
     )
 )
-"""Packages that hold variables of zstrat in objects at most, not in their own modules
-and classes."""
+"""Packages that may hold variables of zstrat in their objects, but not in their own
+modules and classes."""
 
 _LEAVES: Final = frozenset(
     {str, bytes, int, float, complex, bool, type(None), CodeType}
@@ -87,26 +89,27 @@ _CONTAINERS: Final = (
     frozenset,
     deque,
 )
-"""Types of containers that are searched, whichever package has made them."""
+"""Types of containers that are searched, whichever package has defined them."""
 
 _OF_PYTHON: Final = ("builtins", "collections", "functools")
-"""Modules of the types of functions and containers."""
+"""Modules of Python in which the types of functions and containers are defined."""
 
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 
 _MAX_ITEMS: Final = 1000
-"""Limit of items of a container of functions; one with more is data."""
+"""Most items of a container that is searched for functions; one with more items is
+data."""
 
 
 def reached(
     roots: Iterable[Any], *, only_code: bool = False, classes: bool = True
 ) -> Iterator[Any]:
-    """Yields the roots and the objects that they hold, each once, the nearest first.
-    Does not look into variables.
+    """Yields the roots and the objects that they reference, directly or indirectly,
+    each once, the nearest first. Does not search inside of variables.
 
     Args:
-        only_code: Of an object only its class counts, and what it wraps; large
-            containers do not.
+        only_code: Of an object, search only its class and what it wraps, not its
+            attributes; skip large containers.
         classes: Search the methods of classes, whether the roots call them or not.
     """
     seen: dict[int, Any] = {}  # they stay, or others would get their ids
@@ -133,8 +136,8 @@ def reached(
 
 def captured_values(fn: Any, *, classes: bool = True) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of the cells and globals that a function reads, and
-    those of all functions of users that it reaches; without ``classes`` not those of
-    methods."""
+    those of all users' functions that it reaches. Without ``classes``, methods are left
+    out."""
     for thing in reached([fn], only_code=True, classes=classes):
         if not isinstance(thing, FunctionType) or is_known(thing.__module__):
             continue
@@ -147,7 +150,8 @@ def captured_values(fn: Any, *, classes: bool = True) -> Iterator[tuple[str, Any
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals; ``co_names`` has those of attributes, too."""
+    """Yields the names of the globals that the code reads; ``co_names`` also has those
+    of attributes."""
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield each.argval
@@ -157,7 +161,7 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def _held(thing: Any) -> list[Any]:
-    """Returns the objects that an object refers to, and that may hold variables."""
+    """Returns those objects to which an object refers that may hold variables."""
     # Not all of its globals, which are the whole module: those that it names follow.
     if isinstance(thing, FunctionType):
         apart = thing.__globals__, getattr(thing, "__builtins__", None)
@@ -176,8 +180,8 @@ def _held(thing: Any) -> list[Any]:
 
 
 def _named_by(thing: FunctionType) -> list[Any]:
-    """Finds globals, and attributes of modules that a global or an ``import`` in the
-    body names."""
+    """Returns the globals that a function's body names, and the attributes that it
+    names of modules (from globals or ``import`` statements in the body)."""
     names = dict.fromkeys(_names(thing.__code__))
     cells = [x for cell in thing.__closure__ or () for x in gc.get_referents(cell)]
     objects = [
@@ -210,7 +214,8 @@ def _package(module: str | None) -> str:
 
 
 def is_known(module: str | None) -> bool:
-    """Returns whether a module is not a user's, so that it holds no variables."""
+    """Returns whether a module belongs to Python or to an installed package, and not to
+    a user's program, so that it holds no variables."""
     package = _package(module)
     if package in _OURS or package in _OTHERS:
         return True
@@ -230,9 +235,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def warn_of_numbers(step: str, fn: Any) -> None:
-    """Warns of integers of 64 bits that a step, which looks up rows of a hashed table,
-    takes from outside and not as arguments: jax keeps the lower half of them, also
-    where they meet ids.
+    """Warns of captured integers of 64 bits in a step that looks up rows of a hash
+    table: jax keeps only the lower half of them, also where they are combined with ids.
+    (Arguments keep all bits.)
 
     Warns:
         DowncastWarning: A global or a cell has such a number; names it.
@@ -252,8 +257,8 @@ def warn_of_numbers(step: str, fn: Any) -> None:
 
 
 class KerasWarning(UserWarning):
-    """A step computes with the values that a Keras model had first, or a model trains
-    without the strategy that is current."""
+    """A step computes with the values that a Keras model had at the trace, or a model
+    trains without the strategy that is current."""
 
 
 _WORDS: Final = (
@@ -264,13 +269,15 @@ _WORDS: Final = (
 )
 
 _watched: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-"""Layer classes that warn already."""
+"""Layer classes of Keras that warn already."""
 _inside: Final[ContextVar[bool]] = ContextVar("zstrat_inside_keras", default=False)
-"""Whether a layer is being called; layers inside belong to the same model."""
+"""Whether a Keras layer is being called; layers called inside belong to the same
+model."""
 
 
 def watch_keras_models() -> None:
-    """Makes Keras' layers warn if they are called in a step with their own values."""
+    """Makes Keras' layers warn if they are called in a step with their own variables'
+    values."""
     layer: Any = getattr(sys.modules.get("keras"), "Layer", None)
     # The class and not a model: models exist already, and all of them get calls here.
     if layer is not None and layer not in _watched:

@@ -1,9 +1,10 @@
 """Discovers the plan of a step: traces its body with placeholders.
 
 One trace finds out what the body reads, looks up, draws and updates. The placeholders
-then become inputs of the traced program (`_flow`); if they cannot, the body is traced
-once more, with values, rows and slots as inputs. The data flow of the program shows
-which rows can be asked for with the first request, and which only after an answer.
+then become inputs of the traced program (`_flow`); if that is not possible, the body is
+traced once more, with values, rows and slots as inputs. The data flow of the program
+shows which rows can be requested with the first request, and which only after an
+answer.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 class Traced:
     """The body of a step with lookups, as a program.
 
-    Its inputs are the leaves of arguments and elements (``inputs`` many), the values of
-    ``reads``, and the rows of each lookup. Its outputs are the arrays of the result,
-    the operands of each update, and the ids of each lookup. ``kept`` are the numbers of
-    the reads that an output depends on; the plan has only these.
+    Its inputs are the leaves of arguments and elements (``inputs`` is their number),
+    the values of ``reads``, and the rows of each lookup. Its outputs are the arrays of
+    the result, the operands of each update, and the ids of each lookup. ``kept`` are
+    the indices of the reads that an output depends on; the plan has only these reads.
     """
 
     closed: Any
@@ -62,8 +63,8 @@ class Staged:
     """The body of a step on variables of this process, or of several processes, as a
     function to trace.
 
-    ``held`` are the variables. ``fingerprint`` is theirs from before the trace asked
-    how they are stored: while it is the same, the answers are valid.
+    ``held`` are the variables. ``fingerprint`` identifies how they were stored before
+    the trace: while it is the same, the trace is valid.
 
     ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
     the values of the plan's reads, and the slots of each optimizer. It returns arrays
@@ -79,7 +80,7 @@ class Staged:
     values_like: list[Any]
     slots_like: list[Any]
     mesh: Mesh | None
-    """The devices of all processes, if XLA does their collectives."""
+    """The mesh over the devices of all processes, if XLA executes their collectives."""
 
     def traced(self) -> Any:
         """Traces the body as a program."""
@@ -110,7 +111,8 @@ def retraced(
 
 
 def leveled(plan: Plan, closed: Any) -> tuple[Plan, Traced]:
-    """Adds the levels of lookups to a plan, and drops reads that are not used."""
+    """Adds the levels of lookups to a plan (in which request each lookup's rows are
+    requested), and drops reads that are not used."""
     reads, rows = len(plan.reads), len(plan.lookups)
     inputs = len(closed.in_avals) - reads - rows
     kept, levels = _levels(closed, inputs, reads, rows)
@@ -133,7 +135,8 @@ def staged(
     capture: Capture,
     mesh: Mesh | None,
 ) -> Staged:
-    """Makes the body of a step on variables of this process, or of several ones."""
+    """Makes the body of a step on variables of this process, or of several processes,
+    as a function to trace."""
     if plan.lookups:
         raise _refusals.lookup_among_stages(plan.function, plan.lookups[0])
     keys = [spec.key for spec in plan.reads]
@@ -168,7 +171,7 @@ def staged(
 def _levels(
     closed: Any, inputs: int, reads: int, lookups: int
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Returns the numbers of the reads in use, and the level of each lookup."""
+    """Returns the indices of the reads that are used, and the level of each lookup."""
     flow = Flow(closed)
     outputs = len(closed.jaxpr.outvars)
     # Prints and callbacks may use anything: then all reads count (-1 has all bits).
@@ -186,7 +189,8 @@ def _levels(
 
 
 def _kept(variable: VariableHandle) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the value, or of the copies, that a step gets."""
+    """Returns shape and dtype of the value, or of all copies, of a variable as a step
+    gets it."""
     shape, storage = variable.shape, variable.storage
     if isinstance(storage, DeviceStorage) and storage.is_apart:
         shape = (storage.pool.copies, *shape)
@@ -202,10 +206,8 @@ def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_taken(leaf: Any) -> Any:
-    """Casts the description of an array to a dtype that jax accepts without a warning.
-
-    (A real array of numpy may have 64 bits.)
-    """
+    """Replaces the dtype in the description of an array by the one to which jax casts
+    the array, so that jax does not warn. (A real array of numpy may have 64 bits.)"""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     as_it_is = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
@@ -218,7 +220,8 @@ def discover(
     call: CutCall,
     supply: Callable[[int, StepIterator], Element],
 ) -> tuple[Plan, TracedBody | Traced | Staged]:
-    """Traces the body and makes its plan; once, or twice if `_flow` says so.
+    """Traces the body and makes its plan; traces twice if `_flow` cannot use the first
+    trace.
 
     ``supply`` draws the elements for the body, real ones or pytrees of
     ``ShapeDtypeStruct``.
@@ -340,12 +343,13 @@ def _plan(
 
 
 def _emptied(call: GradientCall) -> GradientCall:
-    """Drops the arrays of a call, which belong to the trace."""
+    """Returns the call without its arrays, which belong to the trace."""
     return call.with_arrays([None] * len(call.arrays))
 
 
 def _gaps(call: CutCall) -> tuple[int, ...]:
-    """Returns the numbers of the leaves that are inputs; both have the same order."""
+    """Returns the indices of the leaves of a call that are inputs; leaves and inputs
+    have the same order."""
     gaps: list[int] = []
     for number, leaf in enumerate(call.leaves):
         # By identity: equal numbers may be an input in one place and static in another.
@@ -361,8 +365,8 @@ def _refuse_leaks(
     updates: Sequence[Recorded],
     placeholders: Sequence[Placeholder],
 ) -> None:
-    """Refuses traced values that come from another trace: they are constants in this
-    one. (Placeholders of a trace inside are not.)
+    """Refuses traced values that were made by another trace: they appear as constants
+    in this one. (Placeholders of an inner trace are allowed.)
 
     Raises:
         RuntimeError: The body uses such a value.

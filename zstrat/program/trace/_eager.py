@@ -1,4 +1,4 @@
-"""`Immediate`: the recorder of eager steps, which reads and updates at once.
+"""`Immediate`: the recorder of eager steps, which executes reads and updates at once.
 
 On a worker the storage of the variables may delay an update until the next read.
 """
@@ -47,11 +47,12 @@ if TYPE_CHECKING:
 
 
 class Immediate(TraceRecorder):
-    """Reads and updates through ``storage``, or each variable's own if that is None.
+    """Executes reads and updates through ``storage``, or through each variable's own
+    storage if that is None.
 
     Values and elements are real jax arrays. Under jax.jit and the like a read becomes a
-    callback: jax keeps the traced program, where a value of now would be wrong after
-    the next update.
+    callback, because jax keeps the traced program, in which the present value would be
+    wrong after the next update.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Immediate(TraceRecorder):
         self._outermost = current_trace()
         self._drawn: list[Any] = []
         self._lost = ""
-        """What jax has lost of an integer of an argument or element."""
+        """Describes an integer among arguments and elements of which jax has dropped
+        bits; "": there is none."""
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
-        """Runs the code inside as the body."""
+        """Executes the code inside of the block as the body of the step."""
         self._outermost = current_trace()
         before = recorder.set(self)
         try:
@@ -95,15 +97,15 @@ class Immediate(TraceRecorder):
             self._storage_of(target).update_many([(target, op, host, optimizer)])
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """Reads the copies of all replicas."""
+        """Reads the copies of a variable that all replicas have."""
         return jnp.asarray(device_storage(variable).copies(variable))
 
     def copy(self, variable: VariableHandle, number: int) -> jax.Array:
-        """Reads the copy of one replica."""
+        """Reads the copy of a variable that one replica has."""
         return jnp.asarray(device_storage(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """Replaces the copies of all replicas."""
+        """Replaces the copies of a variable that all replicas have."""
         device_storage(variable).put_copies(np.asarray(copies))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
@@ -147,7 +149,7 @@ class Immediate(TraceRecorder):
         apply_now(host, self._storage)
 
     def require_known_end(self, name: str) -> None:
-        """Does nothing: elements are real here."""
+        """Does nothing: elements are real here, so the end of the data is known."""
 
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():
@@ -160,29 +162,30 @@ class Immediate(TraceRecorder):
         return element
 
     def note_downcasts(self, leaves: Sequence[Any]) -> None:
-        """Notes leaves that become arrays of jax: ids must not have lost bits."""
+        """Records which leaves lose bits when they become jax arrays: ids must not have
+        lost bits."""
         for leaf in leaves:
             if is_integer_downcast(leaf) and (lost := downcast_loss(leaf)) is not None:
                 self._lost = lost
 
     def drew(self, leaf: object) -> bool:
-        """Returns whether this very array is (a leaf of) an element drawn in this
+        """Returns whether an array is, by identity, a leaf of an element drawn in this
         step."""
         return any(leaf is drawn for drawn in self._drawn)
 
     def _require_outside(
         self, target: object, what: str, operands: Sequence[Any]
     ) -> None:
-        """Refuses an update inside of a transformation of jax.
+        """Refuses an update under a transformation of jax.
 
         Raises:
-            RuntimeError: It is inside, or an operand is traced.
+            RuntimeError: The code runs under a transformation, or an operand is traced.
         """
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(target, what)
 
     def _is_inside(self) -> bool:
-        """Returns whether the code runs inside of a transformation of jax."""
+        """Returns whether the code runs under a transformation of jax."""
         return current_trace() != self._outermost
 
     def _storage_of(self, variable: VariableHandle) -> Storage:
@@ -190,7 +193,8 @@ class Immediate(TraceRecorder):
 
 
 def own_copy_later(variable: VariableHandle, number: int) -> jax.Array:
-    """Reads a replica's own copy whenever the traced code runs."""
+    """Returns a replica's own copy of a variable as a traced value, which is read each
+    time when the traced code runs."""
     storage = device_storage(variable)
     return _later(variable, lambda: storage.copy(variable, number))
 
@@ -202,7 +206,7 @@ def _later(variable: VariableHandle, read: Callable[[], np.ndarray]) -> jax.Arra
 
 
 def _copied(leaf: Any) -> jax.Array:
-    """Copies a leaf to an array of jax: on a CPU `jnp.asarray` may share the user's
+    """Copies a leaf to a jax array: on a CPU `jnp.asarray` might share the user's
     memory."""
     return jnp.array(native(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
@@ -212,7 +216,8 @@ def rows_now(
     ids: jax.Array,
     read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]],
 ) -> jax.Array:
-    """Reads rows of a table, ``ids.shape + row``; ``read`` reads those of components.
+    """Reads rows of a table at once, ``ids.shape + row``; ``read`` reads the rows of
+    components.
 
     Raises:
         RuntimeError: The ids are traced, and have no values yet.

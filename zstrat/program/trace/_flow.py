@@ -1,4 +1,4 @@
-"""Values in a trace: their sources, and what depends on them.
+"""The values in a trace: where they come from, and which values depend on which.
 
 A program is jax's jaxpr: equations in order, each with the variables that it reads and
 writes. One pass over them finds the inputs that each variable depends on. A function
@@ -6,16 +6,16 @@ that jax compiles by itself (an inner ``jax.jit``) is one equation with a jaxpr 
 which the pass enters. Loops, branches and unknown equations are opaque: each of their
 results depends on all their operands.
 
-Law of the data flow: a set of inputs is the bits of one integer.
+Law of the data flow: a set of inputs is represented by the bits of one integer.
 
 `Discovery` makes a placeholder for each value. If every placeholder was made at the
 level of the body itself, the trace is the program: `body_program` turns placeholders
-into inputs. So the body of a step runs once, and its prints appear once. If one was
-made inside of an equation (a body that jax traces by itself), there is no such program,
-and the body is traced again, with a `Replay` of the program's inputs.
+into inputs. So the body of a step runs once, and its prints appear once. If a
+placeholder was made inside of an equation (a body that jax traces by itself), there is
+no such program, and the body is traced again, with a `Replay` of the program's inputs.
 
-Law: the equations that `body_program` drops compute only placeholders, and from the
-seed alone.
+Law: the equations that `body_program` drops compute only placeholders, and only from
+the seed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 
 def marked(indices: jax.Array) -> jax.Array:
-    """Marks indices of rows that the program uses itself, and does not return."""
+    """Marks indices of rows that the program itself uses, so that they can be found in
+    the trace; they are not among its outputs."""
     named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
     return named
 
@@ -56,11 +57,11 @@ _CALLS: Final = frozenset(
         "custom_vjp_call", "checkpoint", "remat2", "shard_map",
     }
 )  # fmt: skip
-"""Equations that run the jaxpr inside of them once, on their operands."""
+"""Primitives of jax that run an inner jaxpr once, on the operands of the equation."""
 
 
 class Flow:
-    """The dependencies of one traced program."""
+    """Which inputs the values of one traced program depend on."""
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         self._closed = closed
@@ -77,18 +78,20 @@ class Flow:
 
     @property
     def has_effects(self) -> bool:
-        """Whether the program prints, or calls back."""
+        """Whether the program has side effects: prints, or callbacks to Python."""
         return bool(self._jaxpr.effects)
 
     def inputs_of(self, outputs: Sequence[int]) -> int:
-        """Returns the inputs that any of these outputs depends on, as bits."""
+        """Returns, as bits, the inputs on which at least one of these outputs
+        depends."""
         inputs = 0
         for number in outputs:
             inputs |= _mask(self._masks, self._jaxpr.outvars[number])
         return inputs
 
     def origin(self, output: int) -> tuple[Any, ...]:
-        """Returns the variables whose elements an output of integers consists of.
+        """Returns the variables of the jaxpr whose elements make up an output of
+        integers.
 
         Looks through reshapes and concatenations, which keep the order of elements.
         Outputs of equal origins have equal elements in equal order.
@@ -96,7 +99,8 @@ class Flow:
         return tuple(self._origins(self._jaxpr.outvars[output]))
 
     def input_at_origin(self, output: int) -> int | None:
-        """Returns the number of the input that the output is a reshape of, if any."""
+        """Returns the number of the input that the output is, possibly reshaped; None
+        if it is not an input."""
         origin = self.origin(output)
         if len(origin) != 1:
             return None
@@ -111,8 +115,8 @@ class Flow:
         )
 
     def inputs_of_marked(self, name: str) -> int:
-        """Returns the inputs, as bits, that values marked with this name by jax's
-        ``checkpoint_name`` depend on."""
+        """Returns, as bits, the inputs on which values depend that jax's
+        ``checkpoint_name`` has marked with this name."""
         return _marked(self._jaxpr, name)
 
     def kind_of(self, output: int) -> Any:
@@ -126,13 +130,13 @@ class Flow:
         with_effects: bool = False,
         evaluate: Callable[[ClosedJaxpr, list[int]], Callable[..., Any]] | None = None,
     ) -> tuple[Callable[..., list[jax.Array]], list[int]]:
-        """Extracts the part that computes these outputs: a function, and the numbers of
-        its inputs.
+        """Extracts the part of the program that computes these outputs; returns it as a
+        function, with the numbers of its inputs.
 
         Args:
             with_effects: Include equations with side effects.
-            evaluate: Makes the function that evaluates the part, whose inputs have
-                these numbers in the whole.
+            evaluate: Makes the function that evaluates the part; it gets the part, and
+                the numbers that the part's inputs have in the whole program.
         """
         wanted = [self._jaxpr.outvars[number] for number in outputs]
         needed = {var for var in wanted if not isinstance(var, Literal)}
@@ -190,7 +194,7 @@ class Flow:
 
 
 def _moves_nothing(eqn: Any) -> bool:
-    """Returns whether an equation returns the elements of its operand, in their
+    """Returns whether an equation returns the elements of its operand in the same
     order."""
     match eqn.primitive.name:
         case "reshape":
@@ -213,7 +217,9 @@ def _mask(masks: dict[Any, int], var: Any) -> int:
 
 
 def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
-    """Finds the inputs that each variable depends on, as bits."""
+    """Returns for each variable of a jaxpr, as bits, the inputs on which it depends.
+    ``known`` has, by ``id`` of an inner jaxpr, the sets of its outputs; this function
+    adds to it."""
     masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         given = [_mask(masks, var) for var in eqn.invars]
@@ -246,7 +252,8 @@ def _marked(jaxpr: Any, name: str) -> int:
 
 
 def _through(mask: int, given: Sequence[int]) -> int:
-    """Converts bits of inputs of an inner jaxpr to bits of outer inputs."""
+    """Converts a set of inputs of an inner jaxpr, as bits, to a set of inputs of the
+    outer one."""
     inputs = 0
     for number, outside in enumerate(given):
         if mask >> number & 1:
@@ -255,7 +262,7 @@ def _through(mask: int, given: Sequence[int]) -> int:
 
 
 def inside(eqn: JaxprEqn) -> Any:
-    """Returns the jaxpr that an equation runs once; None if there is none."""
+    """Returns the inner jaxpr that an equation runs once; None if there is none."""
     if eqn.primitive.name not in _CALLS:
         return None
     program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -267,40 +274,41 @@ def inside(eqn: JaxprEqn) -> Any:
 
 
 SlotsKey = tuple[int, int]
-"""The key of a variable and the id of an optimizer."""
+"""The key of a variable, and the id of the optimizer whose slots are meant."""
 
 
 class TraceFeed(Protocol):
-    """A source of the values that a trace needs."""
+    """Supplies the values that a trace needs."""
 
     def value(self, spec: VariableSpec) -> jax.Array:
         """Returns the value of a variable before the step's own writes."""
         ...
 
     def element(self, ordinal: int, iterator: StepIterator) -> Any:
-        """Returns the next element of iterator number ``ordinal``."""
+        """Returns the next element of the step's iterator number ``ordinal``."""
         ...
 
     def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
-        """Returns the rows of lookup ``number``, for ids of this shape."""
+        """Returns the rows of lookup ``number``, whose ids have this shape."""
         ...
 
     def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
-        """Returns an optimizer's slots of a variable of this process before the
-        step."""
+        """Returns the slots that an optimizer has for a variable of this process before
+        the step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """An abstract value in a trace; equal names stand for the same value."""
+    """An abstract value in a trace; placeholders of equal names are the same value."""
 
     name: Hashable
     value: jax.Array
 
 
 class Discovery:
-    """Feeds a trace with placeholders, as the values that it needs are not known yet.
+    """Supplies a trace with placeholders, because the values that it needs are not
+    known yet.
 
     ``seed`` is a traced scalar. Values computed from it are traced at every depth of
     transformation, as constants would not be. ``supply`` draws elements; a region draws
@@ -316,7 +324,7 @@ class Discovery:
         self._supply = supply
         self._elements = 0
         self.placeholders: list[Placeholder] = []
-        """All placeholders, in order."""
+        """All placeholders, in the order in which they were made."""
 
     def value(self, spec: VariableSpec) -> jax.Array:
         return self._abstract(("value", spec.key), spec.shape, spec.numpy_dtype)
@@ -355,7 +363,7 @@ class Discovery:
 
 
 class Replay:
-    """Feeds the second trace of a body with the inputs of the program."""
+    """Supplies the second trace of a body with the inputs of the program."""
 
     def __init__(
         self,
@@ -399,10 +407,11 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class BodyProgram:
-    """A body as a program of its inputs and of named values.
+    """A body as a program of its inputs and of values that are identified by names.
 
     Args:
-        closed: From the inputs and the values of ``names`` to the flat outputs.
+        closed: The program, from the inputs and the values of ``names`` to the flat
+            outputs.
         tree: The treedef of the outputs.
     """
 
@@ -411,14 +420,15 @@ class BodyProgram:
     tree: Any
 
     def kind_of(self, name: Hashable) -> Any:
-        """Returns shape and dtype of a named value; None if it is not used."""
+        """Returns shape and dtype of the value of this name; None if the program does
+        not use it."""
         if name not in self.names:
             return None
         # Values come after the inputs.
         return self.closed.in_avals[self.names.index(name) - len(self.names)]
 
     def __call__(self, inputs: Sequence[Any], values: Mapping[Hashable, Any]) -> Any:
-        """Computes the outputs. Called in a trace of jax."""
+        """Computes the outputs of the body. Called in a trace of jax."""
         given = [values[name] for name in self.names]
         return self.tree.unflatten(jaxpr_as_fun(self.closed)(*inputs, *given))
 
@@ -426,10 +436,12 @@ class BodyProgram:
 def body_program(
     closed: ClosedJaxpr, placeholders: Sequence[Placeholder], tree: Any
 ) -> BodyProgram | None:
-    """Turns placeholders into inputs; None if one was made inside of an equation.
+    """Turns placeholders into inputs; returns None if a placeholder was made inside of
+    an equation.
 
     Args:
-        closed: From a seed and the inputs to the outputs, then the placeholders.
+        closed: The program, from a seed and the inputs to the outputs, then the
+            placeholders.
         tree: The treedef of the outputs.
     """
     jaxpr: Any = closed.jaxpr
@@ -452,8 +464,8 @@ def body_program(
 
 
 def _without(seed: Any, eqns: list[Any], wanted: Sequence[Any]) -> list[Any] | None:
-    """Drops the equations that depend on the seed; None if one of these is needed, or
-    has an effect."""
+    """Returns the equations that do not depend on the seed; None if one that does is
+    needed, or has an effect."""
     tainted = {seed}
     for eqn in eqns:
         if any(not isinstance(x, Literal) and x in tainted for x in eqn.invars):

@@ -2,15 +2,15 @@
 
 jax without ``jax_enable_x64`` silently downcasts arguments and elements: it keeps the
 lower half of integers, and rounds floats. The remaining number may be the id of another
-row. So inputs that ids of lookups or indices of updates are computed from are checked
+row. So inputs from which ids of lookups or indices of updates are computed are checked
 before a step runs, and refused if they do not fit. Ids that are inputs themselves
 (`zstrat.program.lookup._rows_program`) keep their 64 bits, and are compared with the
-table; ids of hashed tables keep them behind what the step computes, too (`_wide`). Any
+table; ids of hash tables keep theirs also after computations of the step (`_wide`). Any
 other downcast that changes a number is warned about once.
 
-Law of the file: it refuses nothing else; a batch may have hashes of 64 bits that are
-not ids. It checks integers in every step until one was downcast, because numbers grow;
-floats only in the first step of a program, because floats of one place are alike.
+Law of the file: nothing else is refused; a batch may have hashes of 64 bits that are
+not ids. Integers are checked in every step until one was downcast, because numbers
+grow; floats only in the first step of a program, because floats of one input are alike.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ if TYPE_CHECKING:
 def wide_leaves(
     call: CutCall, gaps: Sequence[int], elements: Sequence[Element]
 ) -> dict[int, str]:
-    """Finds the leaves of inputs and elements that are integers jax would downcast.
+    """Finds the leaves of inputs and elements that are integers which jax would
+    downcast.
 
-    Returns their places, for messages, by number. ``gaps`` are the numbers of the
-    leaves that are inputs.
+    Returns a description of where each such leaf is, for messages, by number of the
+    leaf. ``gaps`` are the indices of the arguments' leaves that are inputs.
     """
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
     wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
@@ -73,9 +74,11 @@ def wide_leaves(
 
 
 def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
-    """Selects the leaves that a program computes ids or indices of rows from.
+    """Selects from ``wide`` the leaves from which a program computes ids or indices of
+    rows.
 
-    Its last outputs are operands of the plan's updates, and ids of its lookups.
+    The last outputs of the program are operands of the plan's updates, and ids of its
+    lookups.
     """
     if not wide:
         return {}
@@ -106,9 +109,9 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
 
 
 def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
-    """Returns the plan with its leaves of 64 bits: those that have to fit 32, those
-    that are ids of lookups themselves, and those that ids of hashed tables are computed
-    from, which keep them."""
+    """Returns the plan with its 64-bit leaves entered: those that must fit 32 bits,
+    those that are ids of lookups themselves, and those from which ids of hash tables
+    are computed, which keep their bits."""
     first = len(closed.jaxpr.outvars) - len(plan.lookups)
     hashed = [n for n, x in enumerate(plan.lookups, first) if x.table.is_hashed]
     at, indices = len(plan.out_specs), set()
@@ -141,10 +144,10 @@ def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
 def require_fitting(
     step: str, leaves: Sequence[Any], downcast_leaves: Mapping[int, str]
 ) -> None:
-    """Refuses leaves that do not fit 32 bits. Cost: a pass over each.
+    """Refuses leaves that do not fit 32 bits. Cost: one pass over each leaf.
 
     Raises:
-        ValueError: One does not fit; names the place and the value.
+        ValueError: A leaf does not fit; names the leaf and the value.
     """
     for number, place in downcast_leaves.items():
         leaf = np.asarray(leaves[number])
@@ -163,8 +166,8 @@ def require_fitting(
 
 
 def fits(leaf: Any) -> bool:
-    """Returns whether a downcast by jax keeps all integers of an array. Other leaves
-    fit. Cost: a pass over integers of 64 bits."""
+    """Returns whether a downcast by jax keeps all integers of an array; True for any
+    other leaf. Cost: a pass over integers of 64 bits."""
     if not is_integer_downcast(leaf) or not leaf.size:
         return True
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -172,10 +175,10 @@ def fits(leaf: Any) -> bool:
 
 
 def uncut(leaf: Any) -> jax.Array:
-    """Converts an array that is known while a program is traced to one of jax.
+    """Converts an array whose values are known during a trace to a jax array.
 
     Raises:
-        ValueError: It does not fit 32 bits.
+        ValueError: A value does not fit 32 bits.
     """
     if fits(leaf):
         return jnp.asarray(leaf)
@@ -200,9 +203,10 @@ def is_integer_downcast(leaf: Any) -> bool:
 
 
 class DowncastCheck:
-    """Checks the leaves of one program that jax downcasts, until it has warned of them.
+    """Checks the leaves of one program that jax downcasts, until it has warned of each
+    of them.
 
-    ``warned`` has the warnings of all programs of the function, by place and dtype.
+    ``warned`` has the warnings of all programs of the function, by leaf and dtype.
     """
 
     __slots__ = ("_limits", "_once", "_places", "_step", "_warned")
@@ -229,7 +233,7 @@ class DowncastCheck:
         first. Cost: a pass over each leaf of integers.
 
         Warns:
-            DowncastWarning: One of them changes; names its place.
+            DowncastWarning: A downcast changes a leaf; names the leaf.
         """
         count = len(leaves)
         once = [number for number in self._once if number < count]
@@ -260,7 +264,7 @@ def downcast_check(
 ) -> DowncastCheck | None:
     """Makes the check of a program; None if jax downcasts none of its leaves.
 
-    ``elements`` are those that the plan draws.
+    ``elements`` are the elements that the plan draws.
     """
     leaves = [*call.inputs, *(leaf for element in elements for leaf in element.leaves)]
     cut = {number for number, leaf in enumerate(leaves) if is_downcast(leaf)}
@@ -280,7 +284,7 @@ def warn_of_arguments(
     """Warns of arguments of an eager step that a downcast changes.
 
     Warns:
-        DowncastWarning: One of them changes; names its place.
+        DowncastWarning: A downcast changes an argument; names it.
     """
     for place, leaf in places_of(args, kwargs):
         key = _key(place, leaf)
@@ -321,7 +325,8 @@ def downcast_message(place: str, leaf: Any, lost: str) -> str:
 
 
 def _places_of(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[str]:
-    """Returns the places of inputs and leaves of elements, for messages."""
+    """Returns a description of where each input and each leaf of an element is, for
+    messages."""
     args, kwargs = call.treedef.unflatten(call.leaves)
     named = iter(places_of(args, kwargs))
     # Inputs are some of the leaves, in the same order.

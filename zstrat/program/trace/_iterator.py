@@ -4,8 +4,7 @@ While a step is traced, a draw is recorded and its element is abstract; in eager
 and outside of steps it is the real element. Elements are pytrees of numpy arrays.
 
 Law of the file: elements that were drawn and given back are drawn again first, in their
-order, and nothing has written to them meanwhile. One thread uses a `StepIterator` at a
-time.
+order, and were not written to meanwhile. One thread uses a `StepIterator` at a time.
 """
 
 from __future__ import annotations
@@ -39,15 +38,17 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """The elements, real or abstract, that one call draws, uses and gives back."""
+    """The elements, real or abstract, that one call draws, uses and may give back to
+    their iterators."""
 
     def __init__(self, iterators: Sequence[StepIterator]) -> None:
         self.iterators = iterators
-        """The iterators among the arguments, then captured ones."""
+        """The iterators among the arguments, followed by captured ones."""
         self._drawn: list[tuple[int, Any, Element]] = []
         self._used = 0
         self.is_spent = False
-        """Whether results of the elements are stored, so that none is given back."""
+        """Whether the results that were computed from the elements are stored, so that
+        no element is given back."""
 
     @property
     def elements(self) -> list[Element]:
@@ -58,8 +59,10 @@ class Draws:
         """Draws from iterator number ``ordinal``.
 
         Raises:
-            OutOfRangeError: It has no more; all other elements were given back.
-            TypeError: The element is not a pytree of arrays; all were given back.
+            OutOfRangeError: The iterator has no more elements; all other elements were
+                given back.
+            TypeError: The element is not a pytree of arrays; all elements were given
+                back.
         """
         iterator = self.iterators[ordinal]
         # A coordinator knows only what elements look like; nothing is drawn there.
@@ -82,7 +85,7 @@ class Draws:
         return element
 
     def require_real(self) -> None:
-        """Refuses iterators without elements.
+        """Refuses iterators that have only a description of their elements.
 
         Raises:
             RuntimeError: The elements are on a worker.
@@ -93,7 +96,8 @@ class Draws:
                 iterator.draw()
 
     def match(self, ordinals: Sequence[int]) -> list[Element]:
-        """Draws from exactly these iterators; keeps draws that match.
+        """Draws from exactly these iterators, in order; keeps elements that were drawn
+        already from the same iterators.
 
         Raises as `draw`.
         """
@@ -111,7 +115,8 @@ class Draws:
         return self.elements
 
     def supply(self, ordinal: int, iterator: StepIterator) -> Element:
-        """Returns elements to a trace: those that were drawn already, then new ones."""
+        """Returns the next element for a trace: first those that were drawn already,
+        then new ones."""
         if ordinal == len(self.iterators):  # the body captured it
             self.iterators = [*self.iterators, iterator]
         if self._used < len(self._drawn):
@@ -125,15 +130,16 @@ class Draws:
         return self.draw(ordinal)
 
     def begin_again(self) -> None:
-        """Starts again with the same elements, for another trace of the body."""
+        """Starts again with the first drawn element, for another trace of the body."""
         self._used = 0
 
     def keep_used(self) -> None:
-        """Gives back the elements that the trace has not used."""
+        """Gives back the elements that were drawn before and that the trace has not
+        used."""
         self._give_back(self._used)
 
     def unread(self) -> None:
-        """Gives all elements back, unless they are spent."""
+        """Gives all elements back, unless their results are stored."""
         if not self.is_spent:
             self._give_back(0)
 
@@ -148,7 +154,7 @@ class Draws:
 T = TypeVar("T")
 
 _FIXED: Final = (jax.Array, np.generic, int, float, complex, str, bytes)
-"""Leaves that cannot be written to."""
+"""Types of leaves that cannot be written to."""
 
 
 @final
@@ -160,13 +166,14 @@ class Optional(Generic[T]):
     require_known: Callable[[], None] | None = field(
         default=None, repr=False, compare=False
     )
-    """Called before `has_value` answers."""
+    """A function that is called before `has_value` answers, and may refuse; None:
+    none."""
 
     def has_value(self) -> bool:
         """Returns whether there was an element.
 
-        A trace cannot branch on it: a step that is called in this process then runs in
-        Python; see `zs.function`.
+        A trace cannot branch on the answer: a step that is called in this process then
+        runs in Python; see `zs.function`.
 
         Raises:
             LoopsOverData: In a step that is traced on a worker.
@@ -179,7 +186,7 @@ class Optional(Generic[T]):
         """Returns the element.
 
         Raises:
-            ValueError: There was none; ask `has_value` first.
+            ValueError: There was no element; check `has_value` first.
         """
         if not self.elements:
             raise ValueError(
@@ -196,14 +203,15 @@ class StepIterator:
         source: The elements; None while a step is traced only for its shapes.
         element_spec: Pytree of ``jax.ShapeDtypeStruct`` (or of arrays) that describes
             an element; needed if there is no source.
-        name: Of the dataset, in errors.
-        steady: The source never writes to an element after it has returned it, so that
-            elements need not be copied. Default: `zstrat.data.is_steady` decides.
+        name: Name of the dataset in errors.
+        steady: The source never writes to an element after it has returned the element,
+            so that elements need not be copied. Default: `zstrat.data.is_steady`
+            decides.
     """
 
     is_resource: bool = False
-    """Whether a worker has built it under a number, or it stands for such an iterator:
-    then it is always the same object, and a step may capture it."""
+    """Whether a worker has built the iterator under a number, or this object represents
+    such an iterator: then it is always the same object, and a step may capture it."""
 
     def __init__(
         self,
@@ -215,7 +223,7 @@ class StepIterator:
     ) -> None:
         self._steady = steady or is_steady(source)
         self._ends_loops = False
-        """Whether ``next()`` raises StopIteration in steps, too: of an iterator that
+        """Whether ``next()`` raises StopIteration in steps, too, because the iterator
         was made in the step."""
         self._source = None if source is None else iter(source)
         self._element_spec: Final = element_spec
@@ -231,20 +239,20 @@ class StepIterator:
 
     @property
     def is_abstract(self) -> bool:
-        """Whether it has no elements, only their description."""
+        """Whether the iterator has no elements, only their description."""
         return self._source is None
 
     def __iter__(self) -> Iterator[Any]:
-        """Returns an iterator for a ``for`` loop: itself, or in a step an
-        `ElementLoop`."""
+        """Returns an iterator for a ``for`` loop: outside of steps this object, in a
+        step an `ElementLoop`."""
         return self if recorder.get() is None else ElementLoop(self)
 
     def __next__(self) -> Any:
         """Draws the next element.
 
         Raises:
-            StopIteration: There are no more, outside of steps.
-            OutOfRangeError: There are no more, in a step.
+            StopIteration: There are no more elements, outside of steps.
+            OutOfRangeError: There are no more elements, in a step.
             RuntimeError: In a step, inside a function that jax transforms.
         """
         try:
@@ -273,7 +281,7 @@ class StepIterator:
         """Draws the next real element, also while a step is traced.
 
         Raises:
-            OutOfRangeError: There are no more.
+            OutOfRangeError: There are no more elements.
         """
         if self._ready:
             self._drawn += 1
@@ -293,8 +301,8 @@ class StepIterator:
         return element if self._steady else joined.mapped(kept, element)
 
     def unread(self, element: Any) -> None:
-        """Gives back the element that was drawn last; of several, the last one
-        first."""
+        """Gives back the element that was drawn last. Of several elements, give back
+        the last one first."""
         self._drawn -= 1
         if isinstance(self._source, Elements):  # checkpoints may save its position
             self._source.unread(element)
@@ -316,10 +324,11 @@ class StepIterator:
 
 
 def require_untraced(name: str) -> None:
-    """Refuses a branch on whether the data of this name have ended.
+    """Refuses to branch on the end of the data called ``name``, if a step is being
+    traced.
 
     Raises:
-        LoopsOverData: A step is being traced, which does not know that.
+        LoopsOverData: A step is being traced; the end of the data is then unknown.
     """
     current = recorder.get()
     if current is not None:
@@ -331,7 +340,7 @@ class ElementLoop:
     """The iterator of a ``for`` loop in a step.
 
     Raises (while iterating):
-        LoopsOverData: The step is being traced, and does not know where the data end.
+        LoopsOverData: The step is being traced; the end of the data is then unknown.
     """
 
     def __init__(self, iterator: StepIterator) -> None:
@@ -352,8 +361,9 @@ def drawn(iterator: Iterator[Any]) -> Any:
     """Draws one element, for code that is not a loop.
 
     Raises:
-        OutOfRangeError: A `StepIterator`, also one that ends loops, has no more.
-        StopIteration: Another iterator has no more.
+        OutOfRangeError: A `StepIterator` has no more elements, also one that ends
+            loops.
+        StopIteration: Another iterator has no more elements.
     """
     if isinstance(iterator, StepIterator):
         return iterator.get_next()
@@ -368,7 +378,8 @@ class StepDataset(abc.ABC):
 
 
 class Element:
-    """One element: ``leaves`` are arrays, ``key`` identifies structure and types."""
+    """One drawn element: ``leaves`` are arrays, ``key`` identifies structure and
+    types."""
 
     __slots__ = ("key", "leaves", "treedef")
 
@@ -391,7 +402,7 @@ class Element:
 
 
 def kept(leaf: Any) -> Any:
-    """Copies a leaf if its source may write to the same buffer again."""
+    """Returns the leaf, or a copy if its source may write to the same buffer again."""
     if isinstance(leaf, _FIXED):
         return leaf
     array = np.asarray(leaf)  # may share the memory of another library's array

@@ -1,9 +1,9 @@
-"""`Plan`: the communication of one step function for one signature.
+"""`Plan`: what one step function communicates, for one signature.
 
-`_discover` finds it by tracing the body. It says which variables are read and updated,
-which rows are looked up and when, how many elements are drawn from which iterators, and
-what the result is. The coordinator needs only the plan; a worker compiles it into a
-`CompiledProgram`.
+`_discover` finds the plan by tracing the body. It says which variables are read and
+updated, which rows are looked up and when, how many elements are drawn from which
+iterators, and what the result is. The coordinator needs only the plan; a worker
+compiles it into a `CompiledProgram`.
 
 `TracedBody` is the body as a function of arrays, which programs compile. It runs the
 program that discovery has found, or else traces the body again. (Prints of the second
@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """One update. ``optimizer`` is 0 for none; ``where`` is the user's line.
+    """One update in a plan. ``optimizer`` is the optimizer's id, 0 for none; ``where``
+    is the user's line.
 
-    With a ``table`` it updates rows, and ``specs`` are those of the components. With a
-    ``call`` it applies gradients of a tree to variables of this process.
+    With a ``table`` it updates rows, and ``specs`` are those of the table's components.
+    With a ``call`` it applies gradients of a tree to variables of this process.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -65,13 +66,14 @@ class PlannedUpdate:
 
     @property
     def spec(self) -> VariableSpec:
-        """The spec of the updated variable; of a table, that of its first component."""
+        """The spec of the updated variable; for a table, that of its first
+        component."""
         return self.specs[0]
 
 
 class UpdateSet(NamedTuple):
-    """Gradients for one optimizer that are one array; ``keys`` (int64 ``[n]``) are
-    those of their variables, ``spec`` that of the first."""
+    """Gradients for one optimizer that are sent as one array; ``keys`` (int64 ``[n]``)
+    are the keys of their variables, ``spec`` that of the first variable."""
 
     spec: VariableSpec
     optimizer: int
@@ -79,8 +81,8 @@ class UpdateSet(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a step sends as one: an update of its plan, or a set of them, and the
-    numbers of these."""
+    """What a step sends as one array or update: an update of its plan, or a set of
+    updates; and the numbers of these updates in the plan."""
 
     update: PlannedUpdate | UpdateSet
     numbers: tuple[int, ...]
@@ -88,7 +90,8 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The body and its arguments, with gaps for the inputs of the program."""
+    """The body of a step and the arguments of a call, with gaps in place of the inputs
+    of the program."""
 
     fn: Callable[..., Any]
     treedef: TreeDef
@@ -98,9 +101,9 @@ class Template:
     elements: tuple[TreeDef, ...]
 
     def empty(self, elements: Sequence[TreeDef]) -> Template:
-        """Returns this template without arguments, so that it keeps none alive.
+        """Returns this template without its arguments, so that they can be freed.
 
-        It keeps the iterators that the body itself has captured.
+        The template keeps the iterators that the body itself has captured.
         """
         # A template outlives the call for which it was made, and an iterator holds its
         # dataset, its thread and what it has read ahead.
@@ -122,7 +125,7 @@ class Template:
         )
 
     def drawn(self, leaves: Sequence[Any]) -> list[Any]:
-        """Rebuilds the elements from their leaves."""
+        """Rebuilds the drawn elements from their leaves."""
         elements, start = [], 0
         for treedef in self.elements:
             end = start + treedef.num_leaves
@@ -133,7 +136,8 @@ class Template:
     def run(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> tuple[Structure, list[jax.Array]]:
-        """Runs the body under a capture; returns structure and arrays of its result."""
+        """Runs the body under a capture; returns the structure and the arrays of its
+        result."""
         leaves = list(self.leaves)
         # The body gets inputs of the program where arrays and numbers were, all else as
         # it was.
@@ -152,17 +156,18 @@ class Plan:
     Args:
         draws: For each draw the number of the iterator, in order; iterators among the
             arguments come before those of ``captured``.
-        out_specs: The arrays of the result.
+        out_specs: Specs of the arrays of the result.
         variables, targets: The handles of ``reads``; the handles and optimizers of
             ``updates``.
         lookups: In the order of the body.
-        moves: Updates that the program does itself: variables and operation.
+        moves: Updates that the program itself executes: variables and operation.
         downcast_leaves: Leaves of arguments and elements that must fit 32 bits: by
-            number, with their place for messages.
+            number, each with a description of where it is, for messages.
         taken: Leaves that are ids of lookups, and keep all their bits.
-        wide: Leaves that ids of hashed tables are computed from, with all their bits.
+        wide: Leaves that keep all their bits, because ids of hash tables are computed
+            from them.
         watch: Checks all other leaves of more than 32 bits.
-        calls: The trees of gradients that parameter servers apply.
+        calls: Calls of ``apply_gradients`` whose gradients parameter servers apply.
         sent: What a step sends, in order.
     """
 
@@ -189,17 +194,17 @@ class Plan:
 
     @property
     def has_lookups(self) -> bool:
-        """Whether it reads rows of tables, whose ids may differ at each run."""
+        """Whether a step reads rows of tables, whose ids may differ at each run."""
         return bool(self.lookups)
 
     @property
     def levels(self) -> int:
-        """Number of successive requests before it can run."""
+        """Number of successive requests before a step can run."""
         return 1 + max((lookup.level for lookup in self.lookups), default=0)
 
     @property
     def specs(self) -> list[VariableSpec]:
-        """All variables that it reads, updates, or looks up rows in."""
+        """Specs of all variables that a step reads, updates, or looks up rows in."""
         tables = [lookup.table.components for lookup in self.lookups]
         found = [*self.reads, *(v.spec for components in tables for v in components)]
         found += [spec for update in self.updates for spec in update.specs]
@@ -208,7 +213,7 @@ class Plan:
 
     @property
     def read_only(self) -> bool:
-        """Whether it updates nothing."""
+        """Whether a step updates nothing."""
         return not self.updates and not self.moves
 
     @property
@@ -220,7 +225,8 @@ class Plan:
 
     @cached_property
     def layout(self) -> ResultLayout:
-        """How to rebuild the result; always the same object."""
+        """Describes how the result is rebuilt from its arrays; always the same
+        object."""
         return ResultLayout(
             tuple(spec.dtype.name for spec in self.out_specs),
             tuple(spec.shape for spec in self.out_specs),
@@ -228,7 +234,8 @@ class Plan:
         )
 
     def require_same(self, capture: Capture, structure: Structure) -> None:
-        """Refuses a trace that differs from the one that made the plan.
+        """Refuses a second trace of the body that differs from the one that made the
+        plan.
 
         Raises:
             RuntimeError: The body depends on more than its arguments.
@@ -253,13 +260,12 @@ class Plan:
             )
 
     def require_shared(self) -> None:
-        """Refuses a plan that other tasks cannot run.
-
-        It must not update variables of this process, or look up rows in them. (Values
-        that it reads can be sent with it.)
+        """Refuses a plan that other tasks cannot run: one that updates variables of
+        this process, or looks up rows in them. (Values that a step reads can be sent
+        with it.)
 
         Raises:
-            ValueError: It does; names the variables.
+            ValueError: The plan does so; names the variables.
         """
         who = f"the step function {self.function!r}"
         changed = [spec for update in self.updates for spec in update.specs]
@@ -273,7 +279,7 @@ class Plan:
 
 class BodyOutputs(NamedTuple):
     """The outputs of a body: arrays of its result, operands of each update, values and
-    slots of variables that it updates itself, and ids of its lookups."""
+    slots of the variables that its program updates itself, and ids of its lookups."""
 
     results: list[jax.Array]
     operands: list[list[jax.Array]]
@@ -288,7 +294,9 @@ def outputs_of(
     moved: Sequence[int] | None = None,
     slots: Sequence[SlotsKey] | None = None,
 ) -> BodyOutputs:
-    """Collects the outputs of a trace, of these variables or of all that it updates."""
+    """Collects the outputs of a trace. ``moved``, ``slots``: keys of the values and
+    slots to return, which the program has updated itself; None: all that it has
+    updated."""
     moves = capture.moves
     return BodyOutputs(
         arrays,
@@ -302,10 +310,10 @@ def outputs_of(
 @final
 @dataclass(frozen=True, slots=True)
 class TracedBody:
-    """The body of one plan.
+    """The body of one plan, as a function of arrays.
 
-    ``moved`` and ``slots`` are the keys of the variables and slots that it updates
-    itself, in order; ``program`` is None if the body must be traced again.
+    ``moved`` and ``slots`` are the keys of the variables and slots that the program
+    updates itself, in order; ``program`` is None if the body must be traced again.
     """
 
     plan: Plan
@@ -315,7 +323,8 @@ class TracedBody:
     program: BodyProgram | None
 
     def takes(self, values: Mapping[int, Any]) -> bool:
-        """Returns whether the program was traced for such values of the variables."""
+        """Returns whether the program was traced with values of these shapes and dtypes
+        for its variables."""
         if self.program is None:
             return True  # a new trace takes any
         kinds = {key: self.program.kind_of(("value", key)) for key in values}
@@ -326,7 +335,7 @@ class TracedBody:
         )
 
     def replayed(self) -> TracedBody:
-        """Returns this body without its program."""
+        """Returns this body without its program, so that it is traced again."""
         return replace(self, program=None)
 
     def __call__(
@@ -337,12 +346,12 @@ class TracedBody:
         rows: Sequence[Any] = (),
         slots: Mapping[SlotsKey, list[Any]] | None = None,
     ) -> BodyOutputs:
-        """Computes the outputs, in a trace of jax.
+        """Computes the outputs; called in a trace of jax.
 
         Args:
-            leaves: Of the elements that it draws.
-            values: Of the variables that it reads, by key.
-            rows: Of its lookups.
+            leaves: Leaves of the elements that the body draws.
+            values: Values of the variables that it reads, by key.
+            rows: Rows of its lookups.
 
         Raises:
             RuntimeError: The body does something else than in its first trace.

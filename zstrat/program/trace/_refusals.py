@@ -1,4 +1,4 @@
-"""The errors of what a step function cannot do, which say what to write instead.
+"""The errors for what a step function cannot do, which say what to write instead.
 
 Law: every message names the user's line (`_tracebacks`). jax's own error is the cause.
 """
@@ -60,8 +60,8 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
 
 
 class LoopsOverData(RuntimeError):
-    """A traced step branches on the end of its data, which differs between calls, so
-    that it cannot be one program. Caught where the step can run in Python."""
+    """A traced step branches on the end of its data. The end differs between calls, so
+    the step cannot be one program. Caught where the step can run in Python."""
 
     def __init__(self, name: str, where: str = "") -> None:
         self.name, self.where = name, where or here()
@@ -79,7 +79,7 @@ class LoopsOverData(RuntimeError):
 
 
 LOOKS: Final = tuple([kind for kind, _ in _TRACED])
-"""jax's errors when Python needs a value that is being traced."""
+"""jax's errors that are raised when Python needs a value that is being traced."""
 
 # Of jax 0.10 and 0.11, and of numpy; these errors have no types of their own.
 _STATIC: Final = (
@@ -96,16 +96,16 @@ _NOT_TRANSFORMED: Final = (
 
 
 def is_of_shapes(error: TypeError | IndexError) -> bool:
-    """Returns whether the error is about a shape or slice by a traced value, so that it
-    does not occur when the function runs with values."""
+    """Returns whether the error is about a shape or slice that depends on a traced
+    value, so that it does not occur when the function runs with values."""
     words = str(error)
     return words.startswith(_STATIC) and "Tracer" in words
 
 
 @contextmanager
 def translated_variable_errors(step: str) -> Iterator[None]:
-    """Turns jax's error about a `Variable` among the arguments of a jax function into
-    ours, with the user's line.
+    """Replaces jax's error about a `Variable` among the arguments of a jax function,
+    raised in the block, by an error of zstrat with the user's line.
 
     Raises:
         TypeError: In place of jax's error.
@@ -126,11 +126,12 @@ def translated_variable_errors(step: str) -> Iterator[None]:
 
 @contextmanager
 def translated_errors(step: str) -> Iterator[None]:
-    """Turns jax's errors about traced values into ours, with the user's line.
+    """Replaces jax's errors about traced values, raised in the block, by errors of
+    zstrat with the user's line.
 
     Raises:
         TypeError: In place of jax's errors about values that are not known yet, and
-            about variables where it takes arrays.
+            about variables where jax takes arrays.
         RuntimeError: In place of jax's error about a leaked value.
         OverflowError: In place of jax's error about a number that is too large.
     """
@@ -168,7 +169,8 @@ def update_inside(variable: object, op: str) -> RuntimeError:
 
 
 def live_read_inside(variable: object) -> RuntimeError:
-    """Makes the error of an eager ``value_and_grad(variables=)`` with a read in jit."""
+    """Makes the error of an eager ``value_and_grad(variables=)`` with a read under
+    jax.jit."""
     return RuntimeError(
         f"{here()}: {variable} is read inside a function that jax transforms (jax.jit, "
         "jax.vmap, jax.lax.scan, ...) while zs.value_and_grad(variables=...) "
@@ -258,7 +260,7 @@ def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
 def not_shared(who: str, *variables: object) -> ValueError:
     """Makes the error of a step for workers that uses variables of this process.
 
-    ``who`` begins the sentence: the step and its verb.
+    ``who`` is the beginning of the message: the step and its verb.
     """
     return ValueError(
         f"{who} {', '.join(map(str, variables))}, created outside of "
@@ -270,7 +272,7 @@ def not_shared(who: str, *variables: object) -> ValueError:
 
 
 def leaked(step: str, what: str, where: str) -> RuntimeError:
-    """Makes the error of a tracer from a finished or outer transformation."""
+    """Makes the error of a traced value from a finished or outer transformation."""
     return RuntimeError(
         f"{where}, in the step function {step!r}: {what} uses a value that belongs to "
         "another function that jax transforms (jax.grad, jax.jit, jax.vmap, "

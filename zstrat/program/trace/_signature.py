@@ -5,27 +5,27 @@ Arguments are split into inputs of a program and the key of the program.
 - Arrays and Python ints, floats and complexes are *inputs*: their values differ from
   call to call, their types are part of the key. Python numbers are weakly typed, as in
   jax.
-- Booleans, strings and other hashable values are *static*: each value has a program of
-  its own, and the body may branch on it.
+- Booleans, strings and other hashable values are *static*: each value has a separate
+  program, and the body may branch on it.
 - A number in a `Plain` is static, too: ``strategy.run`` outside of a step passes Python
-  numbers as they are.
+  numbers unchanged.
 - Variables and optimizers are identified by their id in the session; the element types
   of iterators are found when elements are drawn.
 
 This runs for every scheduled step, so it is one pass without allocation per type.
 
 The worker sets `worker_context` around every step and dataset function. A step that
-asks for it is traced again when the answer changes (a second attempt, say), because the
-answer is a Python value of the trace. The strategy context of the caller is part of the
-key of every program (`StrategyFingerprint`), because `strategy.run` and others depend
-on it.
+asks for it is traced again when the answer changes (at a second attempt, say), because
+the answer is a Python value of the trace. The strategy context of the caller is part of
+the key of every program (`StrategyFingerprint`), because `strategy.run` and others
+depend on it.
 
 `jax.jit`, `lax.scan` and the like cache the jaxpr of a Python function by the identity
 of the function and the types of its arguments. A function that reads a variable closes
 over a traced value, which is not in that key: in another trace of the step, or after an
 update in the same one, the cached jaxpr would have the old value. A jax user context is
-part of those keys, so each trace of ours, and each update in one, runs under a number
-of its own (`fresh`). Replicas that run sequentially share one trace, or have none: they
+part of those keys, so each trace of a step, and each update in one, runs under its own
+number (`fresh`). Replicas that run sequentially share one trace, or have none: they
 have a second user context.
 """
 
@@ -70,27 +70,28 @@ _numbers: Final = itertools.count(1)
 
 
 def fresh() -> AbstractContextManager[None]:
-    """Hides cached inner traces while entered.
+    """Hides jax's cached inner traces inside of the block.
 
     Costs a retrace of every inner function, and outside of a trace a compilation of
-    every operation: for traces only.
+    every operation: use it in traces only.
     """
     return cast("AbstractContextManager[None]", _epoch(next(_numbers)))
 
 
 def apart(name: Hashable) -> AbstractContextManager[None]:
-    """Hides cached inner traces of other names while entered."""
+    """Hides jax's cached inner traces of other names inside of the block."""
     return cast("AbstractContextManager[None]", _epoch(name))
 
 
 def as_replica(number: int, count: int) -> AbstractContextManager[None]:
-    """Hides cached inner traces of other replicas while entered: a function that jax
-    has traced may have asked for the number of its replica."""
+    """Hides jax's cached inner traces of other replicas inside of the block: a function
+    that jax has traced may have asked for the number of its replica."""
     return cast("AbstractContextManager[None]", _replica((number, count)))
 
 
 def current_trace() -> object:
-    """Returns jax's innermost transformation, as an opaque object to compare."""
+    """Returns an opaque object that identifies jax's innermost transformation, for
+    comparison."""
     state: object = get_opaque_trace_state()  # type: ignore[no-untyped-call]
     return state
 
@@ -112,22 +113,24 @@ class WorkerContext:
 worker_context: Final[ContextVar[WorkerContext | None]] = ContextVar(
     "zstrat_worker_context", default=None
 )
-"""Set by the worker. Law: code that sets a context variable resets it."""
+"""The worker that runs the present step or dataset function. Set by the worker. Law:
+code that sets a context variable resets it."""
 
 building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
-"""Whether a worker builds a dataset here. A call of a step function then runs its plain
+"""Whether a worker builds a dataset now. A call of a step function then runs its plain
 body, which may return datasets."""
 
 input_pipeline: Final[ContextVar[tuple[int, int] | None]] = ContextVar(
     "zstrat_input_pipeline", default=None
 )
-"""Index and number of the input pipelines for which a worker builds a dataset; None:
-those of its context."""
+"""Index of the input pipeline for which a worker builds a dataset, and number of
+pipelines; None: those of the worker's context."""
 
 asked: Final[ContextVar[Callable[[], None] | None]] = ContextVar(
     "zstrat_worker_context_asked", default=None
 )
-"""Called when a trace asks for the context, so that no other context uses its plan."""
+"""Called when a trace asks for the worker's context, so that no other context uses the
+plan."""
 
 strategy_fingerprint: Final[ContextVar[StrategyFingerprint | None]] = ContextVar(
     "zstrat_strategy_fingerprint", default=None
@@ -140,11 +143,11 @@ _default_fingerprint: StrategyFingerprint | None = None
 
 @dataclass(frozen=True, slots=True)
 class StrategyFingerprint:
-    """The properties of a strategy that a body can see; bodies with equal fingerprints
-    can share a program.
+    """The properties of a strategy that a body can observe; bodies with equal
+    fingerprints can share a program.
 
-    Programs hold the ``strategy`` weakly; ``side`` says on which side of the strategy
-    the code runs.
+    Programs reference the ``strategy`` weakly; ``side`` says where the code runs: in
+    which replica or outside of the replicas, and in the update of which copy.
     """
 
     strategy: weakref.ref[object]
@@ -152,25 +155,25 @@ class StrategyFingerprint:
 
 
 def set_default_fingerprint(fingerprint: StrategyFingerprint | None) -> None:
-    """Sets the fingerprint of code that has entered no strategy context."""
+    """Sets the fingerprint for code that has entered no strategy context."""
     global _default_fingerprint
     _default_fingerprint = fingerprint
 
 
 def current_fingerprint() -> StrategyFingerprint | None:
-    """Returns the fingerprint of the strategy context of the caller."""
+    """Returns the fingerprint of the present strategy context."""
     fingerprint = strategy_fingerprint.get()
     return _default_fingerprint if fingerprint is None else fingerprint
 
 
 tracing_again: Final = ContextVar("zstrat tracing again", default=False)
-"""Whether a body is traced a second time for the same program: its prints have appeared
-already."""
+"""Whether a body is traced a second time for the same program, so that its prints have
+appeared already."""
 
 
 @contextmanager
 def printed_before() -> Iterator[None]:
-    """Marks the code inside as a second trace of a body."""
+    """Marks the code inside of the block as a second trace of a body."""
     before = tracing_again.set(True)
     try:
         yield
@@ -179,7 +182,7 @@ def printed_before() -> Iterator[None]:
 
 
 ABSTRACT: Final = WorkerContext(worker_index=0, worker_count=1)
-"""The context while a coordinator traces a step only for its shapes."""
+"""The worker context while a coordinator traces a step only to learn its shapes."""
 
 
 def get_worker_context() -> WorkerContext:
@@ -225,7 +228,8 @@ _Tracer: Final = jax.core.Tracer
 
 
 class Plain:
-    """A Python number that is static in a step: each value is traced by itself."""
+    """A Python number that is static in a step: each value of it has a separate
+    trace."""
 
     __slots__ = ("_key", "value")
 
@@ -246,7 +250,7 @@ class Plain:
 
 
 class CutCall(NamedTuple):
-    """The arguments of one call, split.
+    """The arguments of one call, split into inputs and key.
 
     ``key`` consists of ``treedef``, a fingerprint per leaf, settings of jax, and the
     strategy context of the call. ``inputs`` are the leaves that a program takes,
@@ -264,14 +268,14 @@ _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
 _bare_calls: Final[dict[Hashable, CutCall]] = {}
 
 _SETTINGS: Final = ("jax_enable_x64", "jax_default_prng_impl")
-"""Settings of jax that programs depend on: types, and random numbers. (jax keeps them
-per thread; reading more of them would slow down each call.)"""
+"""Settings of jax that programs depend on: types, and random numbers. (jax keeps
+settings per thread; reading more of them would slow down each call.)"""
 
 _settings: Final = operator.attrgetter(*_SETTINGS)
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
-    """Splits the arguments of a call.
+    """Splits the arguments of a call into inputs and key.
 
     Raises:
         TypeError: An argument is neither a pytree of arrays nor hashable, or is traced
@@ -333,7 +337,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
 
 
 def _bare(settings: Hashable) -> CutCall:
-    """Returns the call without arguments, the same object each time."""
+    """Returns the `CutCall` of a call without arguments, the same object each time."""
     call = _bare_calls.get(settings)
     if call is None:
         key = (_NO_ARGUMENTS, (), settings, None)
@@ -342,11 +346,12 @@ def _bare(settings: Hashable) -> CutCall:
 
 
 _UNKNOWN_TO_JAX: Final = (np.void, np.longdouble, np.clongdouble)
-"""Records, and floats of more than 64 bits."""
+"""dtypes that jax does not have: records, and floats of more than 64 bits."""
 
 
 def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses hashable objects that cannot be arguments of a step. Once per trace.
+    """Refuses hashable objects that cannot be arguments of a step. Called once per
+    trace.
 
     Raises:
         TypeError: An argument is such an object; names it.
@@ -378,7 +383,8 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 def describe(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], elements: Sequence[Element]
 ) -> dict[str, str]:
-    """Describes the types in the key of a program, by place, for messages."""
+    """Describes the types in the key of a program, by path of the argument, for
+    messages."""
     words = {place: _words(leaf) for place, leaf in places(args, kwargs)}
     words |= zip(_SETTINGS, map(str, _settings(jax.config)), strict=True)
     for number, element in enumerate(elements):
@@ -389,7 +395,7 @@ def describe(
 
 
 def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, type]:
-    """Returns the types of static Python numbers, by place."""
+    """Returns the types of static Python numbers among the arguments, by path."""
     return {
         place: type(leaf.value)
         for place, leaf in places(args, kwargs)
@@ -413,10 +419,10 @@ def _iterator_fingerprint(
 def _plain(
     leaf: np.ndarray, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> np.ndarray:
-    """Converts an array of a subclass to a plain one.
+    """Converts an array of a subclass of numpy's to a plain one.
 
     Raises:
-        ValueError: It has a mask; names the argument.
+        ValueError: The array has a mask; names the argument.
     """
     if isinstance(leaf, np.ma.MaskedArray):
         place = next(place for place, other in places(args, kwargs) if other is leaf)
@@ -448,7 +454,7 @@ def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 
 def places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the leaves of arguments, each with its place for messages."""
+    """Returns the leaves of arguments, each with its path for messages."""
     leaves = []
     for root, tree in (("args", args), ("kwargs", dict(kwargs))):
         for path, leaf in joined.flatten_with_path(tree)[0]:

@@ -54,7 +54,8 @@ _makers: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {}
 
 
 def name_node(kind: type, name: str, make: Callable[[tuple[Any, ...]], Any]) -> None:
-    """Registers a plain form for a class of nodes that are only their children.
+    """Registers a plain form for a class of pytree nodes that consist only of their
+    children.
 
     ``make(children)`` rebuilds a node. Called where the class is defined.
     """
@@ -64,17 +65,17 @@ def name_node(kind: type, name: str, make: Callable[[tuple[Any, ...]], Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """A leaf of a result that is a plain Python value."""
+    """A leaf of a result that is a plain Python value, not an array."""
 
     value: bool | int | float | str | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """The layout by which a result is rebuilt: dtype name and shape of each leaf, and
-    the plain form.
+    """Describes how a result is rebuilt from its arrays: dtype name and shape of each
+    leaf, and the plain form of the structure.
 
-    One object per compiled program: compare it by identity.
+    There is one object per compiled program: compare it by identity.
     """
 
     dtypes: tuple[str, ...]
@@ -96,7 +97,8 @@ class Structure:
         return encode(self.treedef, self.slots)
 
     def difference(self, other: Structure) -> tuple[str, str, str]:
-        """Finds the first difference: its path, this value, the other value."""
+        """Finds the first difference to another structure: its path, the value in this
+        one, the value in the other one."""
         if self.treedef == other.treedef:
             numbered = self.treedef.unflatten(range(len(self.slots)))
             paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
@@ -107,7 +109,7 @@ class Structure:
         return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Rebuilds the result with these arrays."""
+        """Rebuilds the result from the structure and these arrays."""
         return self.treedef.unflatten(
             [s.value if isinstance(s, Static) else leaves[s] for s in self.slots]
         )
@@ -116,12 +118,13 @@ class Structure:
 def split(
     result: object, read: Callable[[Variable], Any]
 ) -> tuple[Structure, list[Any]]:
-    """Splits a result into structure and arrays; reads variables.
+    """Splits a result into structure and arrays. Variables in the result are replaced
+    by their values, which ``read`` returns.
 
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
-        ValueError: It is nested too deeply, or contains itself; an array has a mask,
-            which it would lose.
+        ValueError: The result is nested too deeply, or contains itself; or an array has
+            a mask, which it would lose.
     """
     paths, treedef = _flat(result)
     slots: list[int | Static] = []
@@ -156,7 +159,7 @@ def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
     """Encodes a structure to its plain form.
 
     Raises:
-        ValueError: It is nested too deeply.
+        ValueError: The structure is nested too deeply.
     """
     try:
         plain = _encode(treedef, iter(slots))
@@ -181,13 +184,13 @@ def rebuild(
     """Rebuilds a result from its plain form and its arrays.
 
     Args:
-        treedef: Of the function's own trace; needed only for results with nodes that
-            have no plain form.
+        treedef: The treedef of the function's own trace; needed only for results with
+            nodes that have no plain form.
 
     Raises:
         ValueError: The plain form is malformed, or needs a ``treedef`` that is missing
             or does not fit.
-        TypeError: It has a node of a class that this process does not have.
+        TypeError: The result has a node of a class that this process does not have.
     """
     match structure:
         case None:
@@ -226,8 +229,8 @@ def rebuild(
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """A structure with a node of another class; ``node`` is its form for processes that
-    have not traced the function, None if it has none."""
+    """A structure has a node of a class without a plain form. ``node`` is its form for
+    processes that have not traced the function, None if it has none."""
 
     node: PlainTree
 
@@ -267,7 +270,7 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
 
 
 class _NoPlainForm(Exception):
-    """The auxiliary data of a node are not plain values."""
+    """A node has no plain form, because its auxiliary data are not plain values."""
 
 
 def _encode_aux(aux: Any) -> PlainTree:
@@ -299,7 +302,7 @@ def _rebuild_aux(aux: PlainTree) -> Any:
 
 
 def _node_of(data: tuple[type, Any], children: int) -> TreeDef:
-    """Makes the treedef of a node of a class, with a number of leaves."""
+    """Makes the treedef of a node of a class, with ``children`` leaves as children."""
     make: Any = PyTreeDef.from_node_data_and_children
     try:
         return make(default_registry, data, [_LEAF] * children)

@@ -1,12 +1,12 @@
-"""The user's line that an error names, and tracebacks without our frames.
+"""The user's line that an error names, and tracebacks without frames of zstrat.
 
 The user's line is the innermost frame outside of Python's library, installed packages
 and zstrat; if the step is in an installed package, the innermost frame outside of jax
 and zstrat.
 
 Law of tracebacks: frames are hidden where an error leaves zstrat, at a public call or
-on its way to another process, and never if ``ZSTRAT_TRACEBACK=full``. Other exceptions
-than Exception (KeyboardInterrupt, a cancellation) keep all frames.
+on its way to another process, and never if ``ZSTRAT_TRACEBACK=full``. Exceptions that
+are not an `Exception` (KeyboardInterrupt, a cancellation) keep all frames.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _claimed: Final[ContextVar[str | None]] = ContextVar("zstrat_claimed", default=N
 
 @contextmanager
 def claimed(where: str) -> Iterator[None]:
-    """Makes `here` return another line for the code inside."""
+    """Makes `here` return the line ``where`` for the code inside of the block."""
     before = _claimed.set(where)
     try:
         yield
@@ -64,8 +64,8 @@ def raised_at(error: BaseException) -> str:
 
 
 def written_at(*eqns: Any) -> str:
-    """Returns ``file:line (in function)`` of the user's code that made the first of
-    some equations of which that is known."""
+    """Returns ``file:line (in function)`` of the user's code that made an equation: the
+    first one for which the line is known."""
     traces = [eqn.source_info.traceback for eqn in eqns[::-1]]
     frames = [f for trace in traces if trace for f in trace.frames[::-1]]
     return _chosen([(f.file_name, f.line_num, f.function_name) for f in frames])
@@ -94,7 +94,7 @@ def _chosen(frames: Sequence[tuple[str, int, str]]) -> str:
 
 _PYTHON: Final = f"{os.path.dirname(os.__file__)}/"
 _CHAIN: Final = 20
-"""Limit of causes of causes; a longer chain is a cycle."""
+"""Most causes of causes to follow; a longer chain is a cycle."""
 _NOTE: Final = "Frames of zstrat and jax are hidden; ZSTRAT_TRACEBACK=full shows them."
 _NOTE_OF_JAX: Final = "For simplicity, JAX has removed its internal frames"
 
@@ -103,7 +103,7 @@ def hide_frames(error: Exception) -> None:
     """Removes the frames of zstrat and jax, and of library code that they call, from
     the tracebacks of an error and its causes.
 
-    Public calls do so before they raise; Python then adds the frame of the caller.
+    Public calls use this before they raise; Python then adds the frame of the caller.
     """
     if environment().get("ZSTRAT_TRACEBACK") == "full":
         return
@@ -117,7 +117,8 @@ def hide_frames(error: Exception) -> None:
 
 
 def trim(error: BaseException) -> BaseException:
-    """Hides the frames of zstrat in an error that goes to another process; returns it.
+    """Hides the frames of zstrat in an error that is sent to another process; returns
+    the error.
 
     An error without a line of the user keeps all frames, because it is about zstrat,
     unless a ``raise`` there made it: its message is for the user then.
@@ -140,7 +141,7 @@ def _remove_note_of_jax(error: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Iterates over the error, and those that Python prints above it."""
+    """Yields the error, and the causes and contexts that Python prints above it."""
     seen: BaseException | None = error
     for _ in range(_CHAIN):
         if seen is None:

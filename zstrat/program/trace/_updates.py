@@ -1,21 +1,21 @@
-"""Updates in a traced step: their effect on a value, and `Moves`, which the program
-does.
+"""Updates in a traced step: their effect on a value, and `Moves`, the updates that the
+program itself executes.
 
 The effect of an update is traced for reads after it in the same step. The parameter
 server does the same to the stored value, after the step; of duplicate indices in
 SCATTER_UPDATE the last one wins, on every device.
 
 The program itself updates variables on this process's devices: values and slots are its
-inputs, the next ones its outputs. The step can read such a variable after an optimizer
-has updated it, too.
+inputs, the next ones its outputs. The step can read such a variable also after an
+optimizer has updated it.
 
 Copies of replicas are one array ``[count, ...]`` over the devices, a row on each, in
 their `DeviceStorage`. A replica reads and updates its row; code outside of the replicas
 sees the first row, or the aggregate of all rows.
 
 Laws of the file. An update of rows changes these rows and their slots; slots that are
-shared (a count) change with each update. All replicas share one array at first; they
-get a copy each when one of them updates its own.
+shared by all rows (a count) change with each update. All replicas share one array at
+first; each gets a copy when one of them updates its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def updates_copies(variable: VariableHandle, count: int) -> bool:
 
 
 def has_copies(variable: VariableHandle, count: int) -> bool:
-    """Returns whether each of ``count`` replicas has a copy of its own now.
+    """Returns whether each of ``count`` replicas has a separate copy of the variable
+    now.
 
     Raises:
         ValueError: The variable has another number of copies.
@@ -89,13 +90,14 @@ def has_copies(variable: VariableHandle, count: int) -> bool:
 
 
 def is_apart(variable: VariableHandle) -> bool:
-    """Returns whether each replica has a copy of its own now."""
+    """Returns whether each replica has a separate copy of the variable now."""
     storage = variable.storage
     return isinstance(storage, DeviceStorage) and storage.is_apart
 
 
 def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
-    """Repeats a value that all replicas share, ``[count, ...]``; returns copies."""
+    """Repeats a value that all replicas share, to ``[count, ...]``; returns copies
+    unchanged."""
     # Copies have one axis more than the variable.
     if value.ndim > len(variable.shape):
         return value
@@ -104,12 +106,12 @@ def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
 
 
 def is_on_read(variable: VariableHandle) -> bool:
-    """Returns whether reads aggregate the copies."""
+    """Returns whether reads of the variable aggregate the copies of all replicas."""
     return variable.synchronization is VariableSynchronization.ON_READ
 
 
 def apart_from_now(variable: VariableHandle) -> None:
-    """Gives each replica a copy of its own; they start equal.
+    """Gives each replica a separate copy of the variable; the copies start equal.
 
     Raises:
         DataLossError: The value is lost.
@@ -125,7 +127,7 @@ def apart_from_now(variable: VariableHandle) -> None:
 
 
 def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
-    """Reads a variable under this recorder; aggregates the copies of one that is
+    """Reads a variable under this recorder; aggregates the copies of a variable that is
     ON_READ."""
     if not is_on_read(variable):
         return recording.read(variable)
@@ -139,10 +141,10 @@ def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One update of a step, and the user's line that made it.
+    """One recorded update of a step; ``where`` is the user's line.
 
-    ``variables`` is the updated one or, with a ``table``, its components; with a
-    ``call``, all variables that have gradients.
+    ``variables`` is the updated variable or, with a ``table``, the table's components;
+    with a ``call``, all variables that have gradients.
     """
 
     variables: tuple[VariableHandle, ...]
@@ -160,16 +162,16 @@ class Recorded:
 
     @property
     def target(self) -> str:
-        """The updated variable or table, for messages."""
+        """The name of the updated variable or table, for messages."""
         return str(self.variables[0].spec if self.table is None else self.table)
 
 
 Write = tuple[Recorded, int]
-"""An update, and the index of one of its variables."""
+"""An update, and which of its variables is meant, by index."""
 
 
 def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
-    """Applies updates in order; shape and dtype stay the same."""
+    """Applies updates to a value, in order; shape and dtype stay the same."""
     for update, number in writes:
         operands = update.operands
         # With one component the indices are those of the table.
@@ -189,7 +191,7 @@ _OF_BOOLEANS: Final = {
 
 
 def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
-    """Applies one update to a value."""
+    """Returns the value that one update makes from a value."""
     match op:
         case UpdateOp.ASSIGN:
             return operands[0]
@@ -220,7 +222,7 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
 
 
 def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Divides rows; integers are truncated towards zero.
+    """Divides rows of a value by ``rows``; integers are truncated towards zero.
 
     Round k divides by the k-th row of every index: the product of the divisors of one
     row may not fit their dtype.
@@ -256,8 +258,8 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 
 
 def _last(indices: jax.Array, size: int) -> jax.Array:
-    """Moves all but the last of equal indices out of bounds: XLA does not define which
-    of several wins."""
+    """Moves all but the last of equal indices out of bounds, because XLA does not
+    define which of several wins."""
     # The largest position among equal indices is the last one.
     order = jnp.arange(indices.shape[0], dtype=jnp.int32)
     winner = jnp.full(size, -1, jnp.int32).at[indices].max(order)
@@ -265,7 +267,8 @@ def _last(indices: jax.Array, size: int) -> jax.Array:
 
 
 def is_here(variable: VariableHandle) -> bool:
-    """Returns whether the program updates this variable itself."""
+    """Returns whether the program itself executes updates of this variable, because it
+    is on devices of this process."""
     return isinstance(variable.storage, DeviceStorage)
 
 
@@ -277,13 +280,13 @@ def device_storage(variable: VariableHandle) -> DeviceStorage:
 
 
 class SlotFeed(Protocol):
-    """A source of slots; see `TraceFeed`."""
+    """Supplies the slots of optimizers; see `TraceFeed`."""
 
     def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]: ...
 
 
 class Moves:
-    """The updates that the program of a step does itself.
+    """The updates that the program of a step itself executes.
 
     ``values`` are the last values of updated variables; ``slots`` the last slots of
     optimizers, in the order of their first use; ``notes`` the updates, in the order of
@@ -299,10 +302,10 @@ class Moves:
     def note(
         self, update: Recorded, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
-        """Computes the next values.
+        """Records an update, and computes the next values of its variables.
 
-        ``current`` returns the present ones; if these are copies ``[count, ...]`` of
-        replicas, each copy is updated.
+        ``current`` returns the present value of a variable; if that is copies ``[count,
+        ...]`` of replicas, each copy is updated.
         """
         if len(update.operands) > 1:
             index, rows = update.operands
@@ -317,14 +320,15 @@ class Moves:
         self.notes.append((specs, update.op))
 
     def put(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """Stores the copies that several replicas have computed."""
+        """Records the copies of a variable that several replicas have computed."""
         self.values[variable.spec.key] = (variable, copies)
         self.notes.append(((variable.spec,), UpdateOp.ASSIGN))
 
     def optimize(
         self, call: GradientCall, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
-        """Computes the next values and slots of all variables of a call."""
+        """Computes the next values and slots of all variables of a call of
+        ``apply_gradients``."""
         call = _marked(call)
         # Once for the call: it cuts the transformation into what moves each leaf.
         step = TreeStep(call)
@@ -347,7 +351,8 @@ class Moves:
 
 
 def _marked(call: GradientCall) -> GradientCall:
-    """Marks indices of rows, which must fit 32 bits."""
+    """Returns the call with its indices of rows marked (`marked`), which must fit 32
+    bits."""
     arrays: list[Any] = []
     for _, _, sparse, own in call.leaves():
         arrays += [marked(reaching(own[0])), own[1]] if sparse else own
@@ -357,7 +362,8 @@ def _marked(call: GradientCall) -> GradientCall:
 def rows_here(
     table: Table, ids: jax.Array, read: Callable[[VariableHandle], jax.Array]
 ) -> jax.Array:
-    """Reads rows of a table of such variables, ``ids.shape + row``.
+    """Reads rows of a table of variables on devices of this process, ``ids.shape +
+    row``.
 
     Rows are zeros for `ABSENT`, and NaN for ids outside of the table: a compiled step
     cannot raise.
@@ -379,7 +385,8 @@ def rows_here(
 
 
 def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
-    """Applies one update, without an optimizer, to a whole variable."""
+    """Returns the value that one update, without an optimizer, makes from the whole
+    value of a variable."""
     if op is UpdateOp.ASSIGN:
         return operands[0]
     if len(operands) > 1:  # negative indices do not count from the end

@@ -1,16 +1,16 @@
 """Evaluates a traced program with integers of 64 bits where jax has traced 32.
 
-Ids of a table of any id have 64 bits, and jax without ``jax_enable_x64`` traces a step
-with 32. So what a step computes with such ids (a reshape, a slice, `where`, arithmetic,
-a comparison) is evaluated from the same trace once more: wide inputs stay wide, and so
-is what is computed from them, as jax would have it with 64 bits. Where they meet what
-the step computes from its own numbers alone (``jnp.arange(3) << 40``), that has 64 bits
-there, too. All other values keep the dtypes of the trace. An operation that is not
-known here gets 32 bits, and the inputs that it depends on are `Widened.narrowed`: they
-have to fit.
+Ids of a hash table have 64 bits, and jax without ``jax_enable_x64`` traces a step with
+32. So the operations that a step applies to such ids (a reshape, a slice, `where`,
+arithmetic, a comparison) are evaluated from the same trace once more: *wide* inputs
+keep 64 bits, and so does what is computed from them, as jax would have it with 64 bits.
+Numbers that the step makes itself (``jnp.arange(3) << 40``) have 64 bits where they are
+combined with wide values. All other values keep the dtypes of the trace. An operation
+that this module does not support gets 32 bits, and the inputs that it depends on are
+recorded in `Widened.narrowed`: their values must fit 32 bits.
 
-Inputs of 32 bits are computed with 32, as jax does. What a look-up does with them that
-needs more (a sign for padding beside uint32) is `whole`.
+Inputs of 32 bits are computed with 32, as jax does. If a lookup needs more for its own
+operations on them (a sign for padding, with uint32), the ids are marked by `whole`.
 
 The evaluation itself runs where 64 bits are switched on, as `jax.enable_x64` does.
 """
@@ -41,7 +41,7 @@ _TOGETHER: Final = frozenset(
         "shift_right_logical", "sign", "square", "stack", "sub", "xor",
     }
 )  # fmt: skip
-"""Operations whose integers have one dtype."""
+"""Operations whose integer operands all have one dtype."""
 
 _FIRST: Final = frozenset(
     {
@@ -53,7 +53,7 @@ _FIRST: Final = frozenset(
         "unstack",
     }
 )  # fmt: skip
-"""Operations whose first operand may be wide; the others are positions."""
+"""Operations whose first operand may be wide; the other operands are positions."""
 
 _SCATTERS: Final = {
     f"scatter{mark}{name}": write
@@ -65,19 +65,20 @@ _SCATTERS: Final = {
     )
     for mark in "-_"  # as releases of jax call them
 }
-"""Operations that combine elements of an array with what is written there."""
+"""Operations that combine elements of an array with values that are written there."""
 
 _WRITES: Final = {
     "dynamic_update_slice": (0, 1),
     **dict.fromkeys(["scatter", *_SCATTERS], (0, 2)),
 }
-"""Operations that write to an array: which operands are that, and what is written."""
+"""Operations that write to an array: the indices of the operands that are the array,
+and the written values."""
 
 _POSITIONS: Final = frozenset({"gather", "dynamic_slice", *_WRITES})
 """Operations whose other operands are positions, of any integer dtype."""
 
 _CONTAINED: Final = ("bool", "int8", "int16", "uint8", "uint16", "uint32")
-"""Dtypes whose numbers have the same value as int64."""
+"""Dtypes whose numbers int64 can represent."""
 
 _WHOLE: Final = "zstrat ids"
 
@@ -85,13 +86,14 @@ _WIDE: Final = {"int32": np.dtype(np.int64), "uint32": np.dtype(np.uint64)}
 
 
 def whole(ids: jax.Array) -> jax.Array:
-    """Marks uint32 ids in a step that are evaluated with 64 bits from here on."""
+    """Marks uint32 ids in a step, which are evaluated with 64 bits from this point
+    on."""
     named: jax.Array = checkpoint_name(ids, _WHOLE)  # type: ignore[no-untyped-call]
     return named
 
 
 def has_whole(flow: Flow) -> bool:
-    """Returns whether a program has such ids."""
+    """Returns whether a program contains ids that are marked by `whole`."""
     return flow.has_marked(_WHOLE)
 
 
@@ -99,11 +101,12 @@ Evaluate = Callable[[ClosedJaxpr, list[int]], Callable[..., Any]]
 
 
 class _Value(NamedTuple):
-    """A value of the program.
+    """A value of the program during the evaluation.
 
-    ``mask`` has the wide inputs that a wide one depends on, as bits, and one more for
-    `whole` ids; 0 if it is not wide. ``own`` is the same with 64 bits, if it is
-    computed from the step's own numbers alone, or cast from uint32.
+    ``mask`` has, as bits, the wide inputs on which a wide value depends, and one more
+    bit for `whole` ids; 0 if the value is not wide. ``own`` is the same value with 64
+    bits, if it is computed only from numbers that the step makes itself, or cast from
+    uint32.
     """
 
     value: Any
@@ -113,18 +116,18 @@ class _Value(NamedTuple):
 
 @final
 class Widened:
-    """A program whose inputs ``wide`` (numbers) have 64 bits; a wide output has them,
-    too. To be traced."""
+    """A program whose inputs with the numbers ``wide`` have 64 bits; outputs that
+    depend on them have 64 bits, too. Call it in a trace."""
 
     def __init__(self, closed: ClosedJaxpr, wide: Collection[int]) -> None:
         self._closed, self._wide = closed, wide
         self.narrowed: list[tuple[int, str]] = []
-        """The wide inputs that operations get with 32 bits, as bits, with operation
-        and line, as far as the program has been traced."""
+        """Pairs of the wide inputs (as bits) that an operation gets with 32 bits, and
+        the operation with its line; complete when the program was traced."""
         self._calls: list[Any] = []
-        """The equations whose programs are being evaluated, outermost first."""
+        """The equations whose inner programs are being evaluated, outermost first."""
         self.returned = 0
-        """The wide inputs that outputs consist of, as bits."""
+        """The wide inputs (as bits) on which wide outputs depend."""
 
     def __call__(self, *inputs: Any) -> list[Any]:
         given = [
@@ -192,8 +195,9 @@ class Widened:
         ]
 
     def _fitted(self, eqn: Any, given: list[_Value]) -> list[_Value]:
-        """Gives the operands that belong to a wide one its dtype, and 32 bits to wide
-        ones of an operation that is not known."""
+        """Converts the operands of an equation: those that must have the dtype of a
+        wide operand are widened, and wide operands of an operation that is not
+        supported are narrowed to 32 bits."""
         # Operands of a sort may have any dtypes, each its own.
         if eqn.primitive.name == "sort":
             return given
@@ -235,7 +239,7 @@ class Widened:
 
 
 def _number(value: Any) -> _Value:
-    """Returns a constant of the program."""
+    """Returns a constant of the program as a `_Value`."""
     dtype = getattr(value, "dtype", None)
     is_int32 = dtype is not None and dtype == np.int32
     return _Value(value, 0, jnp.asarray(value, np.int64) if is_int32 else None)
@@ -246,8 +250,8 @@ def _is_int32(var: Any) -> bool:
 
 
 def _together(eqn: Any) -> Collection[int]:
-    """Returns the operands of a known operation that have one dtype, which may be
-    wide."""
+    """Returns the indices of the operands of a supported operation that must have one
+    dtype, which may be wide."""
     name = eqn.primitive.name
     if name in _TOGETHER:
         return range(len(eqn.invars))
@@ -259,7 +263,7 @@ def _together(eqn: Any) -> Collection[int]:
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a known operation whose operands are wide."""
+    """Evaluates a supported operation whose operands are wide."""
     params = dict(eqn.params)
     if eqn.primitive.name == "convert_element_type":
         before, after = eqn.invars[0].aval.dtype, np.dtype(params["new_dtype"])
@@ -284,8 +288,8 @@ def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
-    """Evaluates with 64 bits an operation on the step's own numbers; None if it is not
-    one that is known."""
+    """Evaluates with 64 bits an operation on numbers that the step makes itself;
+    returns None if the operation is not supported."""
     if not any(map(_is_int32, eqn.outvars)):
         return None
     name, values = eqn.primitive.name, [operand.value for operand in given]
@@ -302,7 +306,7 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
 
 
 def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
-    """Evaluates one equation with the dtypes of the trace."""
+    """Evaluates one equation by itself, with the dtypes of the trace."""
     invars, values = [], []
     for var, operand in zip(eqn.invars, given, strict=True):
         if not isinstance(var, Literal) and var not in invars:
@@ -318,8 +322,9 @@ def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
 def evaluator(
     wide: Collection[int], made: list[tuple[Widened, list[int]]] | None = None
 ) -> Evaluate:
-    """Returns what `Flow.part` evaluates with, if these inputs of the whole program
-    have 64 bits. ``made`` gets the parts, with the numbers of their inputs."""
+    """Returns an ``evaluate`` argument for `Flow.part`, for a program in which these
+    inputs have 64 bits. The list ``made`` receives the parts, each with the numbers of
+    its inputs."""
 
     def evaluate(closed: ClosedJaxpr, numbers: list[int]) -> Widened:
         places = [place for place, number in enumerate(numbers) if number in wide]
@@ -334,8 +339,8 @@ def evaluator(
 def with_64_bits(
     run: Callable[..., Any], wide: Collection[int]
 ) -> Callable[[Sequence[Any], Any], Any]:
-    """Returns a function that calls ``run(given, blocks)`` with 64 bits: of ``given``
-    those that are ``wide`` keep them."""
+    """Returns a function that calls ``run(given, blocks)`` with 64 bits switched on; of
+    ``given``, only the arrays with the numbers ``wide`` keep 64 bits."""
 
     def call(given: Sequence[Any], blocks: Any) -> Any:
         known = [
@@ -360,9 +365,10 @@ def _as_traced(value: Any) -> Any:
 
 
 class WideLeaves(NamedTuple):
-    """Leaves of arguments and elements that ids of hashed tables are computed from:
-    ``used`` keep their 64 bits, but for those that are ``narrowed``, with where, which
-    have to fit 32, and those that are ``returned``, which jax returns with 32."""
+    """Leaves of arguments and elements from which ids of hash tables are computed.
+    ``used`` keep their 64 bits, except in operations that take 32 bits: leaves in
+    ``narrowed``, each with the operation's line, must fit 32 bits; so must those in
+    ``returned``, which jax returns with 32 bits."""
 
     used: frozenset[int] = frozenset()
     narrowed: Mapping[int, str] = MappingProxyType({})
@@ -375,11 +381,11 @@ def wide_leaves_of(
     others: Sequence[int],
     wide: Collection[int],
 ) -> WideLeaves:
-    """Finds the wide leaves of a program.
+    """Finds the leaves of a program that keep 64 bits.
 
     Args:
-        ids: The outputs that are ids of hashed tables.
-        others: All outputs that leave the process otherwise.
+        ids: The outputs that are ids of hash tables.
+        others: All other outputs.
         wide: Inputs of 64 bits.
     """
     flow = Flow(closed)

@@ -1,9 +1,9 @@
 """Flattens pytrees for programs: a value per replica counts as one array.
 
 To jax a value per replica has one leaf per replica (`jax.tree.map`). Programs are
-faster if it is one array over all devices. So code that flattens for a program uses
-this module. A treedef that is made here unflattens that one array to the value per
-replica again.
+faster if the value is one array over all devices. So code that flattens pytrees for a
+program uses this module. A treedef that is made here unflattens that one array to the
+value per replica again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Asked(threading.local):
 
 
 asked: Final = _Asked()
-"""The class of a value per replica reads ``is_joined`` when jax flattens it: whether
-its child is the one array."""
+"""A flag per thread: while ``is_joined`` is set, a value per replica flattens to one
+array. Its class reads the flag when jax flattens the value."""
 
 _flatten: Final[Any] = jax.tree_util.tree_flatten
 
@@ -58,11 +58,12 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Returns the leaves, as `flatten` finds them."""
+    """Returns the leaves of a tree, as `flatten` finds them."""
     return flatten(tree)[0]
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Maps one tree as `jax.tree.map`, with one leaf for a value per replica."""
+    """Applies ``fn`` to each leaf of one tree, as `jax.tree.map`, with one leaf for a
+    value per replica."""
     flat, treedef = flatten(tree)
     return treedef.unflatten([fn(leaf) for leaf in flat])

@@ -1,1 +1,2 @@
-"""Windows: several steps on a worker's own copy of the variables, as one closure."""
+"""Windows: several local steps on a worker's own copy of the variables, run as one
+closure."""

@@ -1,19 +1,23 @@
-"""Exchanges of windows: fragments, resident arrays, overlapping programs.
+"""What windows of local steps exchange with the servers: fragments, resident arrays,
+overlapping programs.
 
-Segments are the steps of a window between two exchanges. Fragments are after Douillard
-et al., "Streaming DiLoCo" (2025): each fragment is exchanged once in ``every`` steps,
-and at another offset than the others, so that the link carries a part of the model at a
-time. Round r of the outer optimizer is the exchange of fragment ``r % fragments``.
+A *window* is several local steps that one closure runs. The variables may be divided
+into *fragments*, after Douillard et al., "Streaming DiLoCo" (2025): each fragment is
+exchanged once in ``every`` steps, and at another offset than the other fragments, so
+that the link carries a part of the model at a time. A *segment* is the steps of a
+window between two exchanges. Round r of the outer optimizer is the exchange of fragment
+``r % fragments``.
 
-Resident arrays are what a window keeps on its worker from one closure to the next. To a
-trace they are variables that it reads and assigns; they have keys of their own and are
-at no parameter server. The worker gives the values and keeps the new ones (see
-`zstrat.worker`), also those of a checkpoint. A worker that has none yet gives zeros.
+*Resident arrays* are arrays that a window keeps on its worker from one closure to the
+next. To a trace they are variables that it reads and assigns; they have their own keys
+and are on no parameter server. The worker supplies their values and keeps the new ones
+(see `zstrat.worker`), also those of a checkpoint. If a worker has no array yet, the
+value is zeros.
 
-`OverlappedProgram` begins a window before it has the values on servers. The program is
-cut in two. The *head* is all that depends on no pulled value: it runs while the request
-for these values is under way. The *tail* takes what the head has computed, and the
-values.
+`OverlappedProgram` begins a window before the values on servers have arrived. The
+program is divided in two. The *head* is everything that depends on no pulled value: it
+runs while the request for these values is under way. The *tail* takes what the head has
+computed, and the values.
 """
 
 from __future__ import annotations
@@ -49,19 +53,21 @@ if TYPE_CHECKING:
 
 
 COPY: Final = "/copy"
-"""What resident arrays are that are copies of variables."""
+"""Name of the resident array that is a worker's copy of a variable."""
 
 ROUND: Final = "/round"
-"""The number of the round whose values a window has read."""
+"""Name of the resident array with the number of the round whose values a window has
+read."""
 
 SPEED: Final = "/speed"
-"""The steps per second that this worker makes."""
+"""Name of the resident array with the steps per second that this worker makes."""
 
 STEPS: Final = "/steps"
-"""The number of steps that the next window is to make."""
+"""Name of the resident array with the number of steps that the next window is to
+make."""
 
 SEGMENT: Final = "zstrat_segment"
-"""The keyword with which a worker gives a window its `Segment`."""
+"""The keyword argument with which a worker gives a window its `Segment`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +75,9 @@ class Segment:
     """The part of a window that one closure runs: the steps before the exchange of
     fragment ``number``.
 
-    ``restart``: it takes the values of all fragments first, as the worker has no copy
-    yet, or has missed a round. ``every``: it makes only as many steps as if the window
-    had so many; 0 for all.
+    ``restart``: the segment first reads the values of all fragments from the servers,
+    because the worker has no copy yet, or has missed a round. ``every``: run only as
+    many steps as if the window had so many steps; 0: all.
     """
 
     number: int = 0
@@ -81,10 +87,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """When the windows of a `LocalOptimizer` exchange what; see its arguments.
+    """When the windows of a `LocalOptimizer` exchange which fragments; see its
+    arguments.
 
-    ``outer`` is the optimizer on the servers, ``inner`` that of the steps. ``pace``
-    holds the speed of the fastest worker; None: all workers make the same steps.
+    ``outer`` is the optimizer on the servers, ``inner`` that of the local steps.
+    ``pace`` is a variable with the speed of the fastest worker; None: all workers make
+    the same number of steps.
     """
 
     name: str
@@ -97,7 +105,7 @@ class Exchanges:
     pace: Variable | None = None
 
     def steps_in(self, segment: Segment) -> int:
-        """Returns how many steps a segment makes."""
+        """Returns how many local steps a segment makes."""
         count = steps_of(segment.number, self.every, self.fragments)
         if segment.every:
             # At least one after the copy has taken the result of the round before:
@@ -107,10 +115,11 @@ class Exchanges:
         return count
 
     def require_equal_draws(self, name: str) -> None:
-        """Checks that windows draw the same number of elements, as leases need it.
+        """Checks that all windows draw the same number of elements, which leased
+        datasets need.
 
         Raises:
-            ValueError: They differ; says what to write. ``name``: of the window.
+            ValueError: The numbers differ; says what to write. ``name``: of the window.
         """
         if self.pace is None and self.every % self.fragments == 0:
             return
@@ -127,23 +136,25 @@ class Exchanges:
 
     @property
     def take_segments(self) -> bool:
-        """Whether a worker has to say which segment a window is."""
+        """Whether a worker has to say which segment of a window a closure runs."""
         return self.keep_copies or self.pace is not None
 
     @property
     def keep_copies(self) -> bool:
-        """Whether a worker's copy outlives its window."""
+        """Whether a worker's copy of the variables is kept after its window."""
         return self.fragments > 1 or self.overlap > 0 or self.mix > 0
 
 
 def steps_of(segment: int, every: int, fragments: int) -> int:
-    """Returns the number of steps of a segment; those of all segments are ``every``."""
+    """Returns the number of steps of a segment; those of all segments add up to
+    ``every``."""
     return (segment + 1) * every // fragments - segment * every // fragments
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[int]:
-    """Distributes leaves of these sizes over fragments of about equal size: the largest
-    one first, each to the smallest fragment. Returns the fragment of each leaf."""
+    """Distributes leaves of these sizes over ``count`` fragments of about equal size:
+    the largest leaf first, each to the smallest fragment so far. Returns for each leaf
+    the index of its fragment."""
     filled = [0] * count
     found = [0] * len(sizes)
     for leaf in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
@@ -154,8 +165,8 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[int]:
 
 
 class ResidentName(NamedTuple):
-    """What a resident array is: ``what``, beside the variable of a key (0: none), of
-    the outer optimizer of an id."""
+    """Identifies a resident array: ``what`` is kept, for the variable of which key (0:
+    none), for the outer optimizer of which id."""
 
     what: str
     variable: int
@@ -165,14 +176,15 @@ class ResidentName(NamedTuple):
 # Asked for each array of each window.
 @functools.lru_cache(1 << 14)
 def resident_name(name: str) -> ResidentName:
-    """Returns what the array is whose `VariableSpec` has this name."""
+    """Returns the identity of the resident array whose `VariableSpec` has this name."""
     # As `ResidentArrays._at` writes it; the rest is for people.
     what, variable, optimizer, _ = name.split(" ", 3)
     return ResidentName(what, int(variable), int(optimizer))
 
 
 class _KeptByWorkers(UnboundStorage):
-    """The storage in a window that is called here instead of scheduled."""
+    """The storage of resident arrays in a window that is called in this process instead
+    of scheduled; it refuses."""
 
     def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
         return RuntimeError(
@@ -185,11 +197,11 @@ _NOWHERE: Final = _KeptByWorkers()
 
 
 class ResidentArrays:
-    """The resident arrays of one optimizer in one trace.
+    """The resident arrays of one optimizer in one trace of a window.
 
     Args:
         optimizer: Id of the outer optimizer.
-        name: Of the optimizer, for messages.
+        name: Name of the optimizer, for messages.
     """
 
     def __init__(self, optimizer: int, name: str, outer: Capture) -> None:
@@ -198,21 +210,22 @@ class ResidentArrays:
     def read(
         self, variable: VariableHandle, what: str, shape: Sequence[int], dtype: Any
     ) -> jax.Array:
-        """Returns the array that is kept beside a variable under the name ``what``."""
+        """Reads the array ``what`` that the worker keeps for a variable."""
         return self._outer.read(self._at(variable, what, shape, dtype))
 
     def round(self) -> jax.Array:
-        """Returns the number of the round whose values the window has read, int32."""
+        """Reads the number of the round whose values the window has read, int32."""
         return self._outer.read(self._at(None, ROUND, (), "int32"))
 
     def speed(self) -> jax.Array:
-        """Returns the steps per second of this worker, float32; 0 if not known."""
+        """Reads the steps per second of this worker, float32; 0 if not known."""
         return self._outer.read(self._at(None, SPEED, (), "float32"))
 
     def keep(
         self, variable: VariableHandle | None, what: str, array: jax.Array
     ) -> None:
-        """Keeps an array for the next closure; None: it belongs to no variable."""
+        """Keeps an array ``what`` for the next closure. ``variable`` None: the array
+        belongs to no variable."""
         to = self._at(variable, what, array.shape, array.dtype)
         self._outer.update(VariableUpdate(to, UpdateOp.ASSIGN, (array,), None))
 
@@ -245,8 +258,8 @@ class OverlappedProgram(CompiledProgram):
     """The program of a window with ``overlap``.
 
     Args:
-        closed: From inputs, leaves of elements and values of reads to results and
-            operands.
+        closed: The whole program, from inputs, leaves of elements and values of reads
+            to results and operands.
         late: The numbers of the inputs that are pulled.
     """
 
@@ -268,7 +281,7 @@ class OverlappedProgram(CompiledProgram):
             if waits:
                 after.update(eqn.outvars)
         self.has_loop: Final = any(eqn.primitive.name in _LOOPS for eqn in first)
-        """Whether there are steps before those that need pulled values."""
+        """Whether the head contains steps, so that beginning early saves time."""
         early_results = {var for eqn in first for var in eqn.outvars}
         # What the tail needs of the head goes from one program to the other as
         # arguments.
@@ -294,8 +307,7 @@ class OverlappedProgram(CompiledProgram):
     def begin(
         self, inputs: Sequence[Any], elements: Sequence[Any], values: Sequence[Any]
     ) -> list[jax.Array]:
-        """Computes the head; of ``values`` it does not look at those that are
-        pulled."""
+        """Computes the head; does not use those of ``values`` that are pulled."""
         given = [*inputs, *elements, *values]
         return list(self._head(*[given[number] for number in self._early]))
 
@@ -306,8 +318,8 @@ class OverlappedProgram(CompiledProgram):
         elements: Sequence[Any],
         values: Sequence[Any],
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Computes the tail; returns the arrays of the result, and the operands of
-        each update."""
+        """Computes the tail from the results of the head; returns the arrays of the
+        result, and the operands of each update."""
         outputs = list(self._tail(*begun, *inputs, *elements, *values))
         settled(outputs, outputs)
         count = len(self.plan.out_specs)
@@ -325,8 +337,8 @@ class OverlappedProgram(CompiledProgram):
 def program_of_window(
     plan: Plan, body: TracedBody, call: CutCall, elements: Sequence[Element]
 ) -> CompiledProgram:
-    """Returns the program of a window; in two parts if steps of it come before the
-    values that it pulls."""
+    """Returns the program of a window; in two parts (`OverlappedProgram`) if some of
+    its steps do not need pulled values."""
     closed = retraced(plan, body, call, elements)
     first = len(closed.in_avals) - len(plan.reads)
     late = {n for n, spec in enumerate(plan.reads, first) if spec.ps != RESIDENT}

@@ -1,4 +1,4 @@
-"""`LocalOptimizer`: several steps on a worker's own copy, then one exchange.
+"""`LocalOptimizer`: trains a worker's own copy for several steps, then exchanges once.
 
 After Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 Models" (2023), and "Streaming DiLoCo with overlapping communication" (2025).
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from zstrat.codecs import Wire
 
 _EPOCHS: Final = 8
-"""Number of epochs of rounds whose largest speed is kept."""
+"""Number of epochs of rounds for which the largest speed is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FragmentRounds(Rounds):
-    """Rounds that drop what is late also without backup workers: it would count as
-    zeros for the fragment of the round that is open, and others for its own."""
+    """Rounds that drop late contributions even without backup workers: a late
+    contribution would count as zeros for the fragment of the open round, and the other
+    workers' contributions as zeros for its own fragment."""
 
     @property
     def drops_late(self) -> bool:
@@ -39,35 +40,38 @@ class _FragmentRounds(Rounds):
 
 
 class LocalOptimizer:
-    """Trains a copy of the variables on each worker, and exchanges it now and then.
+    """Trains a copy of the variables on each worker, and exchanges it from time to
+    time.
 
     A worker makes ``every`` steps with ``inner``, on its own copy and with its own
-    state. Then it contributes the difference of the values on the parameter servers and
-    its copy to a round of ``outer``, as one gradient. So traffic falls by ``every``.
-    `window` makes the step function of these steps.
+    state. Then it contributes the difference between the values on the parameter
+    servers and its copy to a round of ``outer``, as one gradient. So traffic falls by a
+    factor of ``every``. `window` makes the step function that runs these steps.
 
     Args:
-        inner: An optax transformation, for the steps. Its state stays on the worker.
+        inner: An optax transformation, for the local steps. Its state stays on the
+            worker.
         outer: An optax transformation, for rounds, on the parameter servers:
             ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
         every: Number of steps between two exchanges of a variable.
-        fragments: Number of parts of the tree, which are exchanged in turn: a window
-            then runs ``every / fragments`` steps, and exchanges one part.
+        fragments: Number of parts of the tree, which are exchanged one after the other:
+            a window then runs ``every / fragments`` steps, and exchanges one part.
         overlap: Number of steps that a window makes before it needs the result of the
-            round before; less than ``every / fragments``.
+            previous round; less than ``every / fragments``.
         adapt: A worker that is slower than the fastest one makes fewer steps in a
             window, so that all windows take about as long (Liu et al., 2024). Without
-            `Rounds.weights` its weight is examples times examples per step.
+            `Rounds.weights` the weight of its contribution is examples times examples
+            per step.
         mix: The part of the worker's own copy that it keeps at an exchange, in [0, 1).
-        rounds: Which windows become one update of ``outer``. Default: one of each
-            worker.
-        wire: The format in which differences travel, as that of `Optimizer`.
-        name: In errors and in ``coordinator.metrics()``.
+        rounds: Which windows become one update of ``outer``. Default: one window of
+            each worker.
+        wire: The format in which differences are sent, as that of `Optimizer`.
+        name: Name of the optimizer in errors and in ``coordinator.metrics()``.
 
     Raises:
         TypeError: A transformation has no ``init`` and ``update``.
-        ValueError: A number is out of range, or this is not in the scope of a
-            strategy with parameter servers.
+        ValueError: A number is out of range, or this is not in the scope of a strategy
+            with parameter servers.
     """
 
     def __init__(
@@ -87,9 +91,10 @@ class LocalOptimizer:
         self.every = _whole("every", every, 1)
         """Number of steps between two exchanges of a variable."""
         self.fragments = _whole("fragments", fragments, 1)
-        """Number of parts of the tree that are exchanged in turn."""
+        """Number of parts of the tree that are exchanged one after the other."""
         self.overlap = _whole("overlap", overlap, 0)
-        """Number of steps that do not wait for the result of the round before."""
+        """Number of steps of a window that do not wait for the result of the previous
+        round."""
         if not isinstance(mix, int | float | np.floating) or not 0 <= mix < 1:
             raise ValueError(
                 f"LocalOptimizer(mix={mix!r:.80}): expected a number in [0, 1)"
@@ -119,7 +124,7 @@ class LocalOptimizer:
                 "zs.ParameterServerStrategy"
             )
         self.name = "LocalOptimizer" if name is None else name
-        """In errors and metrics."""
+        """Name of the optimizer in errors and metrics."""
         # Its state is on the workers, so no server ever gets this optimizer.
         self._inner = unplaced(inner, f"{self.name}/inner")
         rounds = Rounds() if rounds is None else rounds
@@ -129,8 +134,8 @@ class LocalOptimizer:
         self.outer = Optimizer(outer, self.name, rounds=rounds, wire=wire)
         """The optimizer on the parameter servers."""
         self.pace: Variable | None = None
-        """The largest speeds of workers, in steps per second; None without
-        ``adapt``."""
+        """A variable with the largest speeds of workers, in steps per second, for each
+        of the last epochs; None without ``adapt``."""
         if adapt:
             # On a server, where all workers see who is the fastest.
             zeros = np.zeros(_EPOCHS, np.float32)
@@ -148,20 +153,21 @@ class LocalOptimizer:
 
     @property
     def inner(self) -> Any:
-        """The optax transformation of the steps."""
+        """The optax transformation of the local steps."""
         return self._inner.transformation
 
     def window(self, step: Callable[..., Any]) -> Function:
         """Makes a step function that runs ``every`` steps, to be scheduled.
 
         Each array that ``step`` returns gets a first axis of steps. ``step`` is the
-        step function of training with `zs.Optimizer`: it draws from iterators, reads
-        variables, and calls `apply_gradients` of this optimizer once. It may not update
-        variables otherwise. All of its arguments are the same in each step, but for
-        random keys (``jax.random.key``), which are folded with the number of the step.
+        same step function as in training with `zs.Optimizer`: it draws from iterators,
+        reads variables, and calls `apply_gradients` of this optimizer once. It may not
+        update variables otherwise. All of its arguments are the same in each step,
+        except random keys (``jax.random.key``), which are different in each step
+        (`jax.random.fold_in` with the step's number).
 
         The elements of all steps are drawn first. At the end of the data a window that
-        gets fewer raises OutOfRangeError, and draws none.
+        gets fewer elements raises OutOfRangeError, and draws none.
 
         Raises:
             TypeError: ``step`` cannot be a step function, or is ``eager``.
@@ -175,10 +181,11 @@ class LocalOptimizer:
         return Function(WindowBody(self._exchanges, checked.body))
 
     def apply_gradients(self, grads: Any, variables: Any = None, **extra: Any) -> None:
-        """Moves the worker's copy by ``inner``; see `Optimizer.apply_gradients`.
+        """Updates the worker's copy of the variables by ``inner``; see
+        `Optimizer.apply_gradients`.
 
         Raises:
-            RuntimeError: It is not called in the step of a `window`.
+            RuntimeError: Not called in the step of a `window`.
             ValueError: As `Optimizer.apply_gradients`; or there are further arguments.
         """
         if window_of_step.get() != self._inner.id:

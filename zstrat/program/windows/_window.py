@@ -1,18 +1,18 @@
-"""The body of a window: several steps as one closure, and their contribution.
+"""The body of a window: several local steps as one closure, and their contribution.
 
-A trace of it has two parts. First the step alone is traced, without being run: that
-finds which elements it draws, which variables it reads and which it trains. Then all
-steps are one ``lax.scan``, over the stacked elements, that carries the worker's copy of
+A trace of the body has two parts. First the step alone is traced, without being run, to
+find which elements it draws, which variables it reads and which it trains. Then all
+steps are one ``lax.scan`` over the stacked elements, which carries the worker's copy of
 the variables and the slots of the inner optimizer. Elements that differ in shape cannot
-be stacked: then the steps stand one after the other in the program, with a warning.
+be stacked: then the steps are compiled one after the other, with a warning.
 
 Theory of operation. θ is the worker's copy, Θ the value on the servers. A window
-contributes Δ = Θ - θ to a round of the outer optimizer, which takes it for a gradient
-(Douillard et al., "DiLoCo", 2023). With several fragments, or if θ outlives its window
-(``overlap``, ``mix``), θ is a resident array, and so is the Θ that Δ counts from, the
-*base*: always a value that a server had. A segment then is: ``overlap`` steps, then the
-fragment of the round before is merged, θ ← mix θ + (1 - mix) Θ, then the other steps,
-then the contribution of the next fragment.
+contributes Δ = Θ - θ to a round of the outer optimizer, which treats it as a gradient
+(Douillard et al., "DiLoCo", 2023). With several fragments, or if θ is kept after its
+window (``overlap``, ``mix``), θ is a resident array, which stays on the worker, and so
+is the Θ from which Δ is computed, the *base*: always a value that a server had. A
+segment then consists of: ``overlap`` steps; merging the fragment of the previous round,
+θ ← mix θ + (1 - mix) Θ; the other steps; and the contribution of the next fragment.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ _OF_SCHEDULES: Final = frozenset(
         "WrappedScheduleState",
     }
 )
-"""States of optax whose count is the place in a schedule; that of Adam counts the
-gradients in its moments."""
+"""Classes of optax states whose count is the position in a schedule; the count of Adam
+is the number of gradients in its moments."""
 
 _BASE: Final = "/base"
-"""What resident arrays are that differences count from."""
+"""Name of the resident arrays from which differences are computed."""
 _ROUNDS_OF_EPOCH: Final = 8
-"""Rounds after which the speed of a worker that is gone counts no more, or twice."""
+"""Rounds per epoch of the speeds in ``pace``. The speed of a worker that is gone is
+forgotten after one or two epochs."""
 _PROGRAMS: Final = 8
-"""Numbers of steps that workers make, about, when these adapt to their speed."""
+"""About how many different numbers of steps per window workers use when they adapt to
+their speed; each number is a separate program."""
 
 Drawn = list[tuple["StepIterator", Any]]
 """The elements of one step, each with its iterator."""
 Copies = dict[int, jax.Array]
-"""A value of each variable, by key."""
+"""By key of the variable: its value."""
 Slots = dict["SlotsKey", list[Any]]
 
 
@@ -102,8 +104,8 @@ class WindowBody:
 
 
 def window_of(function: object) -> Exchanges | None:
-    """Returns the exchanges of a window that needs a `Segment`, if the function is
-    one."""
+    """Returns the exchanges of a window that needs a `Segment`; None if the function is
+    not such a window."""
     body = function.body if isinstance(function, Function) else None
     # As a coordinator ships it, in the scope of its strategy.
     if isinstance(body, ScopedBody):
@@ -115,19 +117,19 @@ def window_of(function: object) -> Exchanges | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the step of a window does, as its trial has shown."""
+    """What the step of a window does, as the trial trace has shown."""
 
     call: GradientCall
     trained: list[VariableHandle]
     slots: dict[SlotsKey, tuple[VariableHandle, SlotRule]]
     reads: list[VariableHandle]
-    """Variables that are not trained."""
+    """Variables that the step reads and does not train."""
     lookups: list[StepLookup]
     structure: Structure
 
 
 class _Window:
-    """One trace of a window."""
+    """One trace of the body of a window."""
 
     def __init__(
         self, body: WindowBody, outer: Capture, args: Any, kwargs: Any
@@ -137,7 +139,8 @@ class _Window:
         self._resident = ResidentArrays(exchanges.outer.id, exchanges.name, outer)
 
     def run(self, segment: Segment) -> Any:
-        """Returns the result of the steps, each array with a first axis of steps."""
+        """Traces all steps of a segment and its exchange; returns the result, each
+        array with a first axis of steps."""
         exchanges = self.exchanges
         count, mix = exchanges.steps_in(segment), exchanges.mix
         # First: what the steps draw, read and train decides which inputs the program
@@ -192,14 +195,16 @@ class _Window:
         return step.structure.unflatten(runs.results(step.call.where))
 
     def _read(self, variables: Sequence[VariableHandle], rows: Copies) -> Copies:
-        """Reads the values that are not among those of ``rows``."""
+        """Returns the values of variables: from ``rows`` if they are there, otherwise
+        read from the servers."""
         return {
             v.spec.key: rows[v.spec.key] if v.spec.key in rows else self.outer.read(v)
             for v in variables
         }
 
     def _pull_rows(self, step: _Step, runs: _Steps, drawn: Drawn, count: int) -> Copies:
-        """Looks rows up for all steps at once, in tables of which rows are enough."""
+        """Looks up the rows for all steps at once, in those tables of which the steps
+        need only looked-up rows; returns the values of these tables by key."""
         stacked = runs.stacked(0, count)
         # The ids of all steps can be computed at once only if their elements have one
         # shape.
@@ -225,17 +230,18 @@ class _Window:
         return tables.pulled(self.outer, *stacked)
 
     def _kept(self, step: _Step, what: str) -> Copies:
-        """Reads the resident arrays of the variables that are trained."""
+        """Reads the resident arrays ``what`` of all variables that are trained."""
         return {
             v.spec.key: self._resident.read(v, what, v.shape, v.spec.dtype)
             for v in step.trained
         }
 
     def _fragments(self, step: _Step) -> list[list[int]]:
-        """Returns the leaves of each fragment.
+        """Returns the indices of the leaves of each fragment.
 
         Raises:
-            ValueError: The tree, or the outer optimizer, cannot be cut so.
+            ValueError: The tree cannot be divided into so many fragments, or the outer
+                optimizer cannot update fragments separately.
         """
         exchanges, call = self.exchanges, step.call
         if exchanges.fragments == 1:
@@ -264,9 +270,9 @@ class _Window:
         return fragments
 
     def _adapt(self, pace: Variable) -> None:
-        """Decides how many steps the next window makes: as many as this worker can
+        """Decides how many steps the next window makes: as many as this worker can make
         while the fastest one makes all (DyLU). ``pace`` has the largest speed of each
-        of the last epochs; the next one is cleared."""
+        of the last epochs; the entry of the next epoch is cleared."""
         resident, every = self._resident, self.exchanges.every
         speed, epoch = resident.speed(), resident.round() // _ROUNDS_OF_EPOCH
         speeds, size = jnp.asarray(pace.value()), pace.shape[0]
@@ -289,7 +295,8 @@ class _Window:
         pace.scatter_update(IndexedSlices(jnp.zeros(1, speed.dtype), later))
 
     def _tried(self) -> tuple[_Step, Drawn]:
-        """Traces the step alone until it has the elements that it draws."""
+        """Traces the step alone, again and again, until the trace has all elements that
+        the step draws."""
         drawn: Drawn = []
         while True:
             trial = WindowRecorder(self.exchanges.inner.id, self.outer, drawn)
@@ -344,8 +351,9 @@ class _Window:
         return self._body.step, self._args, self._kwargs
 
     def _slots(self, step: _Step, values: Copies) -> Slots:
-        """Reads the resident slots; those of a worker that has none yet are new.
-        Schedules count the steps of the run, whenever this worker has joined."""
+        """Reads the resident slots of the inner optimizer; for a worker that has none
+        yet, makes new ones. The counts of schedules are the steps since training began,
+        whenever this worker has joined."""
         found: Slots = {}
         for key, (variable, rule) in step.slots.items():
             if not rule.names:
@@ -377,7 +385,8 @@ class _Window:
         return found
 
     def _steps_before(self) -> jax.Array:
-        """Returns how many steps a worker makes before this round, of the whole run."""
+        """Returns how many steps a worker makes before this round, since training
+        began."""
         exchanges = self.exchanges
         turn, number = jnp.divmod(self._resident.round(), exchanges.fragments)
         part = number * exchanges.every // exchanges.fragments
@@ -398,10 +407,10 @@ class _Window:
         runs: _Steps | None,
         leaves: Sequence[int],
     ) -> None:
-        """Contributes Δ of these leaves to the round.
+        """Contributes the difference Δ of these leaves to the round.
 
-        ``runs``: the steps since Δ was zero, if they are all of one window: then a
-        table contributes only the rows that they have touched.
+        ``runs``: the steps since Δ was zero, if they all belong to this window: then a
+        table contributes only the rows that these steps have touched. Otherwise None.
         """
         call = step.call
         deltas: list[Any] = [None] * len(call.targets)
@@ -431,7 +440,8 @@ class _Window:
 
 
 class _Steps:
-    """The steps of a window, and what they return; ``done`` is how many have run.
+    """The steps of a window, and their results; ``done`` is how many were traced so
+    far.
 
     Args:
         batches: The elements of each step.
@@ -440,16 +450,17 @@ class _Steps:
     def __init__(self, window: _Window, step: _Step, batches: list[Drawn]) -> None:
         self.done = 0
         self.known: Copies = {}
-        """Values of variables that are not trained."""
+        """Values of variables that are not trained, by key."""
         self._window, self._step = window, step
         self._iterators = [iterator for iterator, _ in batches[0]]
         self._batches = [[Element(x) for _, x in drawn] for drawn in batches]
         self._results: list[list[jax.Array]] = []
-        """Arrays ``[steps, ...]`` of each run, or ``[1, ...]`` of a single step."""
+        """For each call of `run` the arrays of the results, ``[steps, ...]``; for steps
+        compiled one by one, ``[1, ...]`` each."""
         self._rows: list[list[jax.Array]] = []
 
     def run(self, copies: Copies, slots: Slots, count: int) -> tuple[Copies, Slots]:
-        """Runs the next ``count`` steps; returns copies and slots after them."""
+        """Traces the next ``count`` steps; returns copies and slots after them."""
         if not count:
             return copies, slots
         first, self.done = self.done, self.done + count
@@ -475,8 +486,9 @@ class _Steps:
     def stacked(
         self, first: int, last: int
     ) -> tuple[jax.Array, list[jax.Array]] | None:
-        """Returns the numbers and the elements' leaves of steps, ``[steps, ...]``; None
-        if the elements differ in shape."""
+        """Returns the numbers of the steps from ``first`` to before ``last``, and the
+        leaves of their elements, ``[steps, ...]``; None if the elements differ in
+        shape."""
         batches = self._batches[first:last]
         if len({tuple([x.key for x in drawn]) for drawn in batches}) > 1:
             return None
@@ -485,7 +497,7 @@ class _Steps:
         return jnp.arange(first, last), stacked
 
     def results(self, where: str) -> list[jax.Array]:
-        """Returns the arrays of the result, each ``[steps, ...]``."""
+        """Returns the arrays of the results, each ``[steps, ...]``."""
         columns = list(zip(*self._results, strict=True))
         for arrays in columns:
             shapes = {array.shape[1:] for array in arrays}
@@ -498,7 +510,8 @@ class _Steps:
         return [jnp.concatenate(arrays) for arrays in columns]
 
     def rows(self, leaf: int) -> jax.Array:
-        """Returns the rows of a table that the steps have touched, with repetitions."""
+        """Returns the indices of the rows of a table (the trained leaf ``leaf``) that
+        the steps have touched, with repetitions."""
         sparse = [n for n, _, is_sparse, _ in self._step.call.leaves() if is_sparse]
         place = sparse.index(leaf)
         return jnp.concatenate([rows[place].reshape(-1) for rows in self._rows])
@@ -545,21 +558,22 @@ class _Steps:
 
 
 def _elements(like: Sequence[Element], leaves: Sequence[Any]) -> list[Any]:
-    """Makes elements of the structures of ``like`` from the leaves of all."""
+    """Rebuilds elements that have the structures of ``like`` from their leaves."""
     left = iter(leaves)
     return [x.treedef.unflatten([next(left) for _ in x.leaves]) for x in like]
 
 
 def _begun(rule: SlotRule) -> str:
-    """Returns the name of the flag that a worker has these slots. Other slots have
-    another name, so those of another optimizer, in a checkpoint, do not count."""
+    """Returns the name of the resident flag which says that a worker has these slots.
+    Slots of another optimizer, in a checkpoint, have another flag, so they are not
+    used."""
     kinds = [(kind.shape, str(kind.dtype)) for kind in rule.kinds]
     words = repr((rule.names, kinds)).encode()
     return f"/begun-{hashlib.blake2b(words, digest_size=6).hexdigest()}"
 
 
 def _distinct(rows: jax.Array, height: int) -> jax.Array:
-    """Returns each index once; `ABSENT` in place of repetitions and of padding."""
+    """Returns each index once, with `ABSENT` in place of repetitions and of padding."""
     ordered = jnp.sort(rows.astype(jnp.int32))
     is_first = jnp.concatenate([jnp.ones(1, jnp.bool_), ordered[1:] != ordered[:-1]])
     is_there = is_first & (ordered >= 0) & (ordered < height)

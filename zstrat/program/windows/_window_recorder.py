@@ -1,18 +1,19 @@
-"""The steps inside of a window, and the tables that they look up.
+"""The steps inside of a window, and the tables in which they look up rows.
 
 `WindowRecorder` records one step inside of a window. Variables that the window trains
-are arrays here: reads return the worker's own copy, and the inner optimizer moves it at
-once. All else that would have an effect on others is refused.
+are arrays here: reads return the worker's own copy, and the inner optimizer updates the
+copy at once. Everything else that would have an effect outside of the window is
+refused.
 
 A window pulls only the rows of a table that its steps look up. The ids of all steps are
-computed before the first one, and their rows are looked up at once. The worker's copy
-of the table has these rows, and zeros elsewhere, where no step looks. So its size is
-that of the table, but what travels is as small as the rows.
+computed before the first step, and their rows are looked up at once. The worker's copy
+of the table has these rows, and zeros in all others, which no step reads. So the copy
+has the size of the table, but only the looked-up rows are sent.
 
-That is right if the ids depend on nothing that is pulled, and the step uses the table
-in no other way: its result, and its gradients, depend on the table's value by look-ups
-alone; the gradient has rows that it looks up; and new slots do not depend on values.
-Other tables are pulled whole.
+This is correct only if the ids depend on nothing that is pulled, and the step uses the
+table in no other way: its result and its gradients depend on the table's value by
+lookups alone; the gradient has only rows that the step looks up; and new slots do not
+depend on values. Other tables are pulled as a whole.
 """
 
 from __future__ import annotations
@@ -65,20 +66,20 @@ if TYPE_CHECKING:
 window_of_step: Final[ContextVar[int | None]] = ContextVar(
     "zstrat_window_of_step", default=None
 )
-"""The id of the inner optimizer whose window is being traced. The code that sets it
-resets it."""
+"""The id of the inner optimizer whose window is being traced, if any. The code that
+sets this variable resets it."""
 
 
 class NeedsElement(BaseException):
-    """A step draws an element that its window has not drawn yet. Not an `Exception`:
-    the step must not catch it."""
+    """A step draws an element that its window has not drawn yet. Not an `Exception`,
+    because the step must not catch it."""
 
     def __init__(self, iterator: StepIterator) -> None:
         self.iterator = iterator
 
 
 class StepLookup(NamedTuple):
-    """A look-up in a step of a window; ``ids`` belong to the trace of the step."""
+    """A lookup in a step of a window; ``ids`` belong to the trace of the step."""
 
     table: Table
     ids: jax.Array
@@ -91,11 +92,11 @@ class WindowRecorder(TraceRecorder):
     Args:
         inner: Id of the inner optimizer.
         outer: The capture of the window.
-        values: Values of variables, by key. Others are zeros, and noted in ``reads``:
-            such a trace is not run, and finds out what the step does.
-        slots: The slots of the inner optimizer; zeros without it.
         drawn: The elements that the step draws, each with its iterator.
-        rows: The rows of its look-ups; without them those of ``values``.
+        values: Values of variables, by key. Other variables are zeros, and recorded in
+            ``reads``: such a trace is not run, and only finds out what the step does.
+        slots: The slots of the inner optimizer; without them zeros are used.
+        rows: The rows of the step's lookups; without them the rows of ``values``.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class WindowRecorder(TraceRecorder):
         self.reads: dict[int, VariableHandle] = {}
         self.lookups: list[StepLookup] = []
         self.call: GradientCall | None = None
-        """The gradients that the step applies; the arrays belong to the trace."""
+        """The gradients that the step applies; their arrays belong to the trace."""
         self.moves = Moves(self)
         self.drawn = 0
-        """Number of elements drawn."""
+        """Number of elements that the step has drawn."""
         self._inner, self._outer, self._elements = inner, outer, drawn
         self._is_trial = values is None
         self._values = {} if values is None else dict(values)
@@ -125,7 +126,8 @@ class WindowRecorder(TraceRecorder):
         self, step: Callable[..., Any], args: Any, kwargs: Any, number: Any
     ) -> tuple[Structure, list[jax.Array]]:
         """Runs step ``number`` of the window; returns structure and arrays of its
-        result. Random keys among the arguments are folded with the number."""
+        result. Random keys among the arguments are combined with the number
+        (`jax.random.fold_in`)."""
         args, kwargs = joined.mapped(partial(_of_step, number), (args, dict(kwargs)))
         with self._recording():
             structure, arrays = split(step(*args, **kwargs), self.read)
@@ -220,7 +222,8 @@ class WindowRecorder(TraceRecorder):
         self._scope.enter_context(fresh())
 
     def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
-        """Returns the slots of the inner optimizer before the step."""
+        """Returns the slots that the inner optimizer has for a variable before the
+        step."""
         if self._slots is None:
             return [jnp.zeros(kind.shape, kind.dtype) for kind in rule.kinds]
         key = variable.spec.key, rule.id
@@ -253,8 +256,8 @@ class WindowRecorder(TraceRecorder):
 
 
 def _of_step(number: Any, leaf: Any) -> Any:
-    """Returns an argument as step ``number`` gets it: a random key is another one in
-    each step."""
+    """Returns an argument as step ``number`` gets it: a random key is different in each
+    step."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or isinstance(dtype, np.dtype):
         return leaf
@@ -273,13 +276,13 @@ class TableRows:
     and pulls these rows.
 
     Args:
-        replay: Traces the step with its number, the leaves of its elements, values of
-            variables by key, and the rows of its look-ups; returns the recorder and the
+        replay: Traces the step from its number, the leaves of its elements, values of
+            variables by key, and the rows of its lookups; returns the recorder and the
             arrays of the result.
-        lookups: What the step has looked up when it was first traced.
+        lookups: The lookups of the step in its first trace.
         leaves: The leaves of the elements of a step.
         variables: All variables that the step reads or trains.
-        rules: The slots that it moves, each with the key of its variable.
+        rules: The slots that the step updates, each with the key of its variable.
     """
 
     def __init__(
@@ -330,19 +333,19 @@ class TableRows:
 
     @property
     def keys(self) -> frozenset[int]:
-        """The keys of the variables that need not be pulled whole."""
+        """The keys of the variables that need not be pulled as a whole."""
         tables = [self._lookups[number].table for number in self._numbers]
         return frozenset(key for table in tables for key in table.keys)
 
     def pulled(
         self, outer: TraceRecorder, numbers: jax.Array, leaves: Sequence[jax.Array]
     ) -> dict[int, jax.Array]:
-        """Looks the rows of several steps up; returns the tables, by key, with zeros
-        for all other rows.
+        """Looks up the rows that several steps need; returns the tables, by key, with
+        zeros for all other rows.
 
         Args:
-            numbers: Of the steps, ``[steps]``.
-            leaves: Those of their elements, each ``[steps, ...]``.
+            numbers: The numbers of the steps, ``[steps]``.
+            leaves: The leaves of their elements, each ``[steps, ...]``.
         """
         if not self._numbers:
             return {}
@@ -372,9 +375,10 @@ def _traced(
     leaves: Sequence[Any],
     variables: Sequence[VariableHandle],
 ) -> tuple[Flow, int, list[tuple[tuple[int, ...], int | None]]]:
-    """Traces the step from its number, elements, values, and rows of look-ups. Its last
-    outputs are the ids of look-ups, from the number that is returned. Also returns of
-    each gradient the keys of its variable, and the output with its rows."""
+    """Traces the step as a program from its number, elements, values, and rows of
+    lookups. Returns the `Flow` of the program; the number of its first output that is
+    the ids of a lookup; and for each gradient the keys of its variable, and the output
+    with its row indices."""
     updated: list[tuple[tuple[int, ...], int | None]] = []
     counts: list[int] = []
 
@@ -408,7 +412,7 @@ def _traced(
 
 
 def _begins_with_values(rule: SlotRule) -> bool:
-    """Returns whether new slots depend on the value of the variable."""
+    """Returns whether new slots of a variable depend on its value."""
     flow = Flow(rule.leaf.initial(rule.size))
     return bool(flow.inputs_of(range(flow.outputs)))
 
