@@ -17,7 +17,8 @@ from typing import Any, Final
 MiB: Final = 2**20
 
 GRACE: Final = 1.0
-"""Seconds that a task may take to close after its drain."""
+"""Seconds that a task may take to close after its drain, the time for accepted
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,9 @@ class Timeouts:
 
     @property
     def notice(self) -> float:
-        """The time after which the end of a program, or of its connection, is noticed:
-        a silent owner of a cluster keeps it for this long."""
+        """The time after which the loss of a program, or of its connection, is noticed.
+        A program that owns a cluster and sends nothing keeps the cluster for this
+        long."""
         return self.liveness + self.reconnect
 
 
@@ -93,7 +95,8 @@ class Limits:
     messages are not read either, up to the same size. It is more than ``window``
     chunks, and little compared with the variables of a parameter server."""
     inline: int = 64 * 1024
-    """Results up to this size are sent with the completion of their closure."""
+    """Results up to this size in bytes are sent with the message that their closure has
+    ended; larger ones are fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,8 @@ class Settings:
     insecure: bool = False
     log_json: bool = False
     traceback: str = "short"
-    """Tracebacks of public calls: "short" omits the frames of zstrat, "full" does
-    not."""
+    """Tracebacks of errors that public functions raise: "short" omits the frames of
+    zstrat, "full" does not."""
     output: str = "program"
     """Where the output of workers is shown: "program": in the program and in their
     logs; "files": only in their logs. Set for a worker, it applies to all programs."""

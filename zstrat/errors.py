@@ -28,7 +28,7 @@ class ZstratError(Exception):
 
     code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
-    """Whether the same call may succeed later without a change of the program."""
+    """Whether the same call may succeed later without a change to the program."""
 
     def __init_subclass__(cls) -> None:
         # A subclass without a code is sent as its base class.
@@ -341,7 +341,8 @@ _MAX_FIELDS: Final = 16
 
 
 def to_wire(error: BaseException) -> WireError:
-    """Converts an error to plain values, with its traceback as a note.
+    """Converts an error to plain values that a message can contain; its traceback
+    becomes a note.
 
     Long texts lose their middle, so that the result fits into a message.
     """

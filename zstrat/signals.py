@@ -87,7 +87,8 @@ def _unblock() -> None:
 
 
 def _reset() -> None:
-    """Restores the handlers in the child, before anything else runs."""
+    """Restores, in a forked child, the handlers from before zstrat, before anything
+    else runs."""
     if _handled:
         signal.set_wakeup_fd(-1)
     for number, known in _handled.items():

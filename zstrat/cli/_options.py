@@ -83,7 +83,7 @@ def count_option(
     least: int = 1,
     default: int | None = 1,
 ) -> Callable[..., Any]:
-    """Makes an option for a number of tasks or restarts, at least ``least``."""
+    """Makes a click option for a number of tasks or restarts, at least ``least``."""
     kind = click.IntRange(least)
     return click.option(
         *names, type=kind, default=default, show_default=True, help=help
@@ -159,8 +159,8 @@ def failures() -> Iterator[None]:
 
 
 class QueueingCommand(click.Command):
-    """A command with ``--queue [SECONDS]``. For an option with an optional value click
-    takes the next argument as the value, whatever it is."""
+    """A click command with an option ``--queue`` whose value is optional. Click itself
+    would take the next argument as the value, whatever it is."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for index, word in enumerate(args):

@@ -356,7 +356,7 @@ def _priority(row: Row) -> tuple[bool, float]:
 
 
 def _columns(rows: list[Row], width: int) -> list[str]:
-    """Returns the columns that fit into the width."""
+    """Returns the names of the columns that fit into the width."""
     widths = {
         name: GAP + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]

@@ -98,14 +98,14 @@ def local_devices() -> list[jax.Device]:
 
 
 def device_names(platform: str, count: int) -> list[str]:
-    """Returns names of ``count`` devices without their task, such as ``/device:GPU:0``;
-    the kind is jax's name of the platform."""
+    """Returns names of ``count`` devices without their task, such as ``/device:GPU:0``.
+    ``platform`` is jax's name."""
     return [f"/device:{_kind(platform).upper()}:{n}" for n in range(count)]
 
 
 def short_name(device: jax.Device) -> str:
-    """Returns the short name of a device of this process, such as ``GPU:0``; numbers
-    count the devices of a kind."""
+    """Returns the short name of a device of this process, such as ``/device:GPU:0``;
+    numbers count the devices of a kind."""
     kind = _kind(device.platform)
     same = [other for other in local_devices() if _kind(other.platform) == kind]
     number = same.index(device) if device in same else device.id

@@ -87,7 +87,7 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """TF's names of the places where variables are created."""
+        """TF's names of the devices on which variables are created."""
         return self._parameters
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:

@@ -54,7 +54,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Strategy(FirstVersion):
-    """Base of all strategies. Only subclasses are made."""
+    """Base of all strategies; it has no instances of its own."""
 
     _is_pace_reported = False
     """Whether the warning was logged that replicas outside of a step are slow."""

@@ -92,8 +92,8 @@ class FirstVersion(AbstractStrategy):
         self, numpy_input: Any, session: object = None
     ) -> Dataset:
         """Returns ``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of
-        arrays, row by row. ``session`` changes nothing: there are no sessions, and the
-        arrays stay here."""
+        arrays, row by row. ``session`` has no effect: there are no sessions, and the
+        arrays stay in this process."""
         del session
         return Dataset.from_tensor_slices(numpy_input)
 
@@ -115,8 +115,8 @@ class FirstVersion(AbstractStrategy):
         return list(self.experimental_local_results(value))
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all arrays in ``value`` have been computed. ``name`` changes
-        nothing: there is no graph with a node to name."""
+        """Waits until all arrays in ``value`` have been computed. ``name`` has no
+        effect: there is no graph with a node to name."""
         del name
         wait: Any = jax.block_until_ready  # untyped
         wait(self.unwrap(value))

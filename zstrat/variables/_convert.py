@@ -341,7 +341,7 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 
 def require_unmasked(value: Any, what: str) -> None:
-    """Refuses a masked array, as jax does."""
+    """Refuses a numpy masked array, as jax does."""
     # Plain arrays first: numpy imports `np.ma` at its first use.
     is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
     if not is_plain and isinstance(value, np.ma.MaskedArray):

@@ -128,8 +128,8 @@ class DelegatingCreator(Protocol):
 
 
 def of_strategy(current: Creator | None) -> Creator | None:
-    """Returns the creator of the strategy. In a replica that runs sequentially,
-    ``current`` is a `DelegatingCreator` that delegates to it."""
+    """Returns the creator of the current strategy. In a replica that runs sequentially,
+    that is the one to which the current creator delegates."""
     return current.inner if isinstance(current, DelegatingCreator) else current
 
 

@@ -84,7 +84,8 @@ class DeviceStorage(StorageWithSlots):
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of the value; None if it is on one device."""
+        """The sharding that the value has while steps run; None if it is on one
+        device."""
         here = self.pool
         return here.sharding_apart if self.is_apart else here.sharding
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class VariableUse(enum.Enum):
-    """The ways in which a traced body uses a variable."""
+    """The ways in which a function that is being traced uses a variable."""
 
     VALUE = enum.auto()
     """The code reads or updates the variable."""

@@ -68,7 +68,7 @@ class Share:
         )
 
     def emptied(self) -> Share:
-        """Returns a share of the same kind without any data."""
+        """Returns a share for the same replicas whose elements have no rows."""
         parts = tuple(map(empty_like, self.parts))
         return Share((0,) * len(parts), apart=parts)
 
@@ -220,8 +220,8 @@ def sliced(batch: Any, start: int, stop: int) -> Any:
 
 
 def empty_like(element: Any) -> Any:
-    """Returns the element without rows. A scalar leaf becomes zero, as in TF; a random
-    key stays, as no key means nothing."""
+    """Returns an element like this one without rows. A scalar leaf becomes zero, as in
+    TF; a random key is kept, as there is no empty key."""
 
     def empty(leaf: Any) -> Any:
         if np.ndim(leaf):

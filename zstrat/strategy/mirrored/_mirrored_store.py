@@ -120,14 +120,14 @@ class MirroredVariables(StrategyCreator):
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Returns whether the variable was created here."""
+        """Returns whether this object created the variable."""
         storage = variable.storage
         return isinstance(storage, DeviceStorage) and storage.pool is self.pool
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """Creates variables, in one broadcast for all of them.
+        """Creates variables in all processes; one broadcast sends all initial values.
 
         Raises:
             ValueError: A request has no initial value, or a synchronization that

@@ -80,7 +80,7 @@ def _sums_across(
     columns: Sequence[Column],
     axes: tuple[int, ...] | None,
 ) -> list[Any]:
-    """Sums or averages each column of arrays with those of the other processes."""
+    """Sums or averages each column of arrays over the replicas of all processes."""
     is_mean = op is ReduceOp.MEAN
     local = [total_of(parts, axes, mean=is_mean) for parts in columns]
     sums = [total for total, _ in local]
@@ -96,7 +96,7 @@ def _sums_across(
 def _slices_across(
     channel: Channel, op: ReduceOp, columns: Sequence[Column]
 ) -> list[IndexedSlices]:
-    """Concatenates the rows of each column of IndexedSlices with those of the other
+    """Concatenates the rows of each column of IndexedSlices over the replicas of all
     processes."""
     # Added without a mean: it is divided once, by the replicas of all processes.
     local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
@@ -152,7 +152,7 @@ def _concatenated(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
-    """Sums the arrays over all processes."""
+    """Sums each array over all processes."""
     if not arrays:
         return []
     if _is_in_program():

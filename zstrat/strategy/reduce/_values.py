@@ -146,8 +146,8 @@ def reduction(op: ReduceOp | str) -> ReduceOp:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """The argument of the function that
-    ``experimental_distribute_values_from_function`` calls."""
+    """The context that ``experimental_distribute_values_from_function`` passes to the
+    function, for each replica."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
@@ -352,7 +352,7 @@ def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
     """Reduces a value that is the same on several replicas, by TF's rules.
 
     Raises:
-        ValueError: It is to be summed.
+        ValueError: The value is to be summed, and is not zero.
     """
     # Zeros have the same sum on any number of replicas. Nothing has no mean.
     if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):

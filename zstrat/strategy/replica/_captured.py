@@ -165,7 +165,7 @@ def _fingerprint_of_parts(
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
     """Returns the values that the function has captured, always in the same order:
-    globals, cells and defaults."""
+    cells, defaults, then globals."""
     result = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ._columns import Column
 
 AXIS: Final = "replica"
-"""Name of the mapped axis."""
+"""Name of the axis over which replicas that are one program are mapped."""
 
 # jax's stubs leave it untyped.
 _psum: Final[Any] = jax.lax.psum

@@ -283,7 +283,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def resumed(self) -> bool:
-        """Whether the variables are those that another program left (``resume``)."""
+        """Whether the variables are those that an earlier program left on the cluster
+        (see the argument ``resume``)."""
         return self._session.resumed
 
     @property
@@ -308,7 +309,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Devices of one worker (TF's rule: not the number of workers)."""
+        """Number of devices of one worker (TF's rule: not the number of workers)."""
         return self._replicas
 
     @property

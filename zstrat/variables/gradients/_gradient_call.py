@@ -78,7 +78,7 @@ class TraceRecorder:
     has_values = False
     """Whether values that the body reads can be converted to numpy."""
     may_create = False
-    """Whether the body may create variables."""
+    """Whether the body of the step may create variables."""
 
     @abc.abstractmethod
     def read(self, variable: VariableHandle) -> jax.Array:
@@ -261,7 +261,7 @@ class GradientCall:
         return replace(self, examples=tuple(counts))
 
     def has_examples(self, leaf: int) -> bool:
-        """Returns whether the leaf has one gradient per example."""
+        """Returns whether the leaf has a stack of gradients, one for each example."""
         return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:

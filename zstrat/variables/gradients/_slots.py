@@ -54,8 +54,8 @@ class OptimizerHandle(Protocol):
 
 
 class SlotInfo(NamedTuple):
-    """The name of a slot, its dtype and shape, and whether its first axis is that of
-    the variable (``rows``)."""
+    """Describes a slot: its path in the state, its dtype and shape, and whether its
+    first axis is that of the variable (``rows``)."""
 
     leaf: str
     dtype: str
