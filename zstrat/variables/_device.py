@@ -288,7 +288,7 @@ class DeviceStorage(StorageWithSlots):
         """Leaves value and slots in the shared list of arrays of a step (`JointState`)
         until other code needs them.
 
-        The caller holds the pool's turn and lock.
+        The caller holds the pool's locks, ``turn`` and ``lock``.
         """
         if self._joint is not None:
             self._part_from_joint()  # it may have slots that the new place has not

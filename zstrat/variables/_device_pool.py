@@ -124,7 +124,7 @@ class JointState:
     each storage knows the indices of its arrays (`JointPlace`), and takes the arrays
     out when other code needs them.
 
-    A step that holds the turn and the lock of the pool replaces ``arrays``.
+    A step that holds the locks of the pool replaces ``arrays``.
     ``is_whole``: no storage has taken its arrays out.
     """
 

@@ -234,7 +234,7 @@ class HashTable(AbstractVariable):
 
         Raises:
             ValueError: Shapes or dtypes do not fit, or an id is the one of padding.
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
         """
         return self.scatter_update(self._assigned(ids, values))
 
@@ -253,7 +253,7 @@ class HashTable(AbstractVariable):
 
         Raises:
             ValueError: Ids are not a vector of integers.
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
         """
         update_all(self._removed(ids))
         return self
@@ -278,7 +278,7 @@ class HashTable(AbstractVariable):
         Raises:
             ValueError: The table has no such rule; or ``now`` is given but not finite,
                 or given for another rule than `zs.eviction.age`.
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         for updates in self._evicted(self._rules(now), self._sizes(), now):
@@ -365,7 +365,7 @@ class HashTable(AbstractVariable):
         """Returns the number of existing rows. Cost: one request to each server.
 
         Raises:
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         return sum(size.rows for size in self._sizes())
@@ -385,7 +385,7 @@ class HashTable(AbstractVariable):
         that changes meanwhile is returned as it was before or after the change.
 
         Raises:
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         # -1: of no cut, so all rows.
@@ -408,7 +408,7 @@ class HashTable(AbstractVariable):
             ValueError: The table was created without ``follow_changes=True``, or for
                 another number of servers.
             TypeError: ``since`` is not a cut of an earlier call.
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         if not self._follows:

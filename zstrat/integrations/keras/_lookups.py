@@ -34,7 +34,7 @@ def find_lookups(
     step: Step, kinds: Sequence[Kind], batch: int, layers: dict[int, Any]
 ) -> tuple[ShippedLookups, dict[int, Kind]]:
     """Finds the look-ups of a step. Returns the program of their ids, and for each
-    table the kind of its rows, by the number of the table's variable.
+    table shape and dtype of its rows, by the number of the table's variable.
 
     Args:
         step: The function to trace; ``kinds`` are the shapes and dtypes of its
