@@ -379,7 +379,7 @@ class ShippedUpdate:
     Args:
         program: Computes, from gradients, state, values and learning rate, the changes
             of the values and the next state.
-        first: For each array of the state its kind and the initial value of its
+        first: For each array of the state its shape and dtype, and the value of its
             elements.
         rows: For each trained variable its number of rows in ``program`` and ``first``:
             `ROWS` or more if any number is possible; None for a scalar.
@@ -408,7 +408,7 @@ class ShippedUpdate:
 
 
 def traced(function: Callable[..., Any], kinds: Sequence[Any]) -> Any:
-    """Traces a function of arrays of the given kinds. Returns a ClosedJaxpr."""
+    """Traces a function of arrays of these shapes and dtypes. Returns a ClosedJaxpr."""
     specs = [Kind.of(kind).spec() for kind in kinds]
     return jax.make_jaxpr(function)(*specs)
 
