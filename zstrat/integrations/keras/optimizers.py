@@ -103,7 +103,8 @@ class OptimizerState:
         lengths by the number of the trained variable.
 
         Returns:
-            The program, and for each optimizer variable its shape, dtype and initial value.
+            The program, and for each optimizer variable its shape, dtype and initial
+            value.
         """
 
         def kind_of(variable: Any, owner: int | None) -> Kind:

@@ -379,8 +379,7 @@ class ShippedUpdate:
     Args:
         program: Computes, from gradients, state, values and learning rate, the changes
             of the values and the next state.
-        first: For each array of the state its shape and dtype, and the value of its
-            elements.
+        first: For each array of the state its shape, dtype and initial value.
         rows: For each trained variable its number of rows in ``program`` and ``first``:
             `ROWS` or more if any number is possible; None for a scalar.
     """
