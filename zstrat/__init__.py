@@ -1,8 +1,8 @@
 """Parameter-server training for JAX, with the programming model of tf.distribute.
 
 ``import zstrat`` does not import jax: a daemon must choose devices and flags before jax
-loads. Every public name is fetched from its package when it is first used; which
-names there are, and of which package, says ``__init__.pyi``.
+loads. Every public name is imported from its package when it is first used;
+``__init__.pyi`` lists the names and their packages.
 """
 
 from zstrat.doors import fetched_late

@@ -1,4 +1,5 @@
-"""``python -m zstrat``: the program ``zstrat``, where its script is not on the path."""
+"""``python -m zstrat``: runs the command line program ``zstrat``, for machines where
+its script is not on the path."""
 
 from zstrat.cli import main
 

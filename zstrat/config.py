@@ -17,7 +17,8 @@ from typing import Any, Final
 MiB: Final = 2**20
 
 GRACE: Final = 1.0
-"""Seconds that a task may take to close after its drain."""
+"""Seconds that a task may take to close after its drain, the time for accepted
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,22 @@ class Timeouts:
     beat: float = 0.5
     """Interval of heartbeats to a peer that received no other message."""
     liveness: float = 5.0
-    """A peer that sent nothing for this long is lost. Ten heartbeats: a loaded machine
-    may delay some of them, and a false loss repeats all requests in flight."""
+    """A peer that sent nothing for this long counts as lost. The default is ten
+    heartbeats: a loaded machine may delay some of them, and a false loss repeats all
+    requests in flight."""
     reconnect: float = 1.0
-    """A broken connection has this long to come back before the peer is lost."""
+    """A broken connection has this long to be restored before its peer counts as
+    lost."""
     handshake: float = 5.0
     connect: float = 60.0
     """How long a program waits for the tasks of its cluster when it starts."""
     turn: float = 0.0
-    """How long a program waits while another live program owns the cluster."""
+    """How long a program waits for its turn while another live program owns the
+    cluster."""
     resolve: float = 10.0
-    """Interval at which a resolver whose answer may change is queried; sooner after a
-    worker was lost. A query is one small request to a service, or one file."""
+    """Interval at which a resolver whose answer may change is queried; after the loss
+    of a worker it is queried sooner. A query is one small request to a service, or
+    reads one file."""
     request: float = 120.0
     """Default deadline of a request: longer than the longest compile. Each part of a
     large body that arrives extends it by the same time."""
@@ -46,15 +51,16 @@ class Timeouts:
     """After SIGTERM the accepted requests have this long to finish."""
     handover: float = 60.0
     """A parameter server with a state folder has this long to save its state when it is
-    stopped; its clients then wait as long for the next process."""
+    stopped; its clients then wait up to this time for the process that replaces it."""
     launcher: float = 300.0
     """A daemon that a program started on another machine ends after this long without a
     heartbeat of that program. Longer than people usually suspend a program."""
 
     @property
     def notice(self) -> float:
-        """The time after which the end of a program, or of its connection, is noticed:
-        a silent owner of a cluster keeps it for this long."""
+        """The time after which the loss of a program, or of its connection, is noticed.
+        A program that owns a cluster and sends nothing keeps the cluster for this
+        long."""
         return self.liveness + self.reconnect
 
 
@@ -63,19 +69,21 @@ class Limits:
     """Bounds, in bytes unless the name says otherwise, with their reasons."""
 
     header: int = 256 * 1024
-    """Usual headers are below 2 KiB; those that create thousands of variables are
-    larger."""
+    """Bytes of a message's header. Most headers are below 2 KiB; requests that create
+    thousands of variables have larger ones."""
     frames: int = 4096
-    """Buffer frames of one message. More arrays are sent as a body in chunks; the limit
-    of the header bounds their number."""
+    """Buffer frames of one message. If a message has more arrays, they are sent as a
+    body in chunks, and the limit of the header bounds their number."""
     frame: int = 4 * MiB
-    """Largest frame: libzmq drops the connection of a peer that sends a larger one."""
+    """Largest ZeroMQ frame: libzmq drops the connection of a peer that sends a larger
+    one."""
     chunk: int = MiB
-    """A larger body is sent in frames of this size: the allocator reuses memory pages
-    for them, which is three times faster than one large frame."""
+    """A body larger than this is sent in frames of this size: the allocator reuses
+    memory pages for them, which is three times faster than one large frame."""
     window: int = 12
-    """Chunks of one stream in flight: enough to keep both ends busy, few enough that
-    they stay in the cache and that a slow reader costs its sender little memory."""
+    """Chunks of one stream in flight (a window for flow control): enough to keep both
+    ends busy, few enough that they stay in the cache and that a slow reader costs its
+    sender little memory."""
     body: int = 64 * 1024 * MiB
     """Largest announced body of one message."""
     streams: int = 256
@@ -83,11 +91,12 @@ class Limits:
     requests: int = 16384
     """Open requests of one peer at a time."""
     unread: int = 16 * MiB
-    """Answers that a peer has not read. Above it the peer's further messages are not
-    read either, up to the same size: more than a window of chunks, and little compared
-    with the variables of a parameter server."""
+    """Bytes of answers that a peer has not read yet. Above this the peer's further
+    messages are not read either, up to the same size. It is more than ``window``
+    chunks, and little compared with the variables of a parameter server."""
     inline: int = 64 * 1024
-    """Results up to this size are sent with the completion of their closure."""
+    """Results up to this size in bytes are sent with the message that their closure has
+    ended; larger ones are fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,40 +107,42 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     transport: str = "auto"
     prefetch: int = 0
-    """Optimizer steps for which a worker fetches values and rows in advance. Each makes
-    gradients staler, by as many updates as there are workers."""
+    """Optimizer steps for which a worker fetches values and rows in advance. Each of
+    these steps makes gradients staler by as many updates as there are workers."""
     keys: Path | None = None
     insecure: bool = False
     log_json: bool = False
     traceback: str = "short"
-    """Tracebacks of public calls: "short" omits the frames of zstrat, "full" does
-    not."""
+    """Tracebacks of errors that public functions raise: "short" omits the frames of
+    zstrat, "full" does not."""
     output: str = "program"
     """Where the output of workers is shown: "program": in the program and in their
     logs; "files": only in their logs. Set for a worker, it applies to all programs."""
     http: str = ""
-    """Address HOST:PORT at which this process serves its health over HTTP; "": none."""
+    """HOST:PORT at which this process serves its health over HTTP; "": no server."""
     http_token: str = field(default="", repr=False)
-    """Token that other machines need to see the status page; "": they cannot."""
+    """Token that other machines need to see the status page; "": other machines cannot
+    see it."""
     state: Path | None = None
     """A folder in which a parameter server saves its state when it is stopped, for the
     next process of its task. None: the state is lost."""
     spill: Path | None = None
-    """A folder in which a parameter server keeps rows of tables of any id, in files
-    that the kernel reads and writes by pages. None: they stay in memory."""
+    """A folder in which a parameter server keeps the rows of hash tables
+    (`zs.HashTable`), in files that the kernel reads and writes by pages. None: rows
+    stay in memory."""
     choices: Path | None = None
-    """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
-    it. None: built-in defaults."""
+    """File with the algorithms for collective operations, as ``zstrat bench
+    collectives`` writes it. None: built-in defaults."""
 
 
 TRANSPORTS: Final = ("auto", "tcp", "ipc", "shm")
 OUTPUTS: Final = ("program", "files")
 
 MISTAKEN: Final = 2
-"""Exit code of a process with invalid arguments: a restart does not help."""
+"""Exit code of a process with invalid arguments: restarting it does not help."""
 TRY_AGAIN: Final = 75
-"""Exit code (EX_TEMPFAIL) of a process that ended early without an error: it should be
-restarted."""
+"""Exit code (EX_TEMPFAIL) of a process that ended early without an error: a supervisor
+should restart it."""
 
 
 def checked_transport(transport: str) -> str:
@@ -153,13 +164,14 @@ def environment() -> Mapping[str, str]:
 
 
 def set_environment(name: str, value: str) -> None:
-    """Sets a variable of this process, for libraries that have no other interface."""
+    """Sets an environment variable of this process, for libraries that have no other
+    interface."""
     os.environ[name] = value
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a hint with the known name that is closest to an unknown one, for the end
-    of an error; "" if no name is close."""
+    """Returns a hint with the name in ``known`` that is closest to an unknown ``name``,
+    for the end of an error message; "" if none is close."""
     closest = get_close_matches(name, list(known), n=1)
     return f"; did you mean {closest[0]!r}?" if closest else ""
 
@@ -189,7 +201,7 @@ def daemon_variables(settings: Settings) -> dict[str, str]:
     """Returns the variables that pass the program's settings to daemons it starts.
 
     Raises:
-        ValueError: A setting is invalid for a daemon.
+        ValueError: A setting has a value that daemons do not accept.
     """
     variables = {
         name: str(getattr(settings.timeouts, _DURATIONS[name]))
@@ -221,8 +233,12 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def _check_names(env: Mapping[str, str]) -> None:
-    """Refuses misspelled names. Other unknown names are allowed: Kubernetes sets
-    ZSTRAT_PS_PORT, for example, for a service named zstrat-ps."""
+    """Refuses misspelled ``ZSTRAT_*`` variables. Other unknown names are allowed:
+    Kubernetes sets ZSTRAT_PS_PORT, for example, for a service named zstrat-ps.
+
+    Raises:
+        ValueError: The name of a variable is close to a known one.
+    """
     for name in env:
         if name.startswith("ZSTRAT_") and name not in NAMES:
             for closest in get_close_matches(name, NAMES, n=1, cutoff=0.9):
@@ -232,8 +248,8 @@ def _check_names(env: Mapping[str, str]) -> None:
 
 
 Read = Callable[[str, str], Any]
-"""Converts the value of a variable to a setting; takes the name, for errors, and the
-value."""
+"""A function that converts the text of an environment variable to a setting. Its
+arguments are the name of the variable, for errors, and the text."""
 
 
 def _seconds(name: str, text: str) -> float:
@@ -281,7 +297,7 @@ def _one_of(*choices: str) -> Read:
 
 
 def _is(word: str, *others: str) -> Read:
-    """Reads True for ``word``, False for one of the others."""
+    """Makes a `Read` that returns True for ``word`` and False for one of ``others``."""
     read = _one_of(*others, word)
     return lambda name, text: read(name, text) == word
 
@@ -298,7 +314,7 @@ _DURATIONS: Final = {
     "ZSTRAT_RESOLVE": "resolve",
     "ZSTRAT_TURN": "turn",
 }
-"""Variable -> field of `Timeouts`."""
+"""Environment variable -> the field of `Timeouts` that it sets."""
 
 _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_CONNECT_TIMEOUT",
@@ -307,7 +323,7 @@ _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_LIVENESS",
     "ZSTRAT_REQUEST",
 )
-"""Durations on which the tasks and their program have to agree."""
+"""Variables with durations on which the daemons and their program have to agree."""
 
 _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_CHOICES": ("choices", _path),
@@ -323,6 +339,7 @@ _OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
     "ZSTRAT_STATE": ("state", _path),
     "ZSTRAT_TRACEBACK": ("traceback", _one_of("short", "full")),
 }
-"""Variable -> field of `Settings` and the function that converts its value."""
+"""Environment variable -> the field of `Settings` that it sets and the function that
+converts its value."""
 
 NAMES: Final = (*_DURATIONS, *_OTHERS)

@@ -1,7 +1,7 @@
-"""Packages that import the modules of their names on first use.
+"""Lazy packages: they import a module when one of its names is first used.
 
 A process uses few names of a package: a daemon needs neither fleets nor the doctor,
-whose imports would be a sixth of its start.
+whose imports would take a sixth of its start.
 
 The stub of a package, ``__init__.pyi``, lists its names, one import per line, for type
 checkers, editors and `fetched_late`. Tools that freeze programs must include stubs
@@ -33,7 +33,8 @@ _LINE: Final = re.compile(
 def fetched_late(
     package: str,
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Makes ``__getattr__`` and ``__dir__`` of a package, and sets its ``__all__``.
+    """Makes ``__getattr__`` and ``__dir__`` for a package, whose names are then
+    imported on first use, and sets its ``__all__``.
 
     Args:
         package: The ``__name__`` of the package.
@@ -60,12 +61,12 @@ def fetched_late(
 
 
 def install_integration(library: str, has: str) -> bool:
-    """Installs what zstrat has for another library, if the program has imported it;
-    returns whether that had not been done. For packages on low floors, which cannot
-    import it.
+    """Installs zstrat's hooks for another library, if the program has imported that
+    library. Returns whether the hooks were installed by this call. For packages on
+    lower layers, which cannot import the integration themselves.
 
     Args:
-        has: A name that the library has when it is imported completely.
+        has: A name that the library has once it is imported completely.
     """
     if getattr(sys.modules.get(library), has, None) is None:
         return False
@@ -74,7 +75,8 @@ def install_integration(library: str, has: str) -> bool:
 
 
 def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """Reads the stub of a package: name -> its module and its name there."""
+    """Reads the stub of a package. Returns for each public name its module and its name
+    in that module."""
     # By its loader, because the package may be in an archive.
     spec: Any = sys.modules[package].__spec__
     # From __init__.py, or __init__.pyc, to __init__.pyi.
@@ -89,13 +91,13 @@ def homes_of(package: str) -> dict[str, tuple[str, str]]:
 
 
 _OF_PYTHON: Final = 1000
-"""Upper bound of the objects that Python 3.12 freezes when it starts."""
+"""Upper bound of the number of objects that Python 3.12 freezes when it starts."""
 
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Turns off garbage collection in the block. With several threads, the first one
-    that entered turns it on again when it leaves."""
+    """Turns off garbage collection in the block. If several threads are in the block,
+    the thread that entered first turns collection on again when it leaves."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,12 @@
-"""All errors that zstrat defines, in one tree.
+"""All errors that zstrat defines, in one class hierarchy.
 
 The type of an error says who caused it and whether a retry can help; its fields name
 the peer, the object, the expected and the received value. Misuse of the API raises
 Python's ValueError, TypeError, RuntimeError and IndexError, as in TensorFlow.
 
 Between tasks an error is sent as a code and plain fields (`to_wire`, `from_wire`),
-never as a pickle. ``cls(*error.args)`` rebuilds it, so the constructor of a subclass
-takes exactly its fields, positionally.
+never as a pickle. ``cls(*error.args)`` rebuilds the error, so the constructor of each
+class takes exactly its fields, positionally.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ZstratError(Exception):
 
     code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
-    """Whether the same call may succeed later without a change of the program."""
+    """Whether the same call may succeed later without a change to the program."""
 
     def __init_subclass__(cls) -> None:
         # A subclass without a code is sent as its base class.
@@ -90,10 +90,12 @@ class ForkedError(ClosedError):
 
 
 class PeerLostError(ZstratError):
-    """The peer ended or its connection broke; the request may or may not have run.
+    """The peer ended or its connection broke; the request may or may not have been
+    executed.
 
     ``left``: the peer closed the connection on purpose. ``returns``: seconds within
-    which, as it announced, a new process with its state will serve; 0 if none will.
+    which, as the peer announced, a new process with its state will serve; 0 if none
+    will.
     """
 
     code = 6
@@ -111,7 +113,7 @@ class PeerLostError(ZstratError):
 
 
 class WorkerLostError(PeerLostError):
-    """A worker was lost; its closures are scheduled on other workers."""
+    """A worker was lost; its closures are scheduled on other workers automatically."""
 
     code = 7
 
@@ -157,7 +159,7 @@ class PSUnavailableError(UnavailableError):
 
 
 class CancelledError(ZstratError):
-    """The closure was cancelled before it finished; schedule it again."""
+    """The closure was cancelled before it finished. Scheduling it again is possible."""
 
     code = 10
 
@@ -207,8 +209,8 @@ class BusyError(ZstratError):
 
 
 class HeldError(BusyError):
-    """The task serves another coordinator that sent a message just now, so that it is
-    certainly alive."""
+    """The task serves another coordinator, which is certainly alive as it sent a
+    message just now."""
 
     code = 33
 
@@ -220,7 +222,8 @@ class CollectiveTimeoutError(DeadlineExceededError):
 
 
 class StepError(ZstratError):
-    """A step function raised an exception whose class is not imported here.
+    """A step function raised an exception of a class that this process has not
+    imported.
 
     Other exceptions are raised with their own class, and with the worker's traceback as
     a note.
@@ -257,14 +260,14 @@ class ClosureInputError(ZstratError):
 
 
 class ClosureAbortedError(ClosureInputError):
-    """A per-worker resource was lost with its worker; it is rebuilt when the worker
-    returns."""
+    """A per-worker resource was lost with its worker; the resource is rebuilt when the
+    worker returns."""
 
     code = 21
 
 
 class DataLossError(ZstratError):
-    """A file is truncated, corrupted, or not a file of zstrat.
+    """A file is truncated, corrupted, or was not written by zstrat.
 
     ``tensor`` is "" if the whole file is affected.
     """
@@ -288,9 +291,11 @@ class ResourceExhaustedError(ZstratError):
 
 
 class RetryDiffersError(ZstratError):
-    """An eager step, repeated after its worker was lost, made different updates.
+    """An eager step that was repeated after its worker was lost made different updates
+    than the first time.
 
-    The update ``before``, of the first run, remains; the update ``now`` was refused.
+    The update ``before``, from the first run, remains; the update ``now``, from the
+    second run, was refused.
     """
 
     code = 30
@@ -310,7 +315,7 @@ class RetryDiffersError(ZstratError):
 
 class ResultLostError(ZstratError):
     """The result of a step was lost with its worker after the step may have applied
-    updates; scheduling it again may apply them twice."""
+    updates; scheduling the step again may apply these updates twice."""
 
     code = 31
 
@@ -330,23 +335,25 @@ class NotPrimaryError(UnavailableError):
 
 
 WireError = list[object]
-"""``[code, [field, ...], notes, cause]``, or for an exception that zstrat does not
-define ``[0, [module, qualname, message, args], notes, None]``."""
+"""An error as it is sent to other tasks: ``[code, [field, ...], notes, cause]``, or for
+an exception that zstrat does not define ``[0, [module, qualname, message, args], notes,
+None]``."""
 
 
 _MAX_FIELD_LENGTH: Final = 8000
-"""Characters of a text or bytes of a field, so that many errors fit into one message,
-also if they print arrays."""
+"""Characters of a text or bytes field that are sent, so that many errors fit into one
+message, even if they print arrays."""
 _HERE: Final = f"{os.path.dirname(__file__)}/"
 _MAX_FIELDS: Final = 16
 """Number of fields that are sent; errors of zstrat and Python have at most five."""
 
 
 def to_wire(error: BaseException, *, full: bool = True) -> WireError:
-    """Converts an error to plain values, with its traceback as a note.
+    """Converts an error to plain values that a message can contain; its traceback
+    becomes a note.
 
-    Unless ``full`` a refusal of zstrat comes without its traceback, which has no line
-    of the user. Long texts lose their middle, so that the result fits into a message.
+    Unless ``full``, an error that a ``raise`` of zstrat made is sent without its
+    traceback, which has no line of the user. Long texts lose their middle, so that the result fits into a message.
     """
     wire = _to_plain(error, full)
     if isinstance(error, ClosureInputError) and error.original_exception is not None:
@@ -355,10 +362,10 @@ def to_wire(error: BaseException, *, full: bool = True) -> WireError:
 
 
 def from_wire(wire: object) -> Exception:
-    """Converts plain values of `to_wire` to an error.
+    """Converts the plain values that `to_wire` made back to an error.
 
     Never raises: an unknown code or class becomes a generic error. No module is
-    imported and no code of the peer runs: a foreign exception class is used only if
+    imported and no code from the peer runs: a foreign exception class is used only if
     this process has imported it already.
     """
     error = _from_plain(wire)
@@ -445,8 +452,8 @@ def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exce
 
 
 def _is_readable(error: Exception) -> bool:
-    """Returns whether the error can be printed, which may fail for fields of wrong
-    types."""
+    """Returns whether the error can be converted to text, which fails for some fields
+    of wrong types."""
     try:
         return isinstance(str(error), str) and isinstance(repr(error), str)
     except Exception:  # any error of a foreign class: the error is not used

@@ -1,11 +1,12 @@
-"""Ids of tables: 64-bit integers that nobody knows beforehand, spread by a hash.
+"""Ids of hash tables (`zs.HashTable`): arbitrary 64-bit integers, distributed by a
+hash.
 
-A table of any id has no row numbers. The hash of an id says where everything about it
-is: its bucket, of which there are `BUCKETS` in every table and which belong to servers
-whole, and its record in the bucket's index. It is the same on every machine and in
-every version, as files and servers depend on it.
+Such a table has no row numbers. The hash of an id determines where its data are: its
+bucket, and its record in the index of that bucket. Each table has `BUCKETS` buckets,
+and each bucket belongs to one server as a whole. The hash is the same on every machine
+and in every version, as files and servers depend on it.
 
-numpy alone: this is used where jax is not loaded.
+Needs only numpy, as it is used where jax is not loaded.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, Final, final
 import numpy as np
 
 BUCKETS: Final = 4096
-"""Buckets of a table: what servers exchange, and what a table is divided into in
-files."""
+"""Number of buckets of a table. Buckets are the unit in which servers exchange rows and
+in which a table is divided in files."""
 
 _BUCKET_SHIFT: Final = np.uint64(64 - BUCKETS.bit_length() + 1)
 
 PADDING: Final = 1 - 2**31
-"""The id that look-ups take for padding."""
+"""The id of padding: look-ups return zeros for it."""
 
 _WEYL: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -31,8 +32,9 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mixed(words: np.ndarray) -> np.ndarray:
-    """Returns the hash of each word, uint64 of any shape: the finalizer of SplitMix64
-    [Steele, Lea and Flood 2014], which maps different words to different hashes."""
+    """Returns the hash, uint64, of each word of an array of any shape. It is the
+    finalizer of SplitMix64 [Steele, Lea and Flood 2014], which maps different words to
+    different hashes."""
     # One array besides the result: fresh memory costs more than the arithmetic.
     hashes = words + _WEYL
     other = hashes >> _SHIFT_1
@@ -47,8 +49,8 @@ def mixed(words: np.ndarray) -> np.ndarray:
 
 
 def hashes_of(ids: np.ndarray) -> np.ndarray:
-    """Returns the hashes, uint64, of ids of int64, of any shape. Different ids have
-    different hashes."""
+    """Returns the hashes, uint64, of an array of ids, int64, of any shape. Different
+    ids have different hashes."""
     return mixed(ids.view(np.uint64))
 
 
@@ -59,13 +61,15 @@ def buckets_of(hashes: np.ndarray) -> np.ndarray:
 
 @final
 class IdGenerator:
-    """Draws row i from a seed and ``ids[i]`` alone: the row of an id is the same on any
-    server, among any other ids. It has those methods of `numpy.random.Generator`
-    that initializers call, and each of them starts at the beginning.
+    """Random numbers for rows of ids: row i depends only on the seed and ``ids[i]``, so
+    the row of an id is the same on any server, among any other ids. It has the methods
+    of `numpy.random.Generator` that initializers call; each call starts at the
+    beginning of every row's sequence.
 
-    A number is the hash of a counter [Salmon et al. 2011], 15 ns each. Normally
-    distributed ones are made by Box and Muller's transform in float64; machines whose
-    logarithms and cosines differ in the last bit may differ in the last bit here.
+    A number is the hash of a counter [Salmon et al. 2011] and takes 15 ns. Normally
+    distributed numbers are made by the Box-Muller transform in float64. On machines
+    whose logarithms and cosines differ in the last bit, these numbers may differ in the
+    last bit.
 
     Args:
         ids: ``[n]`` of int64; arrays to fill are ``[n, ...]``.
@@ -77,8 +81,8 @@ class IdGenerator:
         self._keys = mixed(hashes_of(ids) ^ mixed(start))
 
     def random(self, *, dtype: type, out: np.ndarray) -> None:
-        """Fills ``out`` of dtype float32 or float64 with numbers from [0, 1), of which
-        all are multiples of 2⁻²⁴ or 2⁻⁵³."""
+        """Fills ``out`` of dtype float32 or float64 with numbers from [0, 1), which are
+        multiples of 2⁻²⁴ or 2⁻⁵³."""
         bits = np.finfo(dtype).nmant + 1
         words = self._words(out[0].size if len(out) else 0)
         words >>= np.uint64(64 - bits)
@@ -111,27 +115,27 @@ class IdGenerator:
         return (words.astype(np.int64) + low).astype(dtype).reshape(shape)
 
     def _words(self, width: int) -> np.ndarray:
-        """Returns ``[n, width]`` random words."""
+        """Returns random words ``[n, width]``: ``width`` for each id."""
         counters = np.arange(1, width + 1, dtype=np.uint64) * _WEYL
         return mixed(self._keys[:, None] ^ counters)
 
 
 def hash_ids(values: Any, *, seed: int = 0) -> np.ndarray:
-    """Returns an id for each of some texts, bytes or integers: int64 of their shape,
-    the same on every machine. A table of any id (`zs.HashTable`) needs no list of the
-    texts that may come: two of a billion have the same id with a chance of 3 %.
+    """Returns int64 ids for texts, bytes or integers, in their shape; the same on every
+    machine. With such ids a table (`zs.HashTable`) needs no list of the texts that may
+    occur. Among a billion texts, two have the same id with a chance of 3 %.
 
     Texts are hashed in UTF-8 by XXH3 [Collet 2019], integers by their eight bytes as a
-    signed little-endian number: an integer and its text have different ids. It runs in
-    input pipelines (``dataset.map``); jax has no texts.
+    signed little-endian number: an integer and its decimal text have different ids. The
+    function is meant for input pipelines (``dataset.map``), as jax has no texts.
 
     Args:
         values: A text, or an array or nested lists of equal lengths.
-        seed: Texts of another feature get other ids with another seed, so that several
-            features may share a table.
+        seed: Use a different seed for each feature, so that features can share a table:
+            equal texts then get different ids.
 
     Raises:
-        TypeError: They are something else.
+        TypeError: ``values`` contains something other than texts, bytes or integers.
     """
     import xxhash
 

@@ -1,15 +1,16 @@
-"""Initial values, made where the variable will live: a part costs no more than itself.
+"""Initializers: make initial values where the variable is stored, whole or in parts.
+The cost of a part depends on its own size only.
 
 An initializer is called with ``(shape, dtype)`` of the whole variable, and for a part
-of it with ``partition_shape`` and ``partition_offset`` besides. It travels to a
-parameter server by the name of its class, and needs numpy alone there.
+also with ``partition_shape`` and ``partition_offset``. It is sent to a parameter server
+by the name of its class, and needs only numpy there.
 
-Theory of operation. Rows are drawn in blocks of a size that depends on nothing but the
-row, each block by a generator of its own, made from the seed and the number of the
-block. So the same seed gives the same whole array on every machine and for every
-partitioning, and a part draws only the blocks that it touches. Without a seed each call
-differs. Fans are counted as in TF and Keras, on the whole shape: the last axis is the
-output, the one before it the input, and what comes before those is the receptive field.
+Theory of operation. Rows are drawn in blocks whose size depends only on the size of a
+row. Each block has its own generator, made from the seed and the number of the block.
+So one seed gives the same whole array on every machine and for every partitioning, and
+a part draws only the blocks that it overlaps. Without a seed each call gives other
+numbers. Fans are counted as in TF and Keras, on the whole shape: the last axis is the
+output, the one before it the input, and the axes before these are the receptive field.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _BLOCK: Final = 1 << 16
-"""Elements of a block, about: a generator costs some 20 µs, drawing these 300 µs."""
+"""Approximate number of elements of a block: making a generator takes some 20 µs,
+drawing this many numbers 300 µs."""
 
 
 class Initializer(abc.ABC):
-    """Makes an array, or any part of it."""
+    """Base of initializers: objects that make an array, or any part of it."""
 
     __slots__ = ()
 
@@ -41,34 +43,36 @@ class Initializer(abc.ABC):
         partition_shape: Sequence[int] | None = None,
         partition_offset: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """Returns the array of ``shape``; or, of it, ``partition_shape`` from
-        ``partition_offset`` on.
+        """Returns the whole array of ``shape``; or the part of it that has
+        ``partition_shape`` and starts at ``partition_offset``.
 
         Raises:
-            ValueError: The part is not inside of the shape, or the dtype does not hold
-                what the initializer makes.
+            ValueError: The part is not inside of the shape, or the dtype cannot
+                represent the values of the initializer.
         """
         whole = tuple(int(n) for n in shape)
         window = _window(whole, partition_shape, partition_offset)
         return self._make(whole, np.dtype(dtype), window)
 
     def require_fitting(self, dtype: np.dtype) -> None:
-        """Refuses a dtype that does not hold what is made, if that is known before.
+        """Refuses a dtype that cannot represent the initializer's values, if that is
+        known before they are made.
 
         Raises:
-            ValueError: The dtype does not fit.
+            ValueError: The dtype cannot represent the values.
         """
         del dtype  # any will do
 
     def rows(self, generator: Any, out: np.ndarray) -> None:
-        """Fills rows ``[n, ...]`` of a table of any id, one after the other.
+        """Fills ``out`` with rows ``[n, ...]`` of a hash table, one after the other.
 
         Args:
             generator: An `zstrat.ids.IdGenerator` of the rows' ids.
 
         Raises:
-            ValueError: The initializer makes rows from their numbers, or from how many
-                there are, or the dtype does not hold what it makes.
+            ValueError: The initializer cannot make single rows, as its values depend on
+                the numbers of the rows or on how many there are; or the dtype cannot
+                represent the values.
         """
         del generator, out
         raise ValueError(
@@ -80,12 +84,13 @@ class Initializer(abc.ABC):
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
-        """Returns what ``window`` cuts out of the array; nobody else has it."""
+        """Returns the slice ``window`` of the array of ``shape``, as a new array that
+        the caller may keep and change."""
 
 
 def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
-    """Converts numbers to another dtype without changing their values, except that
-    floats are rounded to other floats: 2.0 becomes an integer, 2.5 is refused.
+    """Converts numbers to another dtype without changing their values: 2.0 becomes an
+    integer, 2.5 is refused. Only floats may be rounded to other floats.
 
     Raises:
         ValueError: A value would change.
@@ -110,8 +115,9 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
-    """Converts numbers of Python, and lists of them, as `exactly` does. Without a dtype
-    numpy makes floats of some large ones (``[2**63, -1]``), which lose digits."""
+    """Converts numbers of Python, and lists of them, as `exactly` does. It passes the
+    dtype to numpy, which otherwise converts some large integers (``[2**63, -1]``) to
+    floats and loses digits."""
     try:
         with np.errstate(all="ignore"):
             converted = np.asarray(value, dtype)
@@ -135,14 +141,14 @@ def _other_number(number: Any, dtype: np.dtype, what: str) -> ValueError:
 
 
 _RANKS: Final = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
-"""Kinds of dtypes: each has the numbers of those before. bfloat16 and its like are of
-numpy's kind V."""
+"""Rank of each kind of dtype: a dtype can represent numbers of all lower ranks.
+bfloat16 and similar types are of numpy's kind V."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant(Initializer):
-    """``value``, broadcast to the shape."""
+    """Makes arrays filled with ``value``, which is broadcast to the shape."""
 
     value: Any
 
@@ -164,13 +170,13 @@ class Constant(Initializer):
 
 
 class Drawn(Initializer):
-    """An array of independent random numbers."""
+    """Base of initializers that make arrays of independent random numbers."""
 
     __slots__ = ()
 
     seed: int | None
     counts_rows: ClassVar[bool] = False
-    """Whether a number depends on how many rows there are."""
+    """Whether the distribution depends on the number of rows."""
 
     def require_fitting(self, dtype: np.dtype) -> None:
         if dtype.kind not in "fV":
@@ -195,7 +201,8 @@ class Drawn(Initializer):
     def _fill(
         self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
     ) -> None:
-        """Draws ``out`` (float32 or float64), in C order, for an array of ``shape``."""
+        """Fills ``out`` (float32 or float64) with random numbers, in C order; ``shape``
+        is that of the whole array."""
 
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
@@ -236,7 +243,7 @@ class Drawn(Initializer):
 @final
 @dataclass(frozen=True, slots=True)
 class Normal(Drawn):
-    """Normally distributed."""
+    """Draws from a normal distribution."""
 
     stddev: float = 0.05
     seed: int | None = None
@@ -254,7 +261,7 @@ class Normal(Drawn):
 @final
 @dataclass(frozen=True, slots=True)
 class Uniform(Drawn):
-    """Uniform between ``minval`` and ``maxval``."""
+    """Draws uniformly between ``minval`` and ``maxval``."""
 
     minval: float = -0.05
     maxval: float = 0.05
@@ -289,7 +296,7 @@ class Uniform(Drawn):
 @final
 @dataclass(frozen=True, slots=True)
 class GlorotUniform(Drawn):
-    """Uniform within ``sqrt(6 / (fan_in + fan_out))``."""
+    """Draws uniformly within ± ``sqrt(6 / (fan_in + fan_out))``."""
 
     seed: int | None = None
     counts_rows: ClassVar[bool] = True
@@ -304,7 +311,7 @@ class GlorotUniform(Drawn):
 @final
 @dataclass(frozen=True, slots=True)
 class HeNormal(Drawn):
-    """Normal with ``sqrt(2 / fan_in)``."""
+    """Draws from a normal distribution with standard deviation ``sqrt(2 / fan_in)``."""
 
     seed: int | None = None
     counts_rows: ClassVar[bool] = True
@@ -318,13 +325,16 @@ class HeNormal(Drawn):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Sliced(Initializer):
-    """A function of the user's that makes parts, or the whole, which is cut then.
+    """Wraps a user's function as an initializer. If the function can only make the
+    whole array, each part is sliced from the whole.
 
     Args:
-        takes_shape: It wants ``(shape, dtype)`` first.
-        names_parts: It has parameters ``partition_shape`` and ``partition_offset``. If
-            it only takes any keywords, a TypeError or ValueError means that it does not
-            want these, and it is called without them (TF's rule).
+        takes_shape: Whether the function takes ``(shape, dtype)`` as its first
+            arguments.
+        names_parts: Whether it has parameters ``partition_shape`` and
+            ``partition_offset``. If it takes them only by ``**kwargs``, a TypeError or
+            ValueError means that it does not support them, and it is called again
+            without them (TF's rule).
     """
 
     function: Callable[..., Any]
@@ -359,40 +369,42 @@ class Sliced(Initializer):
 
 
 zeros: Final[Initializer] = Constant(0)
-"""All zero."""
+"""Makes arrays of zeros."""
 ones: Final[Initializer] = Constant(1)
-"""All one."""
+"""Makes arrays of ones."""
 
 
 def constant(value: Any) -> Initializer:
-    """Makes an initializer of one value, broadcast to the shape."""
+    """Makes an initializer whose arrays are filled with ``value``, broadcast to the
+    shape."""
     return Constant(value)
 
 
 def normal(
     stddev: float = 0.05, seed: int | None = None, *, mean: float = 0.0
 ) -> Initializer:
-    """Draws from a normal distribution."""
+    """Makes an initializer that draws from a normal distribution."""
     return Normal(stddev, seed, mean)
 
 
 def uniform(
     minval: float = -0.05, maxval: float = 0.05, seed: int | None = None
 ) -> Initializer:
-    """Draws uniformly from ``[minval, maxval)``, but for what rounding to the dtype
-    does; of integers, if the bounds are integers, each one alike."""
+    """Makes an initializer that draws uniformly from ``[minval, maxval)``; rounding to
+    the dtype may give ``maxval``. With an integer dtype and integer bounds, all
+    integers in the range are equally likely."""
     return Uniform(minval, maxval, seed)
 
 
 def glorot_uniform(seed: int | None = None) -> Initializer:
-    """Draws uniformly within ``sqrt(6 / (fan_in + fan_out))``, which preserves the
-    variance both ways."""
+    """Makes an initializer that draws uniformly within ± ``sqrt(6 / (fan_in +
+    fan_out))``, which preserves the variance forwards and backwards."""
     return GlorotUniform(seed)
 
 
 def he_normal(seed: int | None = None) -> Initializer:
-    """Draws from a normal distribution with ``sqrt(2 / fan_in)``, which preserves the
-    variance through a relu."""
+    """Makes an initializer that draws from a normal distribution with standard
+    deviation ``sqrt(2 / fan_in)``, which preserves the variance through a relu."""
     return HeNormal(seed)
 
 

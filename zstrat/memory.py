@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _BYTE: Final = np.dtype(np.uint8)
 
 ALIGNMENT: Final = 64
-"""Bytes: XLA shares host memory of this alignment instead of copying it; also the size
-of a cache line."""
+"""Alignment in bytes at which XLA shares host memory instead of copying it; also the
+size of a cache line."""
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.ndarray:
@@ -37,8 +37,8 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep freed memory for the next arrays of up to 8 MiB; twice
-    as much at most."""
+    """Makes the C library keep freed memory, at most 16 MiB, and reuse it for later
+    arrays of up to 8 MiB."""
     # glibc begins to when it has freed an array of that size. Until then each array
     # above 128 KiB may get pages that are new, and to touch these costs as much as an
     # update by an optimizer. So this frees one, of which no page was touched.
@@ -51,9 +51,10 @@ read a third faster from such pages, as each row is on another page."""
 
 
 def lasting(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialised C-order array, as `aligned`, for data that stays and is
-    read at random: two huge pages or more start at a huge page and fill the last one,
-    which would otherwise be small pages. It may take 2 MiB more.
+    """Returns an uninitialised C-order array, like `aligned`, for long-lived data that
+    is read at random. An array of two huge pages or more starts at the beginning of a
+    huge page and is padded to whole huge pages, so it may take 2 MiB more; otherwise
+    its ends would be on small pages.
 
     numpy requests huge pages for allocations of 4 MiB and more.
     """
@@ -68,21 +69,27 @@ _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
 _RESERVED: Final = 2**36
-"""Bytes of address space of a `Reserve`: 64 GiB of the 128 TiB that a process may have.
-If the machine refuses, a quarter is requested, repeatedly. An array that needs more is
-copied to a reservation of twice its size."""
+"""Bytes of address space that a `Reserve` reserves: 64 GiB of the 128 TiB that a
+process may have. If the system refuses, a quarter is requested, repeatedly. An array
+that needs more is copied to a reservation of twice its size."""
 
 _AT_ONCE: Final = 8
-"""Huge pages that are added ahead at a time, at most."""
+"""Maximum number of huge pages that one call of `Reserve.populate` adds."""
 
 _POPULATE_WRITE: Final = 23
-"""MADV_POPULATE_WRITE of Linux 5.14, which Python does not name."""
+"""MADV_POPULATE_WRITE of Linux 5.14, a constant that Python does not define."""
 
 
 def _populate(
     memory: mmap.mmap, address: int, pages: Sequence[int], turn: threading.Lock
 ) -> None:
-    """Adds pages to memory, whose content stays."""
+    """Makes the kernel allocate huge pages of a mapping, without changing its content,
+    then releases the lock ``turn``.
+
+    Args:
+        address: Where the mapping starts; ``pages`` are numbers of huge pages from
+            there.
+    """
     try:
         # Not mmap.madvise, which holds the interpreter's lock for as long as it takes.
         madvise = ctypes.CDLL(None).madvise
@@ -101,8 +108,8 @@ class Reserve:
 
     Args:
         size: Number of elements in use at first.
-        folder: Keeps the array in a file without a name there, whose pages the kernel
-            reads and writes as it needs memory. None: it stays in memory.
+        folder: Keeps the array in an unnamed file in this folder, whose pages the
+            kernel reads and writes as it needs memory. None: the array stays in memory.
 
     Raises:
         MemoryError: The machine, or the disk, has too little room.
@@ -124,7 +131,7 @@ class Reserve:
         """Extends ``array`` to ``size`` elements, if it has fewer.
 
         Raises:
-            MemoryError: The machine has too little memory; nothing has changed.
+            MemoryError: The machine has too little memory; the array has not changed.
         """
         nbytes = size * self._dtype.itemsize
         self._allocate(nbytes)  # some of it may have been released
@@ -141,12 +148,13 @@ class Reserve:
         self.array = self._whole[:nbytes].view(self._dtype)
 
     def populate(self, pages: Iterable[int]) -> None:
-        """Adds huge pages, which may be beyond ``array``, before they are written. That
-        is done on a thread, as a page that the machine has not used before takes 5 ms;
-        nothing is done while earlier ones are being added, nor in a file.
+        """Makes the kernel allocate huge pages, also beyond the end of ``array``,
+        before they are written. This runs on a thread, as a page that the machine has
+        not used before takes 5 ms. The call does nothing while an earlier one still
+        runs, nor for an array in a file.
 
         Args:
-            pages: Their numbers: page n has the bytes from n * `HUGE_PAGE`.
+            pages: Numbers of huge pages: page n has the bytes from n * `HUGE_PAGE`.
         """
         last = len(self._whole) // HUGE_PAGE
         new = [x for x in pages if x < last and x not in self._populated][:_AT_ONCE]
@@ -162,7 +170,8 @@ class Reserve:
         self._populated.update(new)
 
     def release(self, start: int, size: int) -> None:
-        """Returns the whole pages of elements, which are zero, to the machine."""
+        """Returns memory pages to the system that lie completely within ``size``
+        elements from ``start``, all of which are zero."""
         page = mmap.PAGESIZE
         # Inwards: a page that other elements share stays.
         first = -(-start * self._dtype.itemsize // page) * page
@@ -205,22 +214,22 @@ class Reserve:
 
 
 _ALLOCATED: Final = 16 * 2**20
-"""Bytes of a file that are allocated at a time, before they are written: a write to a
-page for which the disk has no room would kill the process."""
+"""Bytes by which the allocated part of a file is extended, before these bytes are
+written: a write to a page for which the disk has no room would kill the process."""
 
 
 class _Unnamed:
-    """A file without a name, which the kernel removes with the process."""
+    """A file without a name, which the kernel removes when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = -1  # until there is one
         self.descriptor, name = tempfile.mkstemp(dir=folder)
         os.unlink(name)
         self.allocated = 0
-        """Number of bytes from the beginning that are allocated on the disk."""
+        """Number of bytes from the beginning of the file that have room on the disk."""
 
     def allocate(self, nbytes: int) -> None:
-        """Allocates the first ``nbytes`` on the disk.
+        """Allocates room on the disk for the first ``nbytes`` of the file.
 
         Raises:
             MemoryError: The disk is full.
@@ -244,7 +253,8 @@ _FACTS: Final = Path("/proc/meminfo")
 
 
 def available_bytes() -> int | None:
-    """Returns the bytes that are free without swapping; None if unknown."""
+    """Returns the bytes of memory that can be allocated without swapping; None if
+    unknown."""
     try:
         for line in _FACTS.read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):

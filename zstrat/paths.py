@@ -1,5 +1,5 @@
-"""Explains errors of the operating system about a path, with a remedy. Their type and
-number do not change."""
+"""Adds explanations and remedies to errors of the operating system about a path. The
+type and the number of the error do not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explained(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Explains errors of the block, which uses ``path`` or files below it as ``what``.
+    """Adds explanations to OSErrors that are raised in the block. The block uses
+    ``path`` or files below it; ``what`` names the path in messages.
 
     Raises:
         OSError: The error of the block, with the same type and number.
@@ -27,7 +28,8 @@ def explained(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def file_above(path: str) -> str:
-    """Returns the parent of the path that is not a folder."""
+    """Returns the nearest ancestor of the path that exists. If it is not a folder, it
+    is why the path cannot be created."""
     while (above := os.path.dirname(path)) != path and not os.path.lexists(above):
         path = above
     return above

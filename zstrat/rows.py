@@ -1,11 +1,11 @@
-"""Rows named by their indices: sorted once, duplicates found and summed in bulk.
+"""Batches of row indices: sorted once, with duplicates grouped and their rows summed.
 
 Gradients of embedding rows name some rows several times, and `np.add.at` and
-`np.unique` on them cost as much as all the rest of a step. One sort of index and
-position together answers every question that is asked of a batch of indices: which
-rows, where each of them stands, and which sums.
+`np.unique` on their indices cost as much as the rest of a step. Here, one sort of all
+pairs of index and position answers all questions about a batch: which rows occur, at
+which positions each occurs, and what the rows of each index sum to.
 
-numpy alone: this is used where jax is not loaded.
+Needs only numpy, as it is used where jax is not loaded.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 _ROUNDS: Final = 16
-"""Duplicates of one index that are added round by round over all indices; what is
-beyond (a few hot rows) is summed per index."""
+"""The first so many duplicates of each index are added in rounds, one of every index
+per round; further ones, of a few frequent rows, are summed per index."""
 
 
 class Runs(NamedTuple):
-    """The positions of equal indices, grouped.
+    """The positions of equal indices in an array of indices, grouped.
 
-    Those of ``unique[i]`` stand at ``order[starts[i] : starts[i] + counts[i]]``, in
-    their first order. ``unique`` grows strictly.
+    The positions of ``unique[i]`` are ``order[starts[i] : starts[i] + counts[i]]``, in
+    ascending order. ``unique`` has each index once: ascending, or in the order of the
+    hashes for `hashed_runs`.
     """
 
     unique: np.ndarray
@@ -33,18 +34,20 @@ class Runs(NamedTuple):
 
     @property
     def are_distinct(self) -> bool:
-        """Whether no index was there twice."""
+        """Whether no index occurs twice."""
         return len(self.unique) == len(self.order)
 
     def inverse(self) -> np.ndarray:
-        """Returns ``[n]`` with ``unique[inverse] == indices``."""
+        """Returns ``[n]`` with ``unique[inverse] == indices``, the array that was
+        grouped."""
         inverse = np.empty(len(self.order), np.intp)
         inverse[self.order] = np.repeat(np.arange(len(self.unique)), self.counts)
         return inverse
 
 
 def runs(indices: np.ndarray) -> Runs:
-    """Sorts indices ``[n]`` of any integer dtype, none of them negative."""
+    """Groups equal indices of an array ``[n]`` of any integer dtype, none of them
+    negative."""
     bits = len(indices).bit_length()
     if not len(indices):
         none = np.empty(0, np.intp)
@@ -73,8 +76,8 @@ def runs(indices: np.ndarray) -> Runs:
 
 
 def hashed_runs(ids: np.ndarray, hashes: np.ndarray) -> Runs:
-    """Groups equal ids ``[n]`` of int64; ``unique`` ascends by the hash, uint64, of
-    which different ids have different ones."""
+    """Groups equal ids of an array ``[n]``, int64. ``unique`` is sorted by ``hashes``,
+    uint64, which are different for different ids."""
     bits = len(ids).bit_length()
     if not len(ids):
         none = np.empty(0, np.intp)
@@ -100,8 +103,12 @@ def hashed_runs(ids: np.ndarray, hashes: np.ndarray) -> Runs:
 
 
 def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
-    """Returns the sum of the rows of each index, ``[unique, ...]``; below 32 bits in
-    float32, rounded once."""
+    """Returns the sum of the ``rows`` of each index, ``[unique, ...]``. Floats below 32
+    bits are summed in float32 and rounded once.
+
+    Args:
+        found: The indices of ``rows``, grouped.
+    """
     small = rows.dtype.kind in "fV" and rows.dtype.itemsize < 4
     dtype = np.dtype(np.float32) if small else rows.dtype
     total = _rows(rows, found.order.take(found.starts)).astype(dtype, copy=False)
@@ -119,8 +126,9 @@ def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
 
 
 def divided(values: np.ndarray, found: Runs, rows: np.ndarray) -> np.ndarray:
-    """Divides integers ``[unique, ...]`` by the rows of their index, one after the
-    other, and cuts them off towards zero each time, as XLA and TensorFlow do."""
+    """Divides integers ``values``, ``[unique, ...]``, by all ``rows`` of their index,
+    one after the other; each quotient is truncated towards zero, as in XLA and
+    TensorFlow."""
     new = values.copy()
     for turn in range(int(found.counts.max(initial=0))):
         some = np.flatnonzero(found.counts > turn)

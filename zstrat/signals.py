@@ -2,10 +2,10 @@
 
 A forked process, as of a `multiprocessing.Pool`, inherits the handlers of the program
 and the descriptor that wakes its event loop. Then SIGTERM would not end the child, but
-wake the parent, which would take the signal for its own.
+wake the parent, which would handle the signal as if it were its own.
 
-Law: all signal handlers of zstrat are set here. A forked process gets back the handlers
-from before, and its signals do not wake the parent.
+Law: all signal handlers of zstrat are set here. In a forked process the handlers from
+before zstrat are restored, and its signals do not wake the parent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from types import FrameType
 
 Handler = Callable[[int, "FrameType | None"], Any] | int | None
-"""The argument of `signal.signal`; None: a handler that was not set by Python."""
+"""A handler as `signal.signal` takes it; None: one that was not set by Python."""
 
 
 @dataclass
 class HandledSignal:
-    """The handler of a signal ``before`` zstrat, and the handlers of zstrat."""
+    """The handlers of one signal: ``before`` is the one that zstrat replaced, ``ours``
+    are those that zstrat has set."""
 
     before: Handler
     ours: list[Handler] = field(default_factory=list)
@@ -36,7 +37,7 @@ class HandledSignal:
 _handled: Final[dict[signal.Signals, HandledSignal]] = {}
 # Several threads may fork at a time.
 _before_fork: Final = threading.local()
-"""``mask``: the signals that the thread blocked before it forked."""
+"""Per thread, ``mask``: the signals that it blocked before it forked."""
 
 
 def handle(
@@ -45,7 +46,7 @@ def handle(
     """Sets a handler, like `signal.signal`; returns the previous one.
 
     Args:
-        in_children: The handler in forked processes, if there was none before.
+        in_children: The handler to set in forked processes, if none was set before.
     """
     before = signal.signal(number, handler)
     _note(number, before or in_children)
@@ -86,7 +87,8 @@ def _unblock() -> None:
 
 
 def _reset() -> None:
-    """Restores the handlers in the child, before anything else runs."""
+    """Restores, in a forked child, the handlers from before zstrat, before anything
+    else runs."""
     if _handled:
         signal.set_wakeup_fd(-1)
     for number, known in _handled.items():

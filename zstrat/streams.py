@@ -3,7 +3,7 @@
 The next file, socket or pipe that is opened would get the descriptor of such a stream.
 Then everything written to standard error, also by child processes, would go into it;
 and libuv aborts the process when it closes a handle with such a descriptor. So the
-descriptor is opened on ``/dev/null`` first.
+functions here first open such descriptors on ``/dev/null``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 
 
 def occupy_descriptors() -> None:
-    """Opens ``/dev/null`` on closed descriptors of 0, 1 and 2. Call it before anything
-    else is opened."""
+    """Opens ``/dev/null`` on each of the descriptors 0, 1 and 2 that is closed. Call
+    this before anything else is opened."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         # As standard streams are: else children would start with closed ones.
         os.set_inheritable(descriptor, True)
@@ -22,8 +22,9 @@ def occupy_descriptors() -> None:
 
 
 def complete() -> None:
-    """Replaces missing streams of `sys` in a program of zstrat, whose output is then
-    discarded. Not for programs of users, which may expect None."""
+    """Replaces those of `sys.stdin`, `sys.stdout` and `sys.stderr` that are None by
+    streams on ``/dev/null``. For programs of zstrat only: programs of users may expect
+    None."""
     occupy_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115

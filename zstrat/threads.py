@@ -7,8 +7,9 @@ program, would block on it forever. Law: objects that the main thread shares wit
 threads have no such lock. The classes here only use locks written in C, whose acquire
 Ctrl-C interrupts.
 
-A bell ends one wait, however often it is rung, and may be rung while holding a lock. A
-latch opens once, for all waiting threads. A promise is a latch with a result.
+A bell (`ThreadBell`) ends one wait of a thread, however often it is rung, and may be
+rung while holding a lock. A latch opens once, for all waiting threads. A promise is a
+latch with a result.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 GLANCE: Final = 1.0
-"""Seconds of one acquire. A signal that arrives just before an acquire blocks does not
-interrupt it: Python handles Ctrl-C only at the next one."""
+"""Longest time in seconds that one acquire blocks before it is repeated. A signal that
+arrives just before an acquire blocks does not interrupt it: Python handles Ctrl-C only
+at the next one."""
 
 
 class ThreadBell:
@@ -46,7 +48,8 @@ class ThreadBell:
             self._lock.release()
 
     def wait(self, timeout: float | None) -> bool:
-        """Blocks the thread; returns False after ``timeout`` seconds.
+        """Blocks the thread until the bell is rung; returns False after ``timeout``
+        seconds.
 
         Raises:
             ValueError: ``timeout`` is NaN.
@@ -65,7 +68,8 @@ class ThreadBell:
 
 @final
 class Latch:
-    """Opens once, from any thread or a signal handler, and stays open."""
+    """An event that happens once: it is opened by any thread or a signal handler, and
+    stays open."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -79,7 +83,8 @@ class Latch:
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks any number of threads; returns False after ``timeout`` seconds."""
+        """Blocks the calling thread until the latch is open; returns False after
+        ``timeout`` seconds. Several threads may wait."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         # The lock only wakes: if Ctrl-C loses it, other threads check `is_open` again
         # after `GLANCE`.
@@ -109,12 +114,14 @@ class SteadyThread(threading.Thread):
         super().__init__(target=target, args=args, name=name, daemon=True)
         self._over = Latch()
         self._process: int | None = None
-        """The process that started it; a forked process does not have the thread."""
+        """Id of the process that started the thread; a forked process does not have the
+        thread."""
 
     def start(self) -> None:
         """Starts the thread and waits until it runs.
 
-        Cancellation: after Ctrl-C the thread runs, or not, or starts a moment later.
+        Cancellation: after Ctrl-C the thread may run, may not run, or may start a
+        moment later.
 
         Raises:
             RuntimeError: The system has no more threads, the interpreter is shutting
@@ -194,11 +201,13 @@ class Promise(Generic[T]):
         self._latch.open()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is settled; returns False after ``timeout`` seconds."""
+        """Blocks until the promise has a result or an error; returns False after
+        ``timeout`` seconds."""
         return self._latch.wait(timeout)
 
     def get(self) -> T:
-        """Blocks until it is settled; returns the result or raises the error."""
+        """Blocks until the promise has a result or an error; returns the result or
+        raises the error."""
         self._latch.wait()
         if self._error is not None:
             raise self._error

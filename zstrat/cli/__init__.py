@@ -1,6 +1,8 @@
-"""The program ``zstrat``: local clusters, copies of a program, a look at what runs.
+"""The command line program ``zstrat``: starts clusters, runs copies of a program, and
+shows the state of a cluster.
 
-Law: this package words and draws; what is true is found out in `zstrat.launch`.
+Law: this package only parses arguments and formats output; `zstrat.launch` does the
+work.
 """
 
 from ._main import main as main

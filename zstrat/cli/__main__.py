@@ -1,4 +1,4 @@
-"""``python -m zstrat.cli``: the program without its script."""
+"""``python -m zstrat.cli``: runs the program without its installed script."""
 
 from ._main import main
 

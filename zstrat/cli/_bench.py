@@ -1,4 +1,5 @@
-"""``zstrat bench``: measures this machine or a cluster."""
+"""``zstrat bench``: measures the collective algorithms on this machine or in a
+cluster."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ _PROCESSES: Final = 4
 """Default number of processes on this machine."""
 
 _INTERRUPTED: Final = 130
-"""The exit code of a program that Ctrl-C ended, as in a shell."""
+"""Exit code of a program that Ctrl-C ended, the same as in a shell."""
 
 _APPLIES: Final = {
     True: "groups on one host without shared memory (ZSTRAT_TRANSPORT, containers); to "
     "measure between hosts run this command on each of them, with its TF_CONFIG",
     False: "traffic between hosts",
 }
-"""The groups to which a measurement applies."""
+"""Describes to which process groups a measurement applies."""
 
 
 @click.group()
@@ -131,7 +132,8 @@ def _among_tasks(
     transport: str,
     file: Path | None,
 ) -> int:
-    """Measures as one task of a cluster; the first task prints the results."""
+    """Measures the collective algorithms as one task of a cluster; the first task
+    prints the results."""
     chosen = settings(None)
     click.echo("waiting for all tasks of the cluster", err=True)
     try:
@@ -160,7 +162,8 @@ def _print_group(ranks: int) -> None:
 
 
 def _print_results(measurements: Sequence[Measurement], file: Path | None) -> None:
-    """Prints the measurements, and writes the fastest algorithms to ``file``."""
+    """Prints the measurements, and writes a table of the fastest algorithms to
+    ``file``."""
     click.echo("\n".join(_compared(measurements)))
     for one_host in sorted({m.one_host for m in measurements}):
         click.echo(f"these results apply to {_APPLIES[one_host]}")
@@ -195,7 +198,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _compared(measurements: Sequence[Measurement]) -> Iterator[str]:
-    """Yields a line for each call, group and size: the algorithms, fastest first."""
+    """Yields a line for each collective call, group and size that lists the algorithms,
+    the fastest first."""
     # Consecutive ones: ranks measure case by case.
     cases = groupby(measurements, lambda m: (m[0], m[2], m[3]))
     for (call, ranks, nbytes), of_case in cases:

@@ -1,8 +1,9 @@
-"""The commands that start clusters: ``cluster`` and ``run`` here, ``slurm`` as a job.
+"""The commands that start clusters: ``cluster`` and ``run`` on this machine, ``slurm``
+as a Slurm job.
 
 ``zstrat cluster`` runs local daemons in the foreground, and ``zstrat run`` runs copies
 of a program on this machine. ``zstrat slurm`` submits a program with its parameter
-servers and workers as one Slurm job. The batch script runs this command again, with
+servers and workers as one Slurm job. The batch script runs ``zstrat slurm`` again, with
 ``--here``, on the first node of the job.
 """
 
@@ -117,7 +118,8 @@ def cluster(
 
 
 async def _watch(running: LocalCluster, settings: Settings) -> None:
-    """Shows the live table until interrupted; without a terminal prints lines once."""
+    """Shows a live table of the cluster until interrupted; without a terminal prints
+    its lines once."""
     interrupted, console = asyncio.Event(), Console()
     with handled_by(lambda number: interrupted.set()):
         async with Observer(running.spec, settings) as observer:
@@ -140,7 +142,8 @@ async def _draw(
 
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:
-    """Returns shell commands that connect a program, ready to be pasted."""
+    """Returns the shell commands, ready to be pasted, that set the environment in which
+    a program connects to the cluster."""
     # Without a task: the program is not one.
     config = {"cluster": spec.as_dict()}
     return "\n".join(
@@ -154,7 +157,8 @@ def how_to_connect(spec: ClusterSpec, file: Path) -> str:
 
 
 def has_ports(spec: ClusterSpec) -> bool:
-    """Returns whether a task listens on a port, and not on a socket in a folder."""
+    """Returns whether a task of the cluster listens on a port instead of a socket in a
+    folder."""
     return not all(
         spec.task_address(job, index).startswith("ipc://")
         for job in spec.jobs
@@ -163,7 +167,7 @@ def has_ports(spec: ClusterSpec) -> bool:
 
 
 def toml(spec: ClusterSpec) -> str:
-    """Formats a cluster file for `TomlClusterResolver`."""
+    """Formats a cluster as a TOML file for `TomlClusterResolver`."""
     lines = [
         f"{job} = [{', '.join(json.dumps(address) for address in addresses)}]"
         for job, addresses in spec.as_dict().items()
@@ -172,7 +176,7 @@ def toml(spec: ClusterSpec) -> str:
 
 
 _NOTICE: Final = 2.0
-"""Seconds for a copy that lost a peer to report that and end."""
+"""Seconds in which a copy of the program that lost a peer may report this and end."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -281,7 +285,7 @@ def slurm_command(
 
 
 def _hint_for_value(option: str, word: str) -> str:
-    """Suggests how to write the option if ``word`` is probably its value."""
+    """Suggests how to write an option of sbatch if ``word`` is probably its value."""
     is_long = option.startswith("--")
     if "=" in option if is_long else len(option) > 2:
         return ""
@@ -292,8 +296,8 @@ def _hint_for_value(option: str, word: str) -> str:
 def batch_script(
     tasks: int, options: Sequence[str], own: Sequence[str], program: Sequence[str]
 ) -> str:
-    """Makes the batch script. The user's options come last, so that they take
-    precedence; ``own`` are options of this command.
+    """Makes the batch script of a Slurm job. The user's options come last, so that they
+    take precedence; ``own`` are options that this command adds.
 
     Raises:
         ValueError: An option or the name of the program has a line break or the like,

@@ -226,8 +226,8 @@ def write_manifests(
 
 
 def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
-    """Makes Secrets of the given folder of keys, or of the default one if it exists, or
-    of new keys."""
+    """Makes Kubernetes Secrets from the given folder of keys, or from the default
+    folder if it exists, or from new keys."""
     if keys is not None or KEYS.exists():
         return secrets_from(cluster, keys or KEYS)
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:

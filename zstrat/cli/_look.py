@@ -149,7 +149,8 @@ def _diagnose_run(
 async def _observe_run(
     spec: ClusterSpec, settings: Settings, seconds: float, timeout: float
 ) -> RunFindings:
-    """Observes the run; a signal ends it early, with the samples until then."""
+    """Observes a live run for ``seconds``; a signal ends it early, with the samples
+    taken until then."""
     enough = asyncio.Event()
     with handled_by(lambda number: enough.set()):
         return await examine_run(spec, settings, seconds, timeout, enough)

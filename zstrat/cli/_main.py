@@ -30,7 +30,7 @@ _COMMANDS: Final = {
     "units": "_files.units",
     "up": "_up.up",
 }
-"""Module and name of each command."""
+"""Module and function of each command."""
 
 DAEMONS: Final = ("evaluator", "ps", "worker")
 """The daemons, which are separate programs such as `zstrat-ps`."""
@@ -38,7 +38,7 @@ DAEMONS: Final = ("evaluator", "ps", "worker")
 
 @final
 class Commands(click.Group):
-    """A group that imports only the command that is used."""
+    """A click group that imports only the module of the command that is used."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         # Before click prints anything: a stream that was closed at the start is None.

@@ -1,4 +1,4 @@
-"""What commands share: options, exits, and the signals that end them."""
+"""Shared parts of commands: options, exit codes, and the signals that end commands."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @final
 class Seconds(click.FloatRange):
-    """A duration in seconds: above 0, or at least ``least``, and at most a day, like
-    those of ``ZSTRAT_*``."""
+    """An option type: a duration in seconds, above 0 or at least ``least``, and at most
+    a day, like the durations in ``ZSTRAT_*``."""
 
     def __init__(self, least: float = 0.0) -> None:
         super().__init__(least, 86400.0, min_open=not least)
@@ -45,14 +45,14 @@ class Seconds(click.FloatRange):
 
 def folder(path: str | Path) -> Path:
     """Converts an option to a path. Refuses "", which a shell makes of an unset
-    variable, and which would mean the working folder."""
+    variable, and which would mean the current folder."""
     if path == "":
         raise click.BadParameter("expected a folder, got an empty string.")
     return Path(path)
 
 
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options ``--cluster``, ``--keys`` and ``--timeout``."""
+    """Adds the options ``--cluster``, ``--keys`` and ``--timeout`` to a command."""
     options = [
         click.option(
             "--cluster", metavar="FILE.toml", help="cluster file; default: TF_CONFIG"
@@ -83,7 +83,7 @@ def count_option(
     least: int = 1,
     default: int | None = 1,
 ) -> Callable[..., Any]:
-    """Makes an option for a number of tasks or restarts, at least ``least``."""
+    """Makes a click option for a number of tasks or restarts, at least ``least``."""
     kind = click.IntRange(least)
     return click.option(
         *names, type=kind, default=default, show_default=True, help=help
@@ -91,7 +91,8 @@ def count_option(
 
 
 def settings(keys: Path | None) -> Settings:
-    """Reads the settings from ``ZSTRAT_*``; ``keys`` takes precedence."""
+    """Reads the settings from ``ZSTRAT_*``; the folder ``keys``, if given, takes
+    precedence."""
     with failures():
         settings = settings_from(environment())
     return settings if keys is None else dataclasses.replace(settings, keys=keys)
@@ -123,7 +124,7 @@ def fail(error: Exception) -> NoReturn:
     """Prints the error and exits with code 2.
 
     Raises:
-        BrokenPipeError: It was given: the reader of the output has left.
+        BrokenPipeError: ``error`` is one: the reader of the output has closed it.
     """
     # Nobody reads the output, as after `zstrat top | head`. click then ends silently,
     # and makes sure that Python's last flush fails silently as well.
@@ -149,8 +150,8 @@ _ADVICE: Final = {
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """Exits by `fail` if the block raises an error of the cluster, of an argument or of
-    a file."""
+    """Makes errors of the cluster, of arguments or of files in the block end the
+    program by `fail`."""
     try:
         yield
     except (ZstratError, ValueError, OSError) as error:
@@ -158,8 +159,8 @@ def failures() -> Iterator[None]:
 
 
 class QueueingCommand(click.Command):
-    """A command with ``--queue [SECONDS]``. For an option with an optional value click
-    takes the next argument as the value, whatever it is."""
+    """A click command with an option ``--queue`` whose value is optional. Click itself
+    would take the next argument as the value, whatever it is."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for index, word in enumerate(args):
@@ -174,7 +175,7 @@ class QueueingCommand(click.Command):
 
 
 NO_LIMIT: Final = 10**9
-"""Seconds of ``--queue`` without a value: 31 years."""
+"""Seconds that ``--queue`` without a value waits: 31 years, so without a limit."""
 
 
 def endings() -> list[signal.Signals]:
@@ -188,8 +189,8 @@ def endings() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def as_interrupts(*more: signal.Signals) -> Iterator[None]:
-    """Makes `endings` and ``more`` signals raise KeyboardInterrupt with their number in
-    the block, and restores the handlers after it."""
+    """Makes the signals of `endings`, and ``more``, raise KeyboardInterrupt with their
+    number in the block; restores their handlers after it."""
     numbers = (*endings(), *more)
     before = {number: handle(number, _interrupt) for number in numbers}
     try:
@@ -204,14 +205,15 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:
-    """Returns the exit code of a program that a signal ended, as in a shell."""
+    """Returns the exit code of a program that a signal ended, as a shell computes
+    it."""
     return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
 @contextlib.contextmanager
 def handled_by(callback: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Calls ``callback`` on the running loop for each of the signals in the block.
-    After it the signals have their default effect."""
+    """Makes each of the signals call ``callback`` on the running loop, in the block.
+    After the block the signals have their default effect."""
     loop, numbers = asyncio.get_running_loop(), endings()
     for number in numbers:
         handle_on(loop, number, callback, number)
@@ -223,8 +225,8 @@ def handled_by(callback: Callable[[signal.Signals], object]) -> Iterator[None]:
 
 
 async def interruptible(work: Coroutine[Any, Any, int]) -> int:
-    """Returns the exit code of ``work``, which a signal cancels; then it is 128 + the
-    number of the signal, as in a shell."""
+    """Runs ``work`` and returns its exit code. A signal cancels it; the code is then
+    128 + the number of the signal, as in a shell."""
     task = asyncio.current_task()
     assert task is not None
     received: list[signal.Signals] = []

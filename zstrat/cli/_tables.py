@@ -1,4 +1,4 @@
-"""Formats the tasks of a cluster, durations and the like for people."""
+"""Formats the state of tasks, durations and the like for people."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _UNREACHABLE: Final = "unreachable: "
 
 
 def row(status: TaskStatus) -> list[str]:
-    """Formats the cells of one task. The last cell is its role in a replicated store
-    and the address of the backup."""
+    """Formats the cells of one task's row. The last cell is its role in a replicated
+    store and the address of the backup."""
     # In the third column, which `lines` prints as words, without the column's name.
     if status.problem:
         problem = f"{_UNREACHABLE}{status.problem}"
@@ -53,7 +53,8 @@ def row(status: TaskStatus) -> list[str]:
 
 
 def rows(status: TaskStatus) -> list[list[str]]:
-    """Formats the rows of a task and of the copies of other stores in its process."""
+    """Formats the row of a task, and the rows of the copies of other tasks' stores in
+    its process."""
     copies = status.values.get("copies")
     copy_rows = [
         _copy_row(TaskStatus("", "", values=values))
@@ -79,7 +80,8 @@ def _copy_row(copy: TaskStatus) -> list[str]:
 
 
 def _copy(status: TaskStatus, *path: str) -> str:
-    """Formats the replication of a store; "" if it never had a backup."""
+    """Formats the replication of a store: its role, or for a primary the state and
+    address of its backup; "" if it never had a backup."""
 
     def text(name: str) -> str:
         return status.text(*path, "replication", name)
@@ -92,8 +94,8 @@ def _copy(status: TaskStatus, *path: str) -> str:
 
 
 def table(statuses: Sequence[TaskStatus]) -> Table:
-    """Formats the tasks as a table, for a terminal; below it, why some of them do not
-    answer."""
+    """Formats the tasks as a table for a terminal; below it are the reasons why some
+    tasks do not answer."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
@@ -123,7 +125,7 @@ def lines(statuses: Sequence[TaskStatus]) -> list[str]:
 
 
 def seconds(number: float) -> str:
-    """Formats a short duration: 12 ms."""
+    """Formats a short duration, such as 12 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if number >= scale or unit == "µs":
             scaled = number / scale
@@ -132,7 +134,7 @@ def seconds(number: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Formats a long duration: 2h 05m."""
+    """Formats a long duration, such as 2h 05m."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,8 +1,8 @@
 """``zstrat top``: shows a run live, and its slowest tasks.
 
-The screen is fitted to the terminal: a narrow one does not show the least important
-columns, and a low one shows only lost and the slowest tasks. Bottlenecks are above the
-tables, where they are always visible.
+The output fits the terminal: a narrow terminal omits the least important columns, and a
+low one shows only lost tasks and the slowest ones. Bottlenecks are above the tables,
+where they are always visible.
 """
 
 from __future__ import annotations
@@ -136,29 +136,30 @@ def watch(
 
 
 def metrics_of(statuses: Iterable[TaskStatus]) -> dict[str, Any]:
-    """Converts the statuses to the format of `coordinator.metrics()`."""
+    """Converts statuses of tasks to the format of `coordinator.metrics()`."""
     return report({status.task: report_of(status) for status in statuses})
 
 
 NAMED: Final = 4
-"""Number of tasks, such as lost ones, that a line above the tables names."""
+"""Maximum number of tasks, such as lost ones, that a line above the tables names."""
 GAP: Final = 2
 """Characters between two columns."""
 FEWEST: Final = 2
-"""Number of tasks of a job that are always shown."""
+"""Minimum number of tasks of a job (workers, ps) that are shown."""
 AROUND: Final = 6
-"""Lines of a screen other than tasks and bottlenecks: the summary, a header and an
-empty line above each table, and the line of the cursor."""
+"""Number of lines of the screen that show neither tasks nor bottlenecks: the summary, a
+header and an empty line above each table, and the line of the cursor."""
 KEPT: Final = frozenset(
     {"task", "steps/s", Phase.PULL, Phase.COMPUTE, Phase.PUSH, "busy", "apply"}
 )
-"""Columns that a narrow terminal shows, too; it leaves out others from the right."""
+"""Columns that a narrow terminal shows too; other columns are omitted from the
+right."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RunScreen:
-    """Renders a run for a terminal.
+    """Renders the metrics of a run for a terminal.
 
     Args:
         metrics: The result of `ClusterCoordinator.metrics`.
@@ -188,7 +189,7 @@ class RunScreen:
 
 
 def run_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """Formats a run as lines, for a file or a pipe."""
+    """Formats the metrics of a run as lines, for a file or a pipe."""
     rows = [*_rows(metrics, "worker"), *_rows(metrics, "ps")]
     for row in rows:
         if row["state"] == "lost":
@@ -215,7 +216,8 @@ def _summary(metrics: Mapping[str, Any]) -> str:
 
 
 def _program_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
-    """Describes each leased dataset, and the rounds of each optimizer, in a line."""
+    """Describes each leased dataset, and the rounds of each optimizer, in one line
+    each."""
     for name, leases in metrics["leases"].items():
         done, total = leases["done"] + leases["skipped"], leases["total"]
         of = f" of {total} ({percent(done / total)})" if total else ""
@@ -228,7 +230,8 @@ def _program_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _round_lines(metrics: Mapping[str, Any]) -> Iterable[str]:
-    """Describes the rounds of each optimizer in a line."""
+    """Describes the rounds (merged gradients of several steps) of each optimizer in a
+    line."""
     for name, rounds in metrics["rounds"].items():
         parts = [
             f"rounds of {name!r}: {rounds['per_s']:.1f}/s",
@@ -258,7 +261,7 @@ def _bottleneck_lines(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _lost_tasks(metrics: Mapping[str, Any]) -> str:
-    """Names the lost tasks; `run_lines` and ``zstrat status`` have the reasons."""
+    """Names the lost tasks; `run_lines` and ``zstrat status`` also give the reasons."""
     tasks = metrics["tasks"].items()
     return _shortened([name for name, task in tasks if task["state"] == "lost"])
 
@@ -269,7 +272,7 @@ def _shortened(words: Sequence[str]) -> str:
 
 
 def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
-    """Returns the rows of the tasks of a job, in their order."""
+    """Returns the table rows of the tasks of a job, in the order of the tasks."""
     rows = []
     for name, task in metrics["tasks"].items():
         if name.partition(":")[0] == job:
@@ -282,7 +285,8 @@ def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
 
 
 def _cells(task: Task, job: str) -> Row:
-    """Returns the cells of a task: rates, then phases and busy time, then others."""
+    """Returns the cells of a task's row: rates, then phases and busy time, then
+    others."""
     rates, others = {}, {}
     for metric in task_metrics(job):
         number, heading = task[metric.name], COLUMNS[metric.name].lower()
@@ -323,7 +327,7 @@ def _median(summary: Mapping[str, Any]) -> str:
 
 
 def _fitting_table(rows: list[Row], height: int, width: int) -> Iterable[Text | Table]:
-    """Yields a table of at most this height and width."""
+    """Yields the lines of a table of at most this height and width."""
     if not rows:
         return
     more = 0
@@ -346,13 +350,13 @@ def _fitting_table(rows: list[Row], height: int, width: int) -> Iterable[Text | 
 
 
 def _priority(row: Row) -> tuple[bool, float]:
-    """Returns the sort key of a row: lost tasks first, then the slowest."""
+    """Returns the sort key of a task's row: lost tasks come first, then the slowest."""
     rate = row.get("steps/s") or row.get("pushes/s") or "0"
     return row["state"] != "lost", float(rate)
 
 
 def _columns(rows: list[Row], width: int) -> list[str]:
-    """Returns the columns that fit into the width."""
+    """Returns the names of the columns that fit into the width."""
     widths = {
         name: GAP + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]

@@ -1,8 +1,8 @@
-"""``zstrat up`` and ``zstrat down``: a cluster on hosts that ssh reaches.
+"""``zstrat up`` and ``zstrat down``: start and stop a cluster on hosts over ssh.
 
 The state of ``hosts.toml`` is in the folder ``hosts.up`` next to it: the keys, the
 cluster file, the logs, and a lock that ``zstrat up`` holds as long as the tasks run.
-Law of that folder: only files with names that zstrat uses are removed.
+Law: in that folder only files with names that zstrat uses are removed.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def _up(
 
 @contextlib.contextmanager
 def _stopped_at_end(fleet: Fleet, folder: Path) -> Iterator[None]:
-    """Stops the fleet after the block, and removes the logs unless a task failed."""
+    """Stops the tasks of the fleet after the block, and removes the logs unless a task
+    failed."""
     try:
         with fleet:
             yield
@@ -182,7 +183,7 @@ def _stopped_at_end(fleet: Fleet, folder: Path) -> Iterator[None]:
 
 
 def _redirect_output(log: Path) -> None:
-    """Redirects standard output and standard error to the log."""
+    """Redirects standard output and standard error to the log file."""
     # By descriptor, for what native code and child processes print as well.
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
@@ -221,10 +222,10 @@ _KEYS: Final = re.compile(r"[a-z]+\.(secret|public)")
 
 
 def folder_of(hosts: Path) -> Path:
-    """Returns the folder ``hosts.up`` for ``hosts.toml``.
+    """Returns the folder ``hosts.up`` for the file ``hosts.toml``.
 
     Raises:
-        ValueError: It is a file.
+        ValueError: The path of the folder is a file.
     """
     folder = hosts.absolute().with_suffix(".up")
     if hosts.suffix == ".up" or (folder.exists() and not folder.is_dir()):
@@ -237,7 +238,8 @@ def folder_of(hosts: Path) -> Path:
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, queue: float = 0.0) -> Iterator[Path]:
-    """Locks the folder and removes old logs. Files that remain at the end are kept.
+    """Locks the folder during the block and removes old logs. At the end, removes the
+    lock, and the folder if it is empty.
 
     Args:
         queue: Seconds to wait while another process holds the lock. Needs the main
@@ -275,7 +277,7 @@ def locked_folder(folder: Path, queue: float = 0.0) -> Iterator[Path]:
 
 
 def clear(folder: Path, *, keys: bool = False) -> None:
-    """Removes the files of zstrat except the lock, and optionally the keys."""
+    """Removes zstrat's files in the folder except the lock; the keys only if asked."""
     for file in folder.iterdir():
         if _OURS.fullmatch(file.name) and file.name != "lock":
             file.unlink()
@@ -289,11 +291,11 @@ def clear(folder: Path, *, keys: bool = False) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
-    """Yields the locked file, at its beginning; None if another process holds the lock
-    and ``waits`` is false.
+    """Yields the open lock file, locked; None if another process holds the lock and
+    ``waits`` is false.
 
-    The previous holder removes the file and the folder. So after the lock is acquired,
-    the file may have been removed, and this tries again.
+    The previous holder removes the file and the folder. So if the file was removed
+    before the lock was acquired, this function tries again.
     """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -339,11 +341,11 @@ def _time_limit(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def stop(folder: Path, number: int) -> bool:
-    """Sends the signal to the process that holds the lock and waits for its end; False
-    if there is no such process.
+    """Sends a signal to the process that holds the lock, and waits until it has ended.
+    Returns False if there is no such process.
 
     Raises:
-        ValueError: The process has not written its id yet.
+        ValueError: That process has not written its id to the lock file yet.
     """
     try:
         with (folder / "lock").open("r+") as lock:
@@ -377,9 +379,9 @@ def _is_locked_file(file: Path, lock: IO[str]) -> bool:
 
 
 def _holder(folder: Path, lock: IO[str]) -> int:
-    """Reads the process id of the holder. The id of a process that was killed may have
-    been reused: it is valid only if that process has the file open (checked where
-    there is a /proc)."""
+    """Reads the id of the process that holds the lock. The id of a process that was
+    killed may have been reused: it is valid only if that process has the file open
+    (checked where there is a /proc)."""
     pid = lock.read()
     if pid.isdecimal() and (not Path("/proc/self/fd").exists() or _has_open(pid, lock)):
         return int(pid)
@@ -397,7 +399,7 @@ def _held_message(folder: Path) -> str:
 
 
 def _has_open(pid: str, lock: IO[str]) -> bool:
-    """Returns whether the process has the lock file open."""
+    """Returns whether the process has opened the lock file."""
     with contextlib.suppress(OSError):  # it has ended, or is of another user
         for file in Path("/proc", pid, "fd").iterdir():
             if _is_locked_file(file, lock):

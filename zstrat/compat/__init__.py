@@ -1,3 +1,3 @@
-"""TF's old paths. Nothing here has behaviour."""
+"""TF's old paths, as aliases: nothing here has behaviour."""
 
 from . import v1 as v1

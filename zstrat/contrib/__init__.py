@@ -1,3 +1,3 @@
-"""TF 1.12's ``tf.contrib``, as far as it is about distribution."""
+"""The part of TF 1.12's ``tf.contrib`` that concerns distribution."""
 
 from . import distribute as distribute

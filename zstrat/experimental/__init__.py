@@ -1,4 +1,4 @@
-"""Names at the paths that they have in ``tf.distribute.experimental``.
+"""Aliases for names under ``tf.distribute.experimental``, at the same paths.
 
 Law of the package: nothing is defined here. Each name is the one of `zstrat` itself.
 """

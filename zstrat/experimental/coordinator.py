@@ -1,4 +1,4 @@
-"""``tf.distribute.experimental.coordinator``."""
+"""Aliases for ``tf.distribute.experimental.coordinator``."""
 
 from zstrat.coordinator import ClusterCoordinator as ClusterCoordinator
 from zstrat.coordinator import PerWorkerValues as PerWorkerValues

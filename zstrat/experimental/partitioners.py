@@ -1,4 +1,4 @@
-"""``tf.distribute.experimental.partitioners``."""
+"""Aliases for ``tf.distribute.experimental.partitioners``."""
 
 from zstrat.variables.partitioners import (
     FixedShardsPartitioner as FixedShardsPartitioner,

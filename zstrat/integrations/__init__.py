@@ -1,4 +1,4 @@
-"""zstrat in the hands of other libraries: a module for each, imported by its name."""
+"""Adapters to other libraries: one module for each library, imported by its name."""
 
 from zstrat.doors import fetched_late
 

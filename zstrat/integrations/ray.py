@@ -1,4 +1,4 @@
-"""Ray Train: synchronous training by the workers of a trainer of Ray.
+"""Integration with Ray Train: synchronous training by the workers of a Ray trainer.
 
     from ray.train import ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -15,10 +15,10 @@
         scaling_config=ScalingConfig(num_workers=4),
     ).fit()
 
-Each worker of the trainer becomes a worker of one cluster, which TF_CONFIG describes.
-The keys are made for this start, and Ray sends them to the workers. Ray passes reports
-of workers to the trainer; and when a worker is lost, Ray starts all of them again
-(`FailureConfig`), from the checkpoint that was reported last.
+Each worker of the trainer becomes a worker of one zstrat cluster, which TF_CONFIG
+describes. Keys are generated for each start, and Ray sends them to the workers. Ray
+passes reports of workers to the trainer; and when a worker is lost, Ray restarts all of
+them (`FailureConfig`) from the checkpoint that was reported last.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from zstrat.launch.fleet import RunKeys, write_keys
 
 _IN_MEMORY: Final = Path("/dev/shm")
 _REMOVING: Final = ("/bin/sh", "-c", 'read -r _; rm -rf -- "$0"')
-"""Removes a folder when its standard input ends, which is when the worker ends, for
-whatever reason."""
+"""A command that removes a folder when its standard input ends, which happens when the
+worker ends for any reason."""
 
 
 @dataclass
 class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
-    """Configures the workers of a trainer of Ray as one cluster."""
+    """Configures the workers of a Ray trainer as one zstrat cluster."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -57,11 +57,11 @@ class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
 
 
 class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
-    """Announces the workers to each other before the program runs, and cleans up
-    after."""
+    """Gives each worker the addresses and keys of all before the program runs, and
+    removes the keys after it."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray when all workers are there."""
+        """Called by Ray when all workers have started."""
         del backend_config
         # All addresses before any worker begins: each one needs all of them.
         keys = _fresh_keys()
@@ -76,18 +76,18 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         ray.get(started)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray at the end; also if workers are lost."""
+        """Called by Ray at the end, also after workers were lost."""
         del backend_config
         worker_group.execute(forget_keys)
 
 
 _remover: subprocess.Popen[bytes] | None = None
-"""The process that removes the keys of this one; None before it has keys."""
+"""The process that will remove the keys of this worker; None before it has keys."""
 
 
 def own_address() -> str:
-    """Returns, in a worker, the address where the others reach it. The port is free
-    now; the program binds it when it makes its strategy."""
+    """Returns, in a worker, the address at which other workers can reach it. The port
+    is free now; the program binds it later, when it creates its strategy."""
     node = ray.get_runtime_context().get_node_id()
     (host,) = (
         each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node
@@ -97,7 +97,8 @@ def own_address() -> str:
 
 
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
-    """Sets, in a worker, the environment that the strategies of this process read."""
+    """Sets, in a worker, the environment variables from which strategies read the
+    cluster."""
     global _remover
     forget_keys()  # of an earlier start, in the same process
     task = {"type": "worker", "index": index}
@@ -117,7 +118,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
 
 
 def forget_keys() -> None:
-    """Removes, in a worker, the keys of its run; returns when they are gone."""
+    """Removes the keys of this worker, and returns when they are removed."""
     global _remover
     remover, _remover = _remover, None
     if remover is not None:
@@ -126,7 +127,8 @@ def forget_keys() -> None:
 
 
 def _fresh_keys() -> dict[str, str]:
-    """Generates the keys of a worker: its secret, and the public halves of all."""
+    """Generates the keys of a worker: its secret key, and the public keys of all
+    workers."""
     with tempfile.TemporaryDirectory(prefix="zstrat-keys-") as folder:
         keys = RunKeys(Path(folder, "keys"))
         keys.make()

@@ -1,5 +1,5 @@
-"""The strategies: where variables are stored, where steps run, how results are
-reduced."""
+"""Strategies: they decide where variables are stored, where steps run, and how results
+are reduced."""
 
 from zstrat.doors import fetched_late
 

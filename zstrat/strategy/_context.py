@@ -1,9 +1,9 @@
-"""A scope, and what a replica function knows about itself.
+"""The scope of a strategy, and the context of a replica function.
 
-Both are entered: `_frames` keeps the stack.
+Both are contexts that code enters; `_frames` keeps the stack of entered contexts.
 
-A scope that is entered in a program that has imported Keras installs what has models
-of Keras train as the strategy says. Nothing of Keras is imported here.
+Entering a scope in a program that has imported Keras installs the hooks by which the
+strategy trains Keras models. Nothing of Keras is imported here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _Entered = TypeVar("_Entered", bound=AbstractStrategy)
 class Scope(Generic[_Entered]):
     """The result of ``strategy.scope()``: a context manager that yields the strategy.
 
-    May be entered again inside itself; creates variables where its strategy says.
+    A scope may be entered again inside itself. Variables that are created inside are
+    stored where the strategy decides.
     """
 
     def __init__(self, strategy: _Entered, own: Creator | None) -> None:
@@ -88,10 +89,10 @@ class Scope(Generic[_Entered]):
 
 
 class ReplicaContext(AbstractReplicaContext):
-    """The context of a replica function.
+    """The context of a replica function: number of the replica, and collectives.
 
-    Several replicas of a worker are one traced program, in which the id is a traced
-    int32 and `all_reduce` a collective over the worker's devices; or they run
+    The replicas of a worker are either one traced program, in which the replica id is a
+    traced int32 and `all_reduce` a collective over the worker's devices; or they run
     sequentially, each with its id as an int, and wait for each other at barriers.
     """
 
@@ -107,21 +108,22 @@ class ReplicaContext(AbstractReplicaContext):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that compute together, in all processes; on parameter
-        servers those of one worker."""
+        """Number of replicas that compute together: in all processes, but with
+        parameter servers only those of one worker."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> int | jax.Array:
-        """From 0 to ``num_replicas_in_sync - 1``: an int32 that is traced where several
-        replicas are one program, and with implementation=XLA in a step, which is one of
-        all processes; elsewhere an int."""
+        """The number of this replica, from 0 to ``num_replicas_in_sync - 1``: a traced
+        int32 where several replicas are one program, and in a step with
+        implementation=XLA, which is one program of all processes; otherwise an int."""
         return self._replica_id
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """TF's name of this replica's device. A function that asks for it runs
-        sequentially, replica by replica: one program has them all.
+        """TF's name of this replica's device. A function that reads this runs
+        sequentially, replica by replica, as one program has the devices of all
+        replicas.
 
         Raises:
             RuntimeError: This is not the replica context that is current.
@@ -140,32 +142,32 @@ class ReplicaContext(AbstractReplicaContext):
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: object = None
     ) -> Any:
-        """Sums or averages a pytree over the replicas; each gets the result.
+        """Sums or averages a pytree over the replicas; each replica gets the result.
 
         Booleans are counted, and means of integers are floats, whatever the number of
         replicas. Differentiable: the gradient is the same reduction of the incoming
         gradients. `IndexedSlices` are concatenated, duplicates kept; a mean divides
-        their values by the number of replicas. In a step all processes have equally
-        many rows.
+        their values by the number of replicas. In a step all processes must have the
+        same number of rows.
 
-        ``options`` are `CommunicationOptions` of this call, for what goes between
-        processes; options that are left out are those of the strategy. They must be the
-        same in all processes. In a step the call is then a collective by itself. A
-        strategy of one process waits for no others: there they change nothing. Neither
-        do ``bytes_per_pack`` and ``implementation`` for `IndexedSlices`, and
-        ``bytes_per_pack`` where XLA carries out what steps do.
+        ``options`` are `CommunicationOptions` for the communication of this call
+        between processes; an option that is not set is that of the strategy. They must
+        be the same in all processes. In a step, a call with options is a separate
+        collective. For a strategy of one process, options have no effect.
+        ``bytes_per_pack`` and ``implementation`` have no effect on `IndexedSlices`, nor
+        ``bytes_per_pack`` in steps whose collectives XLA executes.
 
         Cost: one collective over the devices of the process for all dense leaves, and
         one between the processes of the strategy, if there are several.
 
         Raises:
             ValueError: ``reduce_op`` is not a reduction; replicas that run sequentially
-                bring different structures or shapes; in a step, processes bring
-                different numbers of rows; ``options`` ask for an implementation that
-                the strategy was not made for, or, in a step that XLA carries out, for a
+                pass different structures or shapes; in a step, processes pass different
+                numbers of rows; ``options`` ask for an implementation that the strategy
+                was not made for, or, in a step whose collectives XLA executes, for a
                 timeout.
             TypeError: ``options`` are not `CommunicationOptions`.
-            InvalidArgumentError: Processes bring arrays of different shapes or dtypes.
+            InvalidArgumentError: Processes pass arrays of different shapes or dtypes.
             RuntimeError: This is not the replica context that is current; or, where
                 replicas run sequentially, a function that jax transforms calls it.
         """
@@ -179,30 +181,30 @@ class ReplicaContext(AbstractReplicaContext):
         return team.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
-        """Concatenates a pytree over the replicas along ``axis``, in replica order, for
-        each of them.
+        """Concatenates a pytree over the replicas along ``axis``, in replica order;
+        each replica gets the result.
 
-        Replicas that are one program give arrays of the same shape. Their lengths along
-        ``axis`` may differ where replicas run sequentially, and from process to process
-        outside of a step. A compiled step has one shape for all processes: with
-        implementation=XLA the processes have to see to it, else a difference is
-        refused. Differentiable, if nothing differs: a replica's gradient is its part of
-        the sum of the incoming gradients.
+        Replicas that are one program must pass arrays of the same shape. The lengths
+        along ``axis`` may differ if replicas run sequentially, and between processes
+        outside of a step. A compiled step needs the same shape in all processes: a
+        difference raises an error, except with implementation=XLA, where the program
+        has to ensure this. Differentiable if all lengths are equal: the gradient of a
+        replica is its part of the sum of the incoming gradients.
 
         Args:
             axis: An integer, or an integer array without dimensions. Negative: from the
                 end.
-            options: As of `all_reduce`. Their timeout is that of the call; the other
-                ones change nothing here, where every process talks to every other.
+            options: As in `all_reduce`. Only the timeout has an effect: in a gather
+                every process exchanges with every other in any case.
 
         Raises:
             TypeError: ``axis`` is not an integer; ``options`` are not
                 `CommunicationOptions`.
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0 or no such axis; replicas that run
-                sequentially bring different structures, or arrays that differ in
-                another dimension; in a step, the processes give arrays of different
-                lengths; ``options`` as in `all_reduce`.
+                sequentially pass different structures, or arrays that differ in another
+                dimension; in a step, the processes pass arrays of different lengths;
+                ``options`` as in `all_reduce`.
             InvalidArgumentError: Arrays of processes differ in another dimension, or in
                 their dtype.
             RuntimeError: This is not the replica context that is current; or, where
@@ -229,15 +231,17 @@ class ReplicaContext(AbstractReplicaContext):
     ) -> Any:
         """Calls ``merge_fn(strategy, *args)`` once, in the cross-replica context.
 
-        All replicas of this process come here first. Of ``args`` and ``kwargs`` it gets
-        the values of all replicas, merged as those that ``run`` returns; each replica
-        gets its part of what it returns. A replica function that does this runs
-        sequentially, not as one program for all.
+        The call waits until all replicas of this process have made it. ``merge_fn``
+        gets ``args`` and ``kwargs`` with the values of all replicas, merged as the
+        results of ``run`` are; each replica gets its part of the result of
+        ``merge_fn``. A replica function that makes such a call runs sequentially, not
+        as one program for all replicas.
 
         Raises:
             RuntimeError: This is not the replica context that is current, the replicas
-                make different numbers of calls, or one of several calls it in a
-                function that jax transforms, which cannot wait for the others.
+                make different numbers of calls, or one of several replicas makes the
+                call in a function that jax transforms, which cannot wait for the other
+                replicas.
         """
         self._require_current()
         named = kwargs or {}
@@ -250,7 +254,7 @@ class ReplicaContext(AbstractReplicaContext):
 
     @property
     def _is_one_of_many(self) -> bool:
-        """Whether this process has other replicas in the same program."""
+        """Whether the current process runs other replicas in the same program."""
         # Replicas that are one program have a traced number; alone, or sequentially, it
         # is an int.
         is_traced = not isinstance(self._replica_id, int)

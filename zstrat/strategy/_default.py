@@ -1,4 +1,5 @@
-"""The strategy of code that entered none: one replica, variables in this process."""
+"""The default strategy, for code that entered no other: one replica, variables in this
+process."""
 
 from __future__ import annotations
 
@@ -35,21 +36,22 @@ class DefaultExtended(StrategyExtended):
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        """Changes nothing: there is only one place."""
+        """Changes nothing: all variables are in one place."""
         del colocate_with_variable
         return contextlib.nullcontext()
 
 
 @final
 class DefaultStrategy(Strategy):
-    """The strategy that is current when no other is. This module makes the only one."""
+    """The strategy that is current when no other is. This module makes its only
+    instance."""
 
     is_default = True
 
     def __init__(self) -> None:
         self._extended = DefaultExtended(self)
         self.replica_context: Final = ReplicaContext(self, 0)
-        """The context of code outside of every strategy."""
+        """The replica context of code outside of every strategy."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -57,12 +59,12 @@ class DefaultStrategy(Strategy):
 
     @property
     def extended(self) -> DefaultExtended:
-        """The other face of this strategy: one device, where everything is."""
+        """The methods for algorithms that know of replicas, for the one device."""
         return self._extended
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Changes nothing.
+        """Returns a scope that changes nothing.
 
         Raises (on entering):
             RuntimeError: Another strategy is current.
@@ -114,7 +116,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: Called inside a scope or a replica function.
-        TypeError: It is not a strategy.
+        TypeError: ``strategy`` is not a strategy.
     """
     if strategy is None or strategy is _DEFAULT:
         install(None, None)
@@ -125,21 +127,21 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def get_loss_reduction() -> ReduceOp:
-    """Returns the reduction of a loss over the replicas: SUM. (In estimators of TF it
-    is MEAN.)"""
+    """Returns the reduction of a loss over the replicas: SUM. (In TF's estimators it is
+    MEAN.)"""
     return ReduceOp.SUM
 
 
 def get_update_replica_id() -> int | None:
-    """Returns which component of a variable the function that ``extended.update``
-    called is for, or None elsewhere."""
+    """Returns, in a function that ``extended.update`` calls, the number of the
+    variable's component that it updates; None elsewhere."""
     frame = current()
     return None if frame is None else frame.update
 
 
 def get_replica_context() -> ReplicaContext | None:
     """Returns the context of the replica function that runs, or None directly in a
-    scope. Outside of every scope it is that of the default strategy."""
+    scope. Outside of every scope, returns the context of the default strategy."""
     frame = current()
     if frame is None:
         return _DEFAULT.replica_context
@@ -147,5 +149,6 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def get_cross_replica_context() -> Strategy | None:
-    """Returns the current strategy in its cross-replica context, or None."""
+    """Returns the current strategy if the code is in its cross-replica context, or
+    None."""
     return get_strategy() if in_cross_replica_context() else None

@@ -1,8 +1,8 @@
-"""Devices of this process, and their names in TF.
+"""Finds devices of this process by their TF names, and names devices as TF does.
 
 A name may be short (``GPU:0``, ``/gpu:0``, ``/device:CPU:1``) or full
 (``/job:localhost/replica:0/task:0/device:CPU:0``). Numbers count the devices of a kind
-in this process. `local_devices` alone asks jax for devices.
+in this process. Only `local_devices` asks jax for devices.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _SHORT: Final = re.compile(
     re.IGNORECASE,
 )
 _LOCAL: Final = ("localhost", "worker", "chief")
-"""Jobs of which this process may be task 0."""
+"""Jobs whose task 0 this process may be."""
 
 
 def device_named(name: str | jax.Device) -> jax.Device:
     """Returns the device of this process that has the given name.
 
     Args:
-        name: TF's name of the device, or a device, which is returned as it is.
+        name: TF's name of the device, or a jax device, which is returned unchanged.
 
     Raises:
-        ValueError: It is not the name of a device, or there is no such device; lists
-            the devices.
+        ValueError: ``name`` is not the name of a device, or there is no such device;
+            the error lists the devices.
     """
     if isinstance(name, jax.Device):
         return name
@@ -64,13 +64,13 @@ def device_named(name: str | jax.Device) -> jax.Device:
 
 
 def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.Device]:
-    """Returns the devices that names mean, one for each replica.
+    """Returns the devices with the given names, one for each replica.
 
     Args:
-        argument: What errors call ``names``.
+        argument: The name of the argument ``names``, for errors.
 
     Raises:
-        ValueError: It is not a list, or an empty one; a device does not exist, or is
+        ValueError: ``names`` is not a list, or empty; a device does not exist, or is
             named twice.
     """
     if isinstance(names, str) or not names:
@@ -88,7 +88,7 @@ def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.
 
 
 def local_devices() -> list[jax.Device]:
-    """Lists all devices of this process that jax knows: those of its platform, and the
+    """Lists all devices of this process: those of jax's default platform, and the
     CPUs."""
     devices = list(jax.local_devices())
     if devices and devices[0].platform != "cpu":
@@ -98,14 +98,14 @@ def local_devices() -> list[jax.Device]:
 
 
 def device_names(platform: str, count: int) -> list[str]:
-    """Names devices within their task, by jax's word for the kind: ``/device:GPU:0``,
-    ..."""
+    """Returns names of ``count`` devices without their task, such as ``/device:GPU:0``.
+    ``platform`` is jax's name."""
     return [f"/device:{_kind(platform).upper()}:{n}" for n in range(count)]
 
 
 def short_name(device: jax.Device) -> str:
-    """Returns the short name of a device of this process; its number counts the devices
-    of its kind."""
+    """Returns the short name of a device of this process, such as ``/device:GPU:0``;
+    numbers count the devices of a kind."""
     kind = _kind(device.platform)
     same = [other for other in local_devices() if _kind(other.platform) == kind]
     number = same.index(device) if device in same else device.id
@@ -115,13 +115,14 @@ def short_name(device: jax.Device) -> str:
 def task_names(
     devices: Sequence[jax.Device], job: str = "localhost", task: int = 0
 ) -> tuple[str, ...]:
-    """Returns the full names of devices of this process, which is that task."""
+    """Returns the full names of devices of this process, which is task ``task`` of
+    ``job``."""
     where = f"/job:{job}/replica:0/task:{task}"
     return tuple(f"{where}{short_name(device)}" for device in devices)
 
 
 def ps_names(count: int) -> list[str]:
-    """TF's names of the parameter servers."""
+    """Returns TF's names of the devices of ``count`` parameter servers."""
     return [f"/job:ps/task:{n}" for n in range(count)]
 
 

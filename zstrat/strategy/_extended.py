@@ -1,11 +1,11 @@
 """``strategy.extended``: the methods for algorithms that know of replicas.
 
-It has the methods of both versions of TF's class, which do the same for all strategies;
-a strategy gives its devices and variables when it makes one.
+The class has the methods of both versions of TF's class, and these do the same for all
+strategies. A strategy passes its devices and variables to the constructor.
 
 Law of the file: these methods are for the cross-replica context. A variable that is one
-array for all replicas is one component, so what is done to every copy is done once.
-Where each replica has its own copy, each copy is a component.
+array for all replicas has one component, so an operation on all copies is done once. If
+each replica has its own copy, each copy is a component.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class StrategyExtended:
 
     Args:
         workers, parameters: Names of `worker_devices` and `parameter_devices`.
-        owns: Returns whether the strategy created a variable; None: it creates none.
-        colocated: Makes the context in which new variables go where a given one is;
-            None: all variables are in one place.
-        ops: Reduces values of the local devices outside of steps.
+        owns: Function that returns whether the strategy created a variable; None: the
+            strategy creates no variables.
+        colocated: Function that makes the context in which new variables are placed
+            with a given one; None: all variables are in one place.
+        ops: Object that reduces values of the local devices outside of steps.
         between_graph, initializes, saves: See `experimental_between_graph`,
             `experimental_should_init` and `should_checkpoint`.
     """
@@ -81,12 +82,12 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """TF's names of the devices that the replicas of one worker run on."""
+        """TF's names of the devices on which the replicas of one worker run."""
         return self._workers
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """TF's names of the places where variables are created."""
+        """TF's names of the devices on which variables are created."""
         return self._parameters
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
@@ -101,28 +102,29 @@ class StrategyExtended:
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process makes the first values of variables."""
+        """Whether this process makes the initial values of variables."""
         return self._initializes
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves: the chief, or the first worker where there is no
-        chief, and an evaluator, which is alone."""
+        """Whether this process saves checkpoints: the chief, or the first worker where
+        there is no chief, and an evaluator, which trains with nobody."""
         return self._saves
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes metrics: the one that saves."""
+        """Whether this process writes metrics: the one that saves checkpoints."""
         return self._saves
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        """Places the variables that are created inside where that one is.
+        """Places variables that are created inside the context where the given variable
+        is stored.
 
         Raises:
-            ValueError: It was not created in this strategy's scope.
-            RuntimeError: Outside of this strategy's scope.
+            ValueError: The given variable was not created in this strategy's scope.
+            RuntimeError: Called outside of this strategy's scope.
         """
         require_scope(self._strategy, "colocate_vars_with()")
         if not isinstance(
@@ -137,14 +139,15 @@ class StrategyExtended:
         return self._colocated(colocate_with_variable)
 
     def value_container(self, value: Any) -> Any:
-        """Returns the variable that ``value`` is a copy or a part of, or ``value``."""
+        """Returns the variable of which ``value`` is a copy or a component; ``value``
+        itself if it is neither."""
         if not isinstance(value, Variable):
             return value
         whole = value.sharded_container
         return container_of(value) if whole is None else whole
 
     def read_var(self, v: Any) -> Any:
-        """Reads a variable; the aggregate, if each replica has its own value.
+        """Reads a variable; if each replica has its own value, returns their aggregate.
 
         Raises:
             ValueError: ``v`` is not a variable.
@@ -159,25 +162,26 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls ``fn(component, *args, **kwargs)`` in the update context, for each
-        component of ``var``: once for a variable that is one array for all replicas,
-        and for each copy, in replica order, where replicas have separate copies.
+        """Calls ``fn(component, *args, **kwargs)`` for each component of ``var``, in
+        the update context: once for a variable that is one array for all replicas, and
+        for each copy, in replica order, if replicas have separate copies.
 
-        In a replica function this is a ``merge_call``: each replica calls it, with
+        In a replica function this is a ``merge_call``: each replica must call it, with
         equal arguments.
 
         Args:
-            args, kwargs: Of a mirrored value each component gets its own; one value is
-            for all components.
-            group: Whether what ``fn`` returns comes back as it is, of several
-                components as a value per replica, or as the variable if it is they;
-                if not, each leaf of it is a list with one entry per component.
+            args, kwargs: Arguments for ``fn``. Of a `Mirrored` value each component
+                gets its own; other values are passed to all components.
+            group: Whether the results of ``fn`` are merged: for one component the
+                result itself, for several a value per replica, or the variable if
+                ``fn`` returned its components. If not, each leaf of the result is a
+                list with one entry per component.
 
         Raises:
             ValueError: ``var`` is not a variable; or an argument is a value per
-                replica, or replicas pass different ones: reduce them first; or a
-                mirrored value has neither one value nor one for each component.
-            RuntimeError: In the scope of another strategy.
+                replica, or replicas pass different values: reduce them first; or a
+                `Mirrored` value has neither one value nor one for each component.
+            RuntimeError: Called in the scope of another strategy.
         """
         _variable(var, "update")
         named = dict(kwargs or {})
@@ -212,12 +216,13 @@ class StrategyExtended:
         optimizer that belongs to no single variable.
 
         Args:
-            colocate_with: A result of `non_slot_devices`. It moves nothing: values of
-                this process are there already. args, kwargs, group: As in `update`.
+            colocate_with: A result of `non_slot_devices`; it has no effect, as values
+                of this process are there already. args, kwargs, group: As in `update`.
 
         Raises:
             ValueError: An argument is a value per replica.
-            RuntimeError: In a replica function, or in the scope of another strategy.
+            RuntimeError: Called in a replica function, or in the scope of another
+                strategy.
         """
         del colocate_with
         require_cross_replica(self._strategy, "update_non_slot()")
@@ -245,20 +250,22 @@ class StrategyExtended:
         destinations: Any,
         options: object = None,
     ) -> Any:
-        """Sums or averages the values of the replicas, on other devices. The result is
-        `Mirrored` on several devices, and for a value per replica as the destination:
-        one value for each.
+        """Sums or averages the values of the replicas, and returns the result on the
+        destination's devices. The result is `Mirrored` if these are several devices, or
+        if the destination is a value per replica: then it has one value for each
+        replica.
 
         Args:
             value: A pytree of values, distributed or not.
-            destinations: Where the result is wanted: a value per replica or a variable
-                (where it lives), an array, or TF's name of a device.
-            options: `CommunicationOptions` of this call, as of
-                `ReplicaContext.all_reduce`; in one process they are passed to its
-                `CrossDeviceOps`; those of zstrat, as of TF, ignore them.
+            destinations: Where to put the result: on the devices of a value per
+                replica, of a variable, or of an array, or on the device of a TF name.
+            options: `CommunicationOptions` of this call, as in
+                `ReplicaContext.all_reduce`. A strategy of one process passes them to
+                its `CrossDeviceOps`, which ignore them unless the user wrote the class.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy.
+            RuntimeError: Called in a replica function, or in the scope of another
+                strategy.
             ValueError: An unknown operation or destination, or the sum of a value that
                 is the same on several replicas; ``options`` as in
                 `ReplicaContext.all_reduce`.
@@ -274,8 +281,8 @@ class StrategyExtended:
         value_destination_pairs: Pairs,
         options: object = None,
     ) -> list[Any]:
-        """Reduces several values at once, in order, as `reduce_to` does; Raises as it
-        does."""
+        """Reduces several values at once, in order, as `reduce_to` does, and raises the
+        same errors."""
         require_cross_replica(self._strategy, "reduce_to()")
         op = reduction(reduce_op)
         pairs = checked_pairs(value_destination_pairs)
@@ -297,12 +304,14 @@ class StrategyExtended:
         return self._ops.reduced(op, given, team.size, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copies the value to other devices; Python numbers stay what they are.
+        """Copies a value to the devices of a destination; Python numbers are returned
+        unchanged.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy.
+            RuntimeError: Called in a replica function, or in the scope of another
+                strategy.
             AssertionError: ``destinations`` is None, a list or a tuple.
-            ValueError: It is not a destination.
+            ValueError: ``destinations`` is not a destination.
         """
         require_cross_replica(self._strategy, "broadcast_to()")
         _require_one_place(destinations)
@@ -319,7 +328,8 @@ class StrategyExtended:
         """Runs a function on each replica, as ``strategy.run`` does.
 
         Raises:
-            RuntimeError: In a replica function, or in the scope of another strategy.
+            RuntimeError: Called in a replica function, or in the scope of another
+                strategy.
         """
         require_cross_replica(self._strategy, "call_for_each_replica()")
         return self._strategy.run(fn, args, dict(kwargs or {}))
@@ -331,22 +341,23 @@ class StrategyExtended:
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
-        """Calls ``fn(context, *inputs)`` with one element after the other.
+        """Calls ``fn(context, *inputs)`` for several elements of an iterator, one after
+        the other.
 
         Args:
-            fn: Gets a `MultiStepContext`, and the members of an element that is a tuple
-                one by one, or the element.
-            iterations: How many elements.
-            initial_loop_values: What ``last_step_outputs`` has where no step says
-                anything.
+            fn: Function that is called with a `MultiStepContext` and the element; an
+                element that is a tuple is passed as separate arguments.
+            iterations: Number of elements.
+            initial_loop_values: Values of ``last_step_outputs`` that no step has set.
 
         Returns:
-            The context.
+            The `MultiStepContext`, with the outputs of the last step.
 
         Raises:
             OutOfRangeError: The iterator of a dataset has fewer elements.
-            StopIteration: Another iterator has fewer.
-            RuntimeError: In a replica function, or in the scope of another strategy.
+            StopIteration: Another iterator has fewer elements.
+            RuntimeError: Called in a replica function, or in the scope of another
+                strategy.
         """
         require_cross_replica(self._strategy, "experimental_run_steps_on_iterator()")
         context = MultiStepContext(self._strategy, dict(initial_loop_values or {}))
@@ -359,8 +370,7 @@ class StrategyExtended:
 
 
 def _wanted(results: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
-    """Converts results, which stay where they are, to the form of their
-    destinations."""
+    """Converts results to the form of their destinations, without moving them."""
     return [
         jax.tree.map(lambda x, where=where: for_each(x, where), one, is_leaf=is_whole)
         for one, where in zip(results, destinations, strict=True)

@@ -1,19 +1,20 @@
-"""The current strategy, and the side of it on which the code runs.
+"""The stack of entered contexts: the current strategy, and the replica or cross-replica
+context that the code is in.
 
-Outside everything the code is in the replica context of the default strategy. A scope
-is the cross-replica context of its strategy; the body of ``run`` is the replica
-context; what ``extended.update`` calls is in the update context, which is a
-cross-replica context that knows its copy. A context variable holds the stack, so each
-thread and each asyncio task has its own. Code that has entered nothing is under the
-strategy that `experimental_set_strategy` made current, if any.
+Outside of all scopes the code is in the replica context of the default strategy. A
+scope is the cross-replica context of its strategy; the body of ``run`` is in a replica
+context; functions that ``extended.update`` calls are in the update context, which is a
+cross-replica context that knows which copy it updates. A context variable holds the
+stack, so each thread and each asyncio task has its own. Code that has entered no
+context is under the strategy that `experimental_set_strategy` made current, if any.
 
-A strategy makes the contexts of its replicas, and a context knows its strategy. Their
-interfaces here have the methods that the rest of the package calls, so that neither
-file imports the other.
+A strategy makes the contexts of its replicas, and a context knows its strategy. The
+interfaces of both in this file have the methods that the rest of the package calls, so
+that neither file imports the other.
 
-Laws of the file: frames are pushed and popped here alone, and popped in reverse order;
-anything else is an error that names both strategies. Of this package it imports the
-`Team` alone, so that every file of the package may import it.
+Laws of the file: frames are pushed and popped only here, and popped in reverse order;
+anything else is an error that names both strategies. This file imports only the `Team`
+from this package, so that every file of the package may import it.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class AbstractStrategy(abc.ABC):
-    """A strategy as the code that runs under it sees it. `zs.Strategy` is
-    the only subclass and documents the methods."""
+    """The interface of a strategy that other files of this package use. `zs.Strategy`
+    is the only subclass and documents the methods."""
 
     is_default: bool = False
-    """Whether it is the one that is current where none was entered."""
+    """Whether this is the default strategy, which is current where no other is."""
 
     @property
     @abc.abstractmethod
@@ -60,17 +61,18 @@ class AbstractStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def extended(self) -> Any:
-        """The `StrategyExtended` of this strategy."""
+        """The `StrategyExtended` of this strategy: methods for algorithms that know of
+        replicas."""
         # `Any`: that class imports the contexts, which import this file.
 
     @abc.abstractmethod
     def scope(self) -> AbstractContextManager[AbstractStrategy]:
-        """Makes the strategy current."""
+        """Returns a context manager that makes the strategy current."""
 
     @property
     @abc.abstractmethod
     def cluster_resolver(self) -> Any:
-        """The resolver that it was made from, or None."""
+        """The resolver that the strategy was made from, or None."""
 
     @abc.abstractmethod
     def run(
@@ -98,23 +100,25 @@ class AbstractStrategy(abc.ABC):
     def experimental_distribute_dataset(
         self, dataset: Any, options: Any = None
     ) -> Iterable[Any]:
-        """Shares a dataset of global batches out among all replicas."""
+        """Distributes a dataset of global batches over all replicas."""
 
     @abc.abstractmethod
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> Iterable[Any]:
-        """Calls a function that makes a dataset in each worker."""
+        """Calls a function in each worker that makes the dataset of this worker."""
 
     @abc.abstractmethod
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[..., Any]
     ) -> Any:
-        """Calls ``value_fn`` for each replica."""
+        """Calls ``value_fn`` with the context of each replica; returns a
+        `PerReplica`."""
 
     @abc.abstractmethod
     def _devices(self) -> Sequence[jax.Device]:
-        """Returns devices of this process for replicas, one each; fewer is fine."""
+        """Returns devices of this process for its replicas, one each; there may be
+        fewer than replicas."""
 
     @abc.abstractmethod
     def _team(self) -> Team:
@@ -122,13 +126,13 @@ class AbstractStrategy(abc.ABC):
 
 
 class AbstractReplicaContext(abc.ABC):
-    """The context of a replica, as the code that stores or looks up the current one
-    sees it. `ReplicaContext` is the only subclass."""
+    """The interface of the context of a replica that other files of this package use.
+    `ReplicaContext` is the only subclass."""
 
     @property
     @abc.abstractmethod
     def replica_id_in_sync_group(self) -> int | jax.Array:
-        """The number of the replica, traced where several are one program."""
+        """The number of the replica; traced where several replicas are one program."""
 
     @abc.abstractmethod
     def merge_call(
@@ -142,8 +146,8 @@ class AbstractReplicaContext(abc.ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """One entered context; ``replica`` is None in the cross-replica context, ``update``
-    is the copy that an update context is for."""
+    """One entered context. ``replica`` is None in the cross-replica context; ``update``
+    is the number of the copy that an update context is for."""
 
     strategy: AbstractStrategy
     replica: AbstractReplicaContext | None = None
@@ -151,7 +155,7 @@ class Frame:
 
     @property
     def fingerprint(self) -> StrategyFingerprint:
-        """The context that a step called here is traced for."""
+        """A key of the context: a step that is called here is traced for this key."""
         side: int | str = "cross-replica"
         if self.replica is not None:
             number = self.replica.replica_id_in_sync_group
@@ -164,27 +168,27 @@ _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", defa
 
 
 _default: Frame | None = None
-"""The current context of code that has entered none; see `install`."""
+"""The context of code that has entered none; set by `install`."""
 
 
 def current() -> Frame | None:
-    """Returns the innermost context, or None outside of all."""
+    """Returns the innermost entered context, or None outside of all."""
     frames = _frames.get()
     return frames[-1] if frames else _default
 
 
 def push(frame: Frame) -> None:
-    """Enters a context."""
+    """Enters a context: pushes its frame."""
     _frames.set((*_frames.get(), frame))
     # Steps are on a lower floor: they know this context by its fingerprint alone.
     strategy_fingerprint.set(frame.fingerprint)
 
 
 def pop(frame: Frame) -> None:
-    """Leaves the context that was entered last.
+    """Leaves the context that was entered last: pops its frame.
 
     Raises:
-        RuntimeError: Another one was entered last.
+        RuntimeError: Another context was entered last.
     """
     frames = _frames.get()
     if not frames or frames[-1] is not frame:
@@ -199,8 +203,9 @@ def pop(frame: Frame) -> None:
 
 
 def leave_for(before: Context) -> None:
-    """Restores our context variables as they were in ``before``, whatever kept a scope
-    from ending. The variables of the program stay as they are."""
+    """Restores zstrat's context variables to their values in ``before``, even if a
+    scope that was entered since then has not ended. Context variables of the program
+    are not changed."""
     for variable in copy_context():
         if variable.name.startswith("zstrat"):
             is_known = variable in before
@@ -211,11 +216,11 @@ def leave_for(before: Context) -> None:
 
 
 def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
-    """Makes the strategy current for all threads and tasks that have entered nothing;
-    None makes the default strategy current.
+    """Makes the strategy current for all threads and tasks that have entered no
+    context; None makes the default strategy current.
 
     Raises:
-        RuntimeError: This code has entered something.
+        RuntimeError: This code has entered a context.
     """
     if _frames.get():
         raise RuntimeError(
@@ -230,7 +235,7 @@ def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[None]:
-    """Makes the context the innermost one inside."""
+    """Enters the context of a frame, as a context manager."""
     push(frame)
     try:
         yield
@@ -251,10 +256,13 @@ def in_real_replica_context() -> bool:
 
 def require_cross_replica(strategy: AbstractStrategy, what: str) -> None:
     """Refuses an operation between replicas inside of one replica, or in the scope of
-    another strategy. Code that has entered nothing may do it.
+    another strategy. Code that has entered no context may call it.
+
+    Args:
+        what: Name of the operation, for errors.
 
     Raises:
-        RuntimeError: Says where this code is.
+        RuntimeError: The code is in such a context; the error says in which.
     """
     frame = current()
     if frame is None or frame.strategy.is_default:
@@ -269,7 +277,7 @@ def require_scope(strategy: AbstractStrategy, what: str) -> None:
     """Refuses an operation outside of the scope of the strategy.
 
     Raises:
-        RuntimeError: Says where this code is.
+        RuntimeError: The code is in another context; the error says in which.
     """
     frame = current()
     if frame is None or frame.strategy.is_default:
@@ -282,7 +290,7 @@ def require_scope(strategy: AbstractStrategy, what: str) -> None:
 
 
 def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoReturn:
-    """Raises the error of one strategy in the scope of another one."""
+    """Raises the error for using a strategy in the scope of another one."""
     raise RuntimeError(
         f"Mixing different tf.distribute.Strategy objects: {strategy!r} is not "
         f"{other!r}, whose scope this code is in: leave that scope first"
@@ -290,7 +298,8 @@ def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoRetu
 
 
 def refuse_replica_context(what: str) -> NoReturn:
-    """Raises the error of a method that needs the cross-replica context."""
+    """Raises the error for calling a method in a replica context that needs the
+    cross-replica context."""
     raise RuntimeError(
         f"{what} requires being in cross-replica context, but it is called inside a "
         "replica function (the body of strategy.run): call it before or after run, or "

@@ -1,4 +1,4 @@
-"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`.
+"""Strategies whose replicas run only on devices of this process, as one `LocalMesh`.
 
 Variables are on one device (`OneDeviceStrategy`, `CentralStorageStrategy`) or have a
 copy on each (`MirroredStrategy`).
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 class LocalStrategy(Strategy):
-    """Base of the strategies of one process. A subclass, which is final, sets the
-    attributes that are declared here, and says where elements of datasets go."""
+    """Base of the strategies of one process. Subclasses are final; they set the
+    attributes that are declared here, and define where elements of datasets are
+    placed."""
 
     _mesh: LocalMesh
     _variables: Creator
@@ -37,8 +38,8 @@ class LocalStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of this process: one for each device, or for the several logical
-        devices of a replica."""
+        """Number of replicas of this process: one for each device, or for each group of
+        logical devices."""
         return self._mesh.replicas
 
     @property
@@ -62,10 +63,11 @@ class LocalStrategy(Strategy):
 
 @final
 class OneDeviceStrategy(LocalStrategy):
-    """Variables and replica functions on one device.
+    """Runs replica functions on one device, which also stores the variables.
 
     Args:
-        device: TF's name of it, as ``"GPU:0"`` or ``"/cpu:0"``, or a device of jax.
+        device: TF's name of the device, such as ``"GPU:0"`` or ``"/cpu:0"``, or a jax
+            device.
 
     Raises:
         ValueError: There is no such device.
@@ -89,18 +91,18 @@ class OneDeviceStrategy(LocalStrategy):
 class CentralStorageStrategy(LocalStrategy):
     """Synchronous training on several devices that share one copy of the variables.
 
-    Variables are on the only device if there is one, and else on the CPU of the host. A
-    step brings them to the replicas and their next values back.
+    Variables are on the device if there is only one, otherwise on the CPU of the host.
+    A step copies them to the replicas and copies their next values back.
 
     Args:
-        compute_devices: Those of the replicas, by TF's names or as devices of jax. Left
-            out: all accelerators of this process, or its CPU.
-        parameter_device: That of the variables; given together with
+        compute_devices: The devices of the replicas, by TF's names or as jax devices.
+            Default: all accelerators of this process, or its CPU.
+        parameter_device: The device of the variables; must be given together with
             ``compute_devices``.
 
     Raises:
-        ValueError: One of the two is given alone, a device is not there, or named
-            twice.
+        ValueError: Only one of the arguments is given, a device does not exist, or is
+            named twice.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _host() -> jax.Device:
-    """Returns the CPU of this process, or its first device where jax has no CPU."""
+    """Returns the CPU of this process, or its first device if jax has no CPU."""
     there = local_devices()
     return next((x for x in there if x.platform == "cpu"), there[0])
 
@@ -155,14 +157,14 @@ class MirroredStrategy(LocalStrategy):
     the replicas, and each copy gets the same update.
 
     Args:
-        devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or devices of jax. Left
-            out: all of this process, accelerators if there are any.
+        devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or jax devices. Default:
+            all accelerators of this process, or its CPUs.
         cross_device_ops: Reduces values outside of steps (``extended.reduce_to``); in
-            steps XLA does. Left out: `NcclAllReduce`, or `ReductionToOneDevice` if
-            there is a CPU among the devices.
+            steps XLA reduces them. Default: `NcclAllReduce`, or `ReductionToOneDevice`
+            if there is a CPU among the devices.
 
     Raises:
-        ValueError: There is no such device, one is named twice, or none at all.
+        ValueError: A device does not exist or is named twice, or the list is empty.
         TypeError: ``cross_device_ops`` is not a `CrossDeviceOps`.
     """
 
@@ -199,8 +201,8 @@ def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
-    """Chooses as TF does: one device if there is a CPU among them, else an all-reduce,
-    which XLA carries out on any accelerators."""
+    """Returns TF's default reduction: on one device if there is a CPU among the
+    devices, otherwise an all-reduce, which XLA executes on any accelerators."""
     if any(device.platform == "cpu" for device in devices):
         return ReductionToOneDevice()
     return NcclAllReduce()

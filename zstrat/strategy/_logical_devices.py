@@ -1,20 +1,20 @@
 """The logical devices of each replica, and the layout of values over them.
 
 Replicas and logical devices are the axes of one mesh. A replica function is mapped over
-the axis of the replicas by hand; along the others XLA lays out the program by itself,
-from annotations of some values, which change no value. An annotation is always checked,
-and takes effect only where a replica is being traced.
+the axis of the replicas explicitly; along the other axes XLA decides the layout of the
+program, from annotations of some values, which do not change the values. An annotation
+is always checked, but has an effect only where a replica is being traced.
 
-A split ``[1, 2, 4]`` over 8 logical devices cuts the array into 8 tiles, which go to
-the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh the devices
-have axes, and a dimension of an array is laid over some of them. So the devices of a
-replica get one axis for each prime factor of their number, and a split takes axes in a
-row.
+A split ``[1, 2, 4]`` over 8 logical devices divides the array into 8 tiles, which are
+placed on the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh
+the devices have axes, and a dimension of an array is split over some of these. So the
+devices of a replica get one axis for each prime factor of their number, and each
+dimension is split over consecutive axes.
 
-Of a number with several primes one order of the axes does not serve all splits: of 6
-devices ``[2, 3]`` needs axes of 2 and 3, and ``[3, 2]`` of 3 and 2. A split that finds
-no row in a given mesh takes other axes: the same tiles in another order of devices,
-which changes no value.
+If the number has several prime factors, one order of the axes does not fit all splits:
+with 6 devices ``[2, 3]`` needs axes of 2 and 3, and ``[3, 2]`` of 3 and 2. A split for
+which consecutive axes do not fit uses axes in another order: the same tiles are on
+other devices, which does not change the values.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _constrained: Final[Any] = jax.lax.with_sharding_constraint
 
 
 def logical_axes(count: int) -> tuple[str, ...]:
-    """Names the axes of ``count`` logical devices, which follow the axis of the
-    replicas."""
+    """Returns the names of the mesh axes of ``count`` logical devices, which follow the
+    axis of the replicas."""
     return tuple(f"logical_{n}" for n in range(len(axes_for(count))))
 
 
@@ -58,7 +58,7 @@ class LogicalDevices:
 
     Args:
         devices: An array of `jax.Device`.
-        is_spmd: Whether no value may be assigned to one logical device.
+        is_spmd: Whether assigning a value to one logical device is an error.
     """
 
     def __init__(self, devices: np.ndarray, *, is_spmd: bool = False) -> None:
@@ -71,15 +71,15 @@ class LogicalDevices:
 
     @property
     def grid(self) -> np.ndarray:
-        """The devices as the mesh has them: ``[replicas, prime, prime, ...]``."""
+        """The devices in the shape of the mesh: ``[replicas, prime, prime, ...]``."""
         result: np.ndarray = self.mesh.devices
         return result
 
     def require_number(self, logical_device_id: int) -> int:
-        """Returns the number of a logical device, checked.
+        """Checks and returns the number of a logical device.
 
         Raises:
-            TypeError: It is not an integer.
+            TypeError: The number is not an integer.
             ValueError: There is no device of that number.
         """
         logical_device_id = operator.index(logical_device_id)
@@ -96,7 +96,8 @@ class LogicalDevices:
         """Places the whole tensor on that logical device (and on the others).
 
         Raises:
-            ValueError: In SPMD mode, or there is no such logical device.
+            ValueError: The devices are in SPMD mode, or there is no such logical
+                device.
         """
         if self._is_spmd:
             raise ValueError(
@@ -131,7 +132,8 @@ class LogicalDevices:
             return _constrained(jnp.asarray(tensor), sharding)
 
     def _where(self, tensor: Any, split: Sequence[int]) -> Any:
-        """Returns the sharding for jax; None where nothing is laid out."""
+        """Returns the jax sharding of a tensor for a split; None if the code is not in
+        a trace that lays out values."""
         if self.count == 1:
             return None
         mapped = jax.sharding.get_abstract_mesh()
@@ -161,9 +163,9 @@ def require_split(
     devices.
 
     Raises:
-        ValueError: It is not a list of positive integers, one for each dimension; an
-            entry does not divide its dimension; or it makes more or fewer tiles than
-            there are devices. Checked in this order.
+        ValueError: ``partition_dimensions`` is not a list of positive integers, one for
+            each dimension; an entry does not divide its dimension; or the number of
+            tiles is not that of devices. Checked in this order.
     """
     splits = _integers(partition_dimensions)
     if len(splits) != len(shape):
@@ -188,13 +190,14 @@ def require_split(
 
 
 def axes_for(count: int) -> tuple[int, ...]:
-    """Returns the extents of the axes of ``count`` logical devices, each a prime
-    number."""
+    """Returns the sizes of the mesh axes of ``count`` logical devices: the prime
+    factors of the number."""
     return tuple(_primes(count))
 
 
 def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the axes, by number, that each dimension of the split is laid over."""
+    """Returns, for each dimension of the split, the numbers of the axes over which it
+    is split."""
     in_row = _in_row(extents, split)
     return _anyhow(extents, split) if in_row is None else in_row
 
@@ -202,7 +205,8 @@ def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...
 def _in_row(
     extents: Sequence[int], split: Sequence[int]
 ) -> list[tuple[int, ...]] | None:
-    """Takes the axes in their order; None if no axis ends where a dimension does."""
+    """Assigns consecutive axes to the dimensions; None if their sizes do not fit the
+    split."""
     result, axis = [], 0
     for parts in split:
         first, taken = axis, 1

@@ -1,11 +1,11 @@
 """Options, as TF has them: of collectives between processes, of ``run``, of datasets.
 
-Options of collectives belong to a strategy, or to one call: of
-`ReplicaContext.all_reduce`, `all_gather`, `reduce_to`. They say how processes exchange
-the values that are reduced, and the group of the strategy follows them. Within a
-process XLA reduces and waits for no other process: they change nothing there.
+Options of collectives belong to a strategy, or to one call of
+`ReplicaContext.all_reduce`, `all_gather` or `reduce_to`. They determine how processes
+exchange values that are reduced. Within a process XLA reduces and waits for no other
+process, so they have no effect there.
 
-Options of datasets say how elements come to the replicas.
+Options of datasets determine how elements get to the replicas.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class CommunicationImplementation(enum.Enum):
-    """The implementation of a collective: those of TF, and others.
+    """The implementations of collectives between processes: those of TF, and others.
 
-    AUTO, RING and TREE differ in how an all-reduce goes between hosts, where the first
-    process of each host speaks for it. Inside a host memory is shared with any of them;
-    other collectives than all-reduces are as with AUTO.
+    AUTO, RING and TREE differ in the algorithm of an all-reduce between hosts, in which
+    the first process of each host takes part. Inside a host the processes use shared
+    memory. Other collectives than all-reduces are always as with AUTO.
     """
 
     AUTO = "AUTO"
-    """Chosen by the size of the array and the number of hosts."""
+    """The algorithm is chosen by the size of the array and the number of hosts."""
     RING = "RING"
-    """Around a ring of the hosts ("ring" of `zstrat.collectives.ALGORITHMS`): for large
+    """The hosts form a ring ("ring" in `zstrat.collectives.ALGORITHMS`): for large
     arrays and not too many hosts."""
     TREE = "TREE"
-    """Up and down two binary trees of the hosts ("double_tree" there): few steps among
-    many hosts."""
+    """The hosts form two binary trees ("double_tree" in
+    `zstrat.collectives.ALGORITHMS`): takes few steps among many hosts."""
     XLA = "XLA"
-    """XLA itself, in one program over the devices of all processes (gloo on CPU, NCCL
-    on GPU, the interconnect of a TPU)."""
+    """XLA executes collectives, in one program over the devices of all processes (gloo
+    on CPU, NCCL on GPU, the interconnect of a TPU)."""
     NCCL = "NCCL"
     """The same as XLA."""
 
@@ -49,10 +49,10 @@ class CommunicationOptions:
     """Options of collectives between processes.
 
     Args:
-        bytes_per_pack: Small arrays are sent in packs; one that has reached this size
-            gets no further array. 0: the group decides.
-        timeout_seconds: How long one collective may wait for the other processes; None
-            for the default of the group.
+        bytes_per_pack: Small arrays are sent in packs; a pack that has reached this
+            size gets no further array. 0: zstrat decides.
+        timeout_seconds: How long one collective may wait for the other processes; None:
+            the default.
         implementation: A `CommunicationImplementation`, or its name in any case.
 
     Raises:
@@ -84,14 +84,15 @@ class CommunicationOptions:
 
     @property
     def is_xla(self) -> bool:
-        """Whether XLA carries collectives out."""
+        """Whether XLA executes the collectives."""
         return self.implementation in (
             CommunicationImplementation.XLA,
             CommunicationImplementation.NCCL,
         )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Takes of ``options`` what is not the default, and the rest of this one."""
+        """Returns these options, replaced by those of ``options`` that are not the
+        default."""
         if options is None:
             return self
         default = CommunicationOptions()
@@ -108,14 +109,14 @@ class CommunicationOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of ``strategy.run``, which TF's XLA reads: jax compiles for each shape as
-    it comes, so that none of them changes a result.
+    """Options of ``strategy.run``, which TF's XLA reads. None of them changes a result
+    here: jax compiles for each shape that occurs.
 
     Args:
         experimental_enable_dynamic_batch_size: Whether the last batch may be smaller.
         experimental_bucketizing_dynamic_shape: Whether shapes are rounded up for the
             compiler.
-        experimental_xla_options: Others of XLA.
+        experimental_xla_options: Further options of XLA.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -135,9 +136,9 @@ def called_with(team: Team, options: object, call: str) -> Team:
     """Returns the team with the options of one call.
 
     Raises:
-        TypeError: They are not `CommunicationOptions`.
-        ValueError: They ask for a choice that is made with the strategy, or that XLA
-            does not offer.
+        TypeError: ``options`` are not `CommunicationOptions`.
+        ValueError: ``options`` ask for something that can only be chosen for the whole
+            strategy, or that XLA does not offer.
     """
     if options is None:
         return team
@@ -187,13 +188,14 @@ _ALGORITHMS: Final = {
     CommunicationImplementation.RING: "ring",
     CommunicationImplementation.TREE: "double_tree",
 }
-"""The algorithm of an all-reduce between hosts; without an entry it is chosen by
-size."""
+"""The algorithm of an all-reduce between hosts; an implementation without an entry
+chooses by size."""
 
 
 @final
 class ChosenGroup:
-    """The collective of a strategy (`zstrat.program.stages._cross.Collective`)."""
+    """A collective of a strategy that applies its options
+    (`zstrat.program.stages._cross.Collective`)."""
 
     def __init__(self, group: Group, options: CommunicationOptions) -> None:
         self._group = group
@@ -241,10 +243,10 @@ class ChosenGroup:
 
 
 class InputReplicationMode(enum.Enum):
-    """The number of input functions.
+    """How many input functions are called in each worker.
 
-    PER_WORKER: one in each worker, and its elements go to the replicas there in turn.
-    PER_REPLICA: one for each replica.
+    PER_WORKER: one in each worker, whose elements go to the replicas of the worker in
+    turn. PER_REPLICA: one for each replica.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -259,18 +261,18 @@ class InputOptions:
 
     Args:
         experimental_fetch_to_device: Whether elements are put on the devices of the
-            replicas before they are asked for; None, as True: yes. If not, they stay
-            arrays of numpy until a step takes them.
-        experimental_replication_mode: PER_REPLICA is for
-            ``MirroredStrategy.distribute_datasets_from_function`` alone.
+            replicas before they are drawn; None means True. If not, they stay numpy
+            arrays until a step takes them.
+        experimental_replication_mode: The number of input functions; PER_REPLICA is
+            only for ``MirroredStrategy.distribute_datasets_from_function``.
         experimental_place_dataset_on_device: In TF the dataset itself may live on the
-            device; here elements are made by the host in any case. Needs PER_REPLICA,
-            and ``experimental_fetch_to_device=False``.
-        experimental_per_replica_buffer_size: How many elements are made in advance for
-            each replica, at least 1.
+            device; here the host makes elements in any case. Needs PER_REPLICA, and
+            ``experimental_fetch_to_device=False``.
+        experimental_per_replica_buffer_size: Number of elements that are made in
+            advance for each replica, at least 1.
 
     Raises:
-        ValueError: Options that exclude each other, or an empty buffer.
+        ValueError: Options exclude each other, or the buffer size is below 1.
         TypeError: The replication mode is not an `InputReplicationMode`.
     """
 
@@ -310,7 +312,7 @@ class InputOptions:
 
     @property
     def fetches(self) -> bool:
-        """Whether elements go to the devices in advance."""
+        """Whether elements are put on the devices in advance."""
         return self.experimental_fetch_to_device in (None, True)
 
     @property

@@ -1,9 +1,10 @@
-"""A strategy: where variables are stored, where steps run, how results are reduced.
+"""Base of strategies, which decide where variables are stored, where steps run, and how
+results are reduced.
 
 The methods are the same for all strategies; a subclass, which is final, defines the
 number of replicas, their devices, and the creator of variables. Replica functions run
-in one program over the local devices (`zstrat.strategy.replica._regions`). A
-strategy that holds a connection is a context manager that closes it.
+in one program over the local devices (`zstrat.strategy.replica._regions`). A strategy
+that holds a connection is a context manager that closes it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Strategy(FirstVersion):
-    """Base of all strategies. Only subclasses are made."""
+    """Base of all strategies; it has no instances of its own."""
 
     _is_pace_reported = False
     """Whether the warning was logged that replicas outside of a step are slow."""
@@ -71,33 +72,33 @@ class Strategy(FirstVersion):
 
     @abc.abstractmethod
     def _creator(self) -> Creator | None:
-        """Returns the creator of variables in scope; None if they live in this
-        process."""
+        """Returns the creator of variables for the scope, which decides where they are
+        stored; None: variables are stored in this process."""
 
     def _team(self) -> Team:
         """Returns the replicas that compute together."""
         return Team(self.num_replicas_in_sync)
 
     def _inputs(self) -> ProcessInputs:
-        """Describes the inputs of the replicas of this process."""
+        """Describes the replicas of this process as readers of distributed datasets."""
         team = self._team()
         # Each process has the same number of replicas.
         pipelines, this = team.size // team.local, team.first // team.local
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
     def _function_inputs(self) -> ProcessInputs:
-        """Describes the same for the datasets of functions (`_inputs` is for whole
-        datasets)."""
+        """As `_inputs`, for datasets that functions make
+        (`distribute_datasets_from_function`)."""
         return self._inputs()
 
     def _used(self, method: str) -> None:
-        """Notes a call of a method that is meant for steps; a strategy may warn."""
+        """Called when a method is used that is meant for steps; a subclass may warn."""
         del method
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Makes the strategy current; it owns the variables that are created inside.
+        """Makes the strategy current; variables that are created inside belong to it.
 
-        May be nested in itself.
+        A scope may be entered again inside itself.
 
         Raises (on entering):
             RuntimeError: Another strategy is current, or a replica function runs.
@@ -105,7 +106,7 @@ class Strategy(FirstVersion):
         return Scope(self, self._own_creator())
 
     def _own_creator(self) -> Creator | None:
-        """Returns the creator of variables in scope, bound to this strategy."""
+        """Returns the creator of variables for the scope, bound to this strategy."""
         own = self._creator()
         if isinstance(own, StrategyCreator):
             own.belong_to(self)
@@ -122,42 +123,44 @@ class Strategy(FirstVersion):
 
         Of ``args`` and ``kwargs`` each replica gets its part of a `PerReplica` value,
         its share of the rows of arrays drawn from an iterator in this step, and
-        everything else whole. What the replicas return is merged as TF does it: arrays
-        are a `PerReplica`, the same object is that object, containers are merged member
-        by member.
+        everything else whole. The results of the replicas are merged as in TF: arrays
+        become a `PerReplica`, an object that all replicas return is returned itself,
+        containers are merged member by member.
 
         All replicas run as one program if ``fn`` is a pure function of arrays: it is
-        traced once. In a step (`zs.function`) it is part of the step. Outside of a step
-        the strategies of one process compile it, too, and cache it by its code and what
-        it has captured. If a global or captured name is bound again, of the function
-        itself or of a function or class of its module that it calls by its name, it is
-        compiled again. A change inside of an object, of a container or in another
-        module goes unnoticed, and side effects of Python in it (prints, lists that
-        grow) happen when it is traced, as in ``tf.function``. Outside of a step Python
-        numbers among its arguments stay numbers, and each value is compiled separately:
-        pass a number that changes from call to call (the number of the step, a learning
-        rate) as an array, ``np.float32(rate)``, say. A `RetraceWarning` points it out.
+        traced once. In a step (`zs.function`) the program is part of the step. Outside
+        of a step the strategies of one process compile ``fn`` too, and cache the
+        program by the code of ``fn`` and the values that it has captured. ``fn`` is
+        compiled again if a global or captured name is bound to another object, whether
+        ``fn`` uses it or a function or class of its module that ``fn`` calls by name. A
+        change inside of an object or a container, or in another module, is not noticed,
+        and side effects of Python (prints, lists that grow) happen only while ``fn`` is
+        traced, as in ``tf.function``. Outside of a step Python numbers among the
+        arguments stay numbers, and ``fn`` is compiled for each value: pass a number
+        that changes from call to call (the number of the step, a learning rate) as an
+        array, such as ``np.float32(rate)``. A `RetraceWarning` reports such numbers.
         Numbers in a `PerReplica` that differ between the replicas are arrays.
 
-        Replicas run sequentially, if ``fn`` is not pure, that is, if
+        Replicas run sequentially if ``fn`` is not such a function, that is, if
 
         - it calls ``merge_call``;
         - Python looks at a value in it: ``if``, ``int``, ``float``, ``numpy``, an index
           or a shape of what is computed, or the number of the replica;
         - it creates variables;
-        - it returns what is neither an array, nor a number or text, nor a variable, or
-          random keys;
-        - replicas are given arrays of different shapes;
-        - it is a ``zs.function(eager=True)``, or called in one.
+        - it returns random keys, or something that is not an array, number, text or
+          variable;
+        - the replicas get arrays of different shapes;
+        - it is a ``zs.function(eager=True)``, or is called in one.
 
-        Tracing finds that out, so side effects of Python up to that point happen once
-        more. In a step each replica is then traced by itself. Outside of a step, one
-        replica of a strategy of several processes, or of parameter servers, is a plain
-        call; several compute one operation at a time, which is slow, and logging says
-        so. Context variables that sequential replicas set do not reach the caller.
+        Tracing finds this out, so side effects of Python up to that point happen once
+        more. In a step each replica is then traced separately. Outside of a step, if a
+        strategy of several processes or of parameter servers has one replica here,
+        ``fn`` is called like any function; several replicas compute one operation at a
+        time, which is slow and is logged. Context variables that sequential replicas
+        set do not reach the caller.
 
-        ``options`` change nothing: those of TF are for the compiler, and jax compiles
-        for each shape that it is given.
+        ``options`` have no effect: those of TF are for its compiler, and jax compiles
+        for each shape that occurs.
 
         Raises:
             TypeError: ``options`` are not `RunOptions`.
@@ -190,8 +193,9 @@ class Strategy(FirstVersion):
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Reduces the values of the replicas to one, leaf by leaf of a pytree.
 
-        ``axis`` None reduces across replicas alone; an integer (or several) also over
-        that axis of each replica's value, a mean then counting every element once.
+        With ``axis`` None, reduces only across replicas; with an integer (or several),
+        also over that axis of each replica's value, and a mean then counts every
+        element once.
 
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -212,16 +216,17 @@ class Strategy(FirstVersion):
         """Concatenates the values of the replicas along ``axis``, leaf by leaf of a
         pytree.
 
-        ``axis`` is an integer, or an integer array without dimensions. It shapes the
-        result, so it cannot be among the numbers that a step is called with: bind it,
-        ``zs.function(functools.partial(fn, axis=0))``.
+        ``axis`` is an integer, or an integer array without dimensions. The axis
+        determines the shape of the result, so it cannot be a number that a step gets as
+        an argument: bind it, ``zs.function(functools.partial(fn, axis=0))``.
 
         Raises:
             TypeError: ``axis`` is not an integer.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
             NotImplementedError: The value is an IndexedSlices.
-            ValueError: Scalars, or shapes that differ in another dimension.
+            ValueError: The values are scalars, or their shapes differ in another
+                dimension.
         """
         require_cross_replica(self, "gather()")
         team, value = self._team(), by_copies(value)
@@ -231,8 +236,8 @@ class Strategy(FirstVersion):
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns one entry per local replica, ``(value,)`` for a value that is not
-        distributed. Of a variable of several devices it returns the copies, each a
-        variable."""
+        distributed. For a variable on several devices the entries are its copies, each
+        a variable."""
         if isinstance(value, Variable):
             return copies_of(value)
         return local_results(by_copies(value, lambda v: PerReplica(copies_of(v))))
@@ -240,39 +245,41 @@ class Strategy(FirstVersion):
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Shares a dataset of global batches out among all replicas.
+        """Distributes a dataset of global batches over all replicas.
 
         ``dataset`` is a `zs.data.Dataset`, a dataset of grain or tf.data, arrays (a
         dict or a tuple of them), or any iterable of batches: pytrees of arrays that all
-        have the rows of the batch as their first axis. Every worker gives the same.
+        have the rows of the batch as their first axis. Every worker must pass the same
+        dataset.
 
-        - *Rebatch.* Under the policy DATA, which AUTO is where no files are read, also
-          with one worker, each batch is cut by itself into equal pieces, the last of
-          which may be shorter. Otherwise rows are distributed in batches of the global
-          size divided by the number of replicas, the first ones larger if that has a
-          remainder; if that size is unknown (after `map` and `rebatch`), as under DATA.
-          With one replica nothing is cut.
+        - *Rebatch.* Under the policy DATA (and AUTO where no files are read, also with
+          one worker) each batch is divided into equal pieces, the last of which may be
+          shorter. Under other policies rows are distributed in batches of the global
+          size divided by the number of replicas, the first ones larger if there is a
+          remainder; if the global size is unknown (after `map` and `rebatch`), as under
+          DATA. With one replica batches are not divided.
         - *Shard*, if there are several workers, as the dataset's ``auto_shard_policy``
-          says (`zs.data.AutoShardPolicy`; AUTO if it was not set).
-        - *Prefetch.* A thread makes, and puts on the devices, the elements of the next
-          step while this one runs; ``options`` may ask for more.
+          says (`zs.data.AutoShardPolicy`; default AUTO).
+        - *Prefetch.* A thread makes the elements of the next step, and puts them on the
+          devices, while this step runs; ``options`` may set a larger number.
 
         The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
-        one element with one replica in this process, else a pytree of its structure
-        with a `PerReplica` at each leaf. At the end of the data, replicas without data
-        get batches without rows as long as others have data. A strategy that needs
-        static shapes leaves such a step out, but takes a shorter one in which all have
-        rows: use ``batch(size, drop_remainder=True)`` there. (Before the end of the
-        data such a step is an error there.)
+        one element if this process has one replica, otherwise a pytree of the element's
+        structure with a `PerReplica` at each leaf. At the end of the data, replicas
+        without data get batches without rows as long as others have data. A strategy
+        that needs static shapes (TPU) skips such a step, but runs a shorter one in
+        which all replicas have rows: use ``batch(size, drop_remainder=True)`` there.
+        (If data follow such a step, that strategy raises an error.)
 
-        Several workers agree on the end in the first draw of each pass, or in every
-        one: whatever the policy, all workers begin passes equally often, and where they
-        have different data (FILE, HINT, OFF) they draw equally often.
+        Several workers agree on the end of the data in the first draw of each pass, or
+        in every draw. So under any policy all workers must begin the same number of
+        passes, and if they have different data (FILE, HINT, OFF), make the same number
+        of draws.
 
         Raises:
             ValueError: The dataset is not batched, or sparse; its policy does not fit
-                (FILE with fewer files than workers); the replicas are not the same
-                number in each worker. Some of it is found while iterating only.
+                (FILE with fewer files than workers); the workers have different numbers
+                of replicas. Some of these errors are raised only while iterating.
             TypeError: ``dataset`` is not a dataset, is distributed already, or (while
                 iterating) contains objects that are not data.
             NotImplementedError: ``options`` asks for PER_REPLICA.
@@ -290,20 +297,22 @@ class Strategy(FirstVersion):
         """Calls ``dataset_fn`` in each worker and distributes the datasets that it
         makes.
 
-        It is called once in each worker, at once, with an `InputContext` that has the
-        index of the worker, and returns what this worker's replicas draw, in batches of
-        the size for one replica (``context.get_per_replica_batch_size``): each step
-        takes one element for each of them. Nothing is batched or sharded. What it may
-        return, and the end of the data: see `experimental_distribute_dataset`; but in
-        one process, where all elements are promised the same shape (drop_remainder;
-        after a ``map``: where all had it), a step that lacks elements ends the data, as
-        in TF. Whatever it returns, all workers begin passes, and draw, equally often.
+        ``dataset_fn`` is called once in each worker, immediately, with an
+        `InputContext` that has the index of the worker. It returns the dataset for this
+        worker's replicas, in batches of the size for one replica
+        (``context.get_per_replica_batch_size``): each step takes one element for each
+        replica. The dataset is neither rebatched nor sharded. For the kinds of datasets
+        and the end of the data see `experimental_distribute_dataset`; but in one
+        process, if all elements are known to have the same shape (drop_remainder; after
+        a ``map``, if all had it so far), a step with too few elements ends the data, as
+        in TF. All workers must begin the same number of passes, and make the same
+        number of draws.
 
         Raises:
-            TypeError: It is not callable, does not return a dataset, or (while
-                iterating) returns one with objects that are not data.
-            ValueError: While iterating: sparse elements, which TPUStrategy does not put
-                on devices in advance.
+            TypeError: ``dataset_fn`` is not callable, does not return a dataset, or
+                (while iterating) returns a dataset with objects that are not data.
+            ValueError: While iterating: an element is sparse, which TPUStrategy cannot
+                put on devices in advance.
             NotImplementedError: ``options`` asks for PER_REPLICA, which calls
                 ``dataset_fn`` once for each replica, and this is not a
                 MirroredStrategy.
@@ -318,8 +327,8 @@ class Strategy(FirstVersion):
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
         """Returns a `PerReplica` of the values that ``value_fn`` returns for the
-        context of each replica; of containers, the container with a `PerReplica` of
-        each member.
+        context of each replica; if they are containers, returns the container with a
+        `PerReplica` for each member.
 
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -362,7 +371,7 @@ class Strategy(FirstVersion):
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the replicas of this process and merges what they return."""
+        """Runs the replicas of this process and merges their results."""
         team = self._team()
         if team.local > 1:
             devices = self._devices()
@@ -397,11 +406,11 @@ class Strategy(FirstVersion):
 
 
 class Closing(abc.ABC):
-    """A resource that ``with`` closes."""
+    """A resource that is closed at the end of a ``with`` block."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Closes it; a second time it does nothing."""
+        """Closes the resource; further calls do nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,8 @@
 """Synchronous training on TPU cores, of which each replica may have several.
 
-Replicas and logical devices are one mesh, and what the replicas do is one program over
-it, compiled by XLA. The same runs on other devices, on the virtual ones of a CPU, too.
+Replicas and logical devices are axes of one mesh, and the replicas are one program over
+the mesh, compiled by XLA. The same code runs on other devices, including the virtual
+devices of a CPU.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ if TYPE_CHECKING:
 _entered: Final[ContextVar[tuple[tuple[TPUExtended, int], ...]]] = ContextVar(
     "zstrat_logical_devices", default=()
 )
-"""Strategies and their current logical devices, the innermost one last. One stack for
-all strategies: a context variable of each would outlive it. Law of the file: code that
-sets it resets it."""
+"""Strategies and their current logical devices, the innermost one last. One stack
+serves all strategies, as a separate context variable would outlive its strategy. Law of
+the file: code that sets this variable resets it."""
 
 
 @final
 class TPUExtended(StrategyExtended):
-    """Devices and hosts of a `TPUStrategy`.
+    """``extended`` of a `TPUStrategy`: its devices and hosts.
 
     Args:
-        devices: Those of each replica.
-        assignment: What they were chosen by, None for all there are.
+        devices: The devices of each replica.
+        assignment: The assignment by which they were chosen; None: all devices are
+            used.
         variables: The creator of variables.
-        hosts: Of the whole system, with how many cores each.
+        hosts: The hosts of the whole system, with their numbers of cores.
     """
 
     experimental_require_static_shapes = True
@@ -77,13 +79,13 @@ class TPUExtended(StrategyExtended):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The `worker_devices`: each replica has a copy of every variable on all of its
-        own."""
+        """The `worker_devices`: each replica has a copy of every variable on all its
+        devices."""
         return self.worker_devices
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that replicas run on."""
+        """Number of hosts on which replicas run."""
         if self._assignment is None:
             return self._hosts
         numbers = range(self._assignment.num_replicas)
@@ -91,7 +93,7 @@ class TPUExtended(StrategyExtended):
 
     @property
     def num_replicas_per_host(self) -> int:
-        """Number of replicas that fit on a host; no more than there are."""
+        """Number of replicas that fit on a host, at most the number of all replicas."""
         if self._assignment is None:
             return self._cores_per_host
         room = self._cores_per_host // self._assignment.num_cores_per_replica
@@ -99,9 +101,10 @@ class TPUExtended(StrategyExtended):
 
     @contextlib.contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
-        """Makes this the logical device that `worker_devices` of this strategy names.
+        """Makes a logical device current in the context: `worker_devices` names this
+        one.
 
-        Variables that are created inside are on all logical devices, as all others.
+        Variables that are created inside are on all logical devices, like all others.
 
         Raises:
             ValueError: There is no such logical device.
@@ -143,22 +146,23 @@ class TPUStrategy(LocalStrategy):
     replicas. With a device assignment a replica has several *logical devices*, over
     which its values may be split.
 
-    TensorFlow can put one operation on one logical device. XLA lays out a program over
-    all devices of a mesh, so here every logical device computes whatever is not split,
-    and an annotation says how a value is laid out, not which device computes it. Values
-    are the same.
+    TensorFlow can put one operation on one logical device. XLA distributes a program
+    over all devices of a mesh, so here every logical device computes all values that
+    are not split, and an annotation says how a value is split, not which device
+    computes it. The resulting values are the same.
 
     Args:
-        tpu_cluster_resolver: Of the TPU. Left out: the one of this machine.
-        experimental_device_assignment: Which cores each replica has. Left out: each
-            core is a replica.
-        experimental_spmd_xla_partitioning: No value may be assigned to one logical
-            device (which is all that it changes: programs are always SPMD here).
+        tpu_cluster_resolver: The resolver of the TPU. Default: the TPU of this machine.
+        experimental_device_assignment: The cores of each replica. Default: each core is
+            a replica.
+        experimental_spmd_xla_partitioning: Whether assigning a value to one logical
+            device is an error. It has no other effect, as programs are always SPMD
+            here.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The assignment is of a system with other devices than there are.
-        NotImplementedError: Replicas are on devices of other processes.
+        ValueError: The assignment was made for a system with other devices.
+        NotImplementedError: Some replicas are on devices of other processes.
     """
 
     def __init__(
@@ -206,7 +210,7 @@ class TPUStrategy(LocalStrategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The one that was given, else one of the TPU of this machine."""
+        """The resolver that was given, otherwise one of the TPU of this machine."""
         return self._resolver
 
     def experimental_assign_to_logical_device(
@@ -214,9 +218,9 @@ class TPUStrategy(LocalStrategy):
     ) -> Any:
         """Assigns a tensor to a logical device.
 
-        jax has no public way to say "on this device of the mesh alone". So the whole
-        value is placed on *all* logical devices of the replica, this one among them,
-        and the number is kept as a name in the program that is compiled.
+        jax has no public way to place a value on only one device of a mesh. So the
+        whole value is placed on *all* logical devices of the replica, including this
+        one, and the number is recorded as a name in the compiled program.
 
         Args:
             tensor: An array.
@@ -224,27 +228,30 @@ class TPUStrategy(LocalStrategy):
 
         Raises:
             ValueError: The strategy was made with
-                ``experimental_spmd_xla_partitioning=True``, or there is no such
-                logical device.
+                ``experimental_spmd_xla_partitioning=True``, or there is no such logical
+                device.
         """
         return self._logical.assigned(tensor, logical_device_id)
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """Cuts the tensor into tiles, one on each logical device, row by row.
+        """Splits the tensor into tiles, one on each logical device, row by row.
 
-        The gradient of the result is laid out alike. Of numbers with several primes one
-        order of the devices does not serve all splits (of 6: ``[2, 3]`` and
-        ``[3, 2]``); the other ones have the same tiles in another order.
+        The gradient of the result is split in the same way. If the number of devices
+        has several prime factors, one order of the devices does not fit all splits (of
+        6: ``[2, 3]`` and ``[3, 2]``); for some splits the tiles are on the devices in
+        another order.
 
         Args:
             tensor: An array.
-            partition_dimensions: Into how many parts each dimension is cut.
+            partition_dimensions: The number of parts into which each dimension is
+                split.
 
         Raises:
-            ValueError: It has not one entry for each dimension, one does not divide its
-                dimension, or their product is not the number of logical devices.
+            ValueError: ``partition_dimensions`` does not have one entry for each
+                dimension, an entry does not divide its dimension, or their product is
+                not the number of logical devices.
         """
         return self._logical.split(tensor, partition_dimensions)
 
@@ -280,7 +287,7 @@ class TPUStrategy(LocalStrategy):
 def _assigned(
     tasks: Sequence[Sequence[jax.Device]], assignment: DeviceAssignment | None
 ) -> np.ndarray:
-    """Returns the devices ``[replicas, logical devices]``."""
+    """Returns the devices of the replicas, ``[replicas, logical devices]``."""
     if assignment is None:
         # TF's rule: without an assignment each core is a replica by itself.
         every = [device for devices in tasks for device in devices]
@@ -317,11 +324,11 @@ def _require_own(devices: np.ndarray) -> None:
 
 
 def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, or in a step that runs in Python for its loops a step
-    function that traces it.
+    """Returns the function; in a step that runs in Python because of its loops, returns
+    a step function that traces it.
 
     Raises:
-        NotImplementedError: Nothing would trace it.
+        NotImplementedError: The function would not be traced.
     """
     recording = recorder.get()
     if is_staging() or (recording is not None and not recording.live):

@@ -1,10 +1,11 @@
 """The methods that only TF's first version of strategies has, for every strategy here.
 
-Law of `FirstVersion`: it adds no behaviour. Each method is another one under its old
-name, or changes nothing, and refuses arguments that would need a change.
+Law of `FirstVersion`: it adds no behaviour. Each method is a present method under its
+old name, or does nothing, and refuses arguments that would need more.
 
-A `MultiStepContext` is the result of a loop over a step function. The function gets it
-too, and may set outputs in the cross-replica context or in that of a replica.
+A `MultiStepContext` is the result of a loop over a step function. The step function
+gets it as an argument, and may set outputs in the cross-replica context or in a replica
+context.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 class FirstVersion(AbstractStrategy):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
-    the class does not have."""
+    the class lacks."""
 
     def experimental_distribute_datasets_from_function(
         self,
@@ -66,14 +67,14 @@ class FirstVersion(AbstractStrategy):
         replication_mode: InputReplicationMode | None = None,
     ) -> Iterator[Any]:
         """Returns an iterator of ``distribute_datasets_from_function(input_fn)``.
-        `input_fn` may also return a function without arguments that makes the elements
-        one by one, and raises StopIteration or `OutOfRangeError` at the end.
+        `input_fn` may also return a function without arguments that returns the next
+        element at each call, and raises StopIteration or `OutOfRangeError` at the end.
 
         Args:
             replication_mode: PER_WORKER, which is also the default.
 
         Raises:
-            ValueError: It is another one.
+            ValueError: ``replication_mode`` is another mode.
         """
         if replication_mode not in (None, InputReplicationMode.PER_WORKER):
             raise ValueError(
@@ -91,8 +92,8 @@ class FirstVersion(AbstractStrategy):
         self, numpy_input: Any, session: object = None
     ) -> Dataset:
         """Returns ``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of
-        arrays, row by row. ``session`` changes nothing: there are no sessions, and the
-        arrays stay here."""
+        arrays, row by row. ``session`` has no effect: there are no sessions, and the
+        arrays stay in this process."""
         del session
         return Dataset.from_tensor_slices(numpy_input)
 
@@ -114,8 +115,8 @@ class FirstVersion(AbstractStrategy):
         return list(self.experimental_local_results(value))
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all arrays in ``value`` have been computed. ``name`` changes
-        nothing: there is no graph with a node to name."""
+        """Waits until all arrays in ``value`` have been computed. ``name`` has no
+        effect: there is no graph with a node to name."""
         del name
         wait: Any = jax.block_until_ready  # untyped
         wait(self.unwrap(value))
@@ -127,8 +128,8 @@ class FirstVersion(AbstractStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Changes nothing: a strategy gets its cluster when it is made, and there are
-        no sessions to configure.
+        """Does nothing: a strategy gets its cluster when it is made, and there are no
+        sessions to configure.
 
         Raises:
             ValueError: The cluster has several tasks that train together, which this
@@ -159,7 +160,7 @@ def _require_known(resolver: ClusterResolver | None, spec: ClusterSpec) -> None:
 
 
 def _calls(make: Callable[[], Any]) -> Iterator[Any]:
-    """Yields what the function makes, until it signals the end."""
+    """Yields the results of ``make()`` until it signals the end by an exception."""
     while True:
         try:
             element = make()
@@ -173,7 +174,8 @@ _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
 @final
 class MultiStepContext:
-    """Given to each call of the function of ``experimental_run_steps_on_iterator``.
+    """The context that each call of the function in
+    ``experimental_run_steps_on_iterator`` gets, to set outputs.
 
     ``run_op`` is None: the steps have run when the loop returns.
     """
@@ -189,14 +191,14 @@ class MultiStepContext:
 
     @property
     def last_step_outputs(self) -> dict[str, Any]:
-        """By name the last argument of `set_last_step_output`, reduced if it asked for
-        that. An output of a replica context that was not reduced is one value per
-        replica."""
+        """The outputs of the last step by name, as `set_last_step_output` kept them:
+        reduced, if it was called with a reduction. An output of a replica context that
+        was not reduced is a value per replica."""
         return self._last_step_outputs
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """The last argument of each `set_non_tensor_output`, by name."""
+        """The outputs of the last `set_non_tensor_output` for each name."""
         return self._non_tensor_outputs
 
     def set_last_step_output(
@@ -207,16 +209,16 @@ class MultiStepContext:
         *,
         aggregation: VariableAggregation | None = None,
     ) -> None:
-        """Keeps an output under a name, in place of that of the step before.
+        """Keeps an output under a name; it replaces the output of the previous step.
 
         Args:
             reduce_op: "SUM" or "MEAN": the output is reduced over the replicas. Also a
-                `VariableAggregation`, as in TF 1.12. In the cross-replica context it
-                may be left out; then the output is kept as it is.
-            aggregation: TF 1.12's name of the same.
+                `VariableAggregation`, as in TF 1.12. It is optional in the
+                cross-replica context: without it the output is kept unchanged.
+            aggregation: TF 1.12's name of ``reduce_op``.
 
         Raises:
-            AssertionError: In a replica context without a reduction.
+            AssertionError: Called in a replica context without a reduction.
             ValueError: ``reduce_op`` is not a reduction.
         """
         how = _reduction(aggregation if reduce_op is None else reduce_op)
@@ -232,8 +234,8 @@ class MultiStepContext:
         replica.merge_call(lambda _, merged: self._keep(name, merged, how), (output,))
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keeps anything under a name; in a replica context that is the list of what
-        the replicas give."""
+        """Keeps an output of any type under a name; in a replica context the output is
+        the list of the values of all replicas."""
         replica = _replica()
         if replica is None:
             self._non_tensor_outputs[name] = output

@@ -1,4 +1,5 @@
-"""Variables: handles, storages, optimizers, and their behaviour in traced steps."""
+"""Variables: handles, storages of their values, optimizers, and their use in traced
+steps."""
 
 from . import admission as admission
 from . import eviction as eviction

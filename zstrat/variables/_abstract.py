@@ -1,13 +1,12 @@
 """`AbstractVariable`: what `Variable` and `ShardedVariable` have in common.
 
-Reads and updates go to the step that is being traced in this thread, if any, else to
-the storages. The blocking methods may be called anywhere, in a running asyncio loop,
-too: the storage of a cluster works on a thread of its own, so the call delays the
+If this thread is tracing a step, reads and updates are recorded in that step; otherwise
+they go to the storages. The blocking methods may be called anywhere, even in a running
+asyncio loop: the storage of a cluster works on its own thread, so the call delays the
 caller's loop but cannot deadlock it. The methods named ``..._async`` do not block the
 loop; they are for the coordinator, outside of steps.
 
-Law of the file: the two classes differ in the abstract members below, and in nothing
-else.
+Law of the file: the two classes differ only in the abstract members below.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ if TYPE_CHECKING:
 
 
 class ValueWanted(RuntimeError):
-    """Python needs a value that is known only when the step runs."""
+    """Raised when Python needs the value of a variable that is known only when the step
+    runs."""
 
 
 class AbstractVariable(ArrayOperators):
-    """A shared, mutable array: reads, updates, attributes."""
+    """Base of variables: a shared, mutable array with reads, updates and attributes."""
 
     __slots__ = ("_spec",)
     _spec: VariableSpec
@@ -53,13 +53,13 @@ class AbstractVariable(ArrayOperators):
     @property
     @abc.abstractmethod
     def components(self) -> tuple[VariableHandle, ...]:
-        """The variables that store the value, in the order of their rows; only the
-        variable itself unless it is sharded."""
+        """The variables that store the value, in the order of their rows. A variable
+        that is not sharded has itself as its only component."""
 
     @property
     @abc.abstractmethod
     def table(self) -> Table:
-        """The rows of the value, over the components.
+        """The rows of the variable as a `Table` over its components.
 
         Raises:
             ValueError: The value is a scalar.
@@ -74,18 +74,19 @@ class AbstractVariable(ArrayOperators):
 
     @abc.abstractmethod
     def _traced_value(self, recording: TraceRecorder) -> Any:
-        """Reads the value in the step that is being traced."""
+        """Reads the value in the step that ``recording`` records."""
 
     @abc.abstractmethod
     def _updates(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[StorageUpdate]:
-        """Splits an update by an operand of the whole shape over the components."""
+        """Splits an update by an operand of the variable's shape into updates of the
+        components."""
 
     @abc.abstractmethod
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
-        """Returns the target of an update by indices and rows: a table, if the update
-        concerns several components."""
+        """Returns the object that a recorder updates by indices and rows: the `Table`
+        if the update concerns several components, otherwise the variable."""
 
     @property
     def name(self) -> str:
@@ -99,7 +100,7 @@ class AbstractVariable(ArrayOperators):
         return self._spec.shape
 
     def get_shape(self) -> tuple[int, ...]:
-        """`shape`, by TF's other name."""
+        """The shape of the value, under TF's other name for `shape`."""
         return self._spec.shape
 
     @property
@@ -119,7 +120,7 @@ class AbstractVariable(ArrayOperators):
 
     @property
     def trainable(self) -> bool:
-        """Whether `Module.trainable_variables` has the variable."""
+        """Whether `Module.trainable_variables` includes the variable."""
         return self._spec.trainable
 
     @property
@@ -129,14 +130,14 @@ class AbstractVariable(ArrayOperators):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the copies of replicas are combined."""
+        """When the copies that replicas have of the variable are combined."""
         return self._spec.synchronization
 
     def require_optimizable(self) -> None:  # most are
         """Refuses a variable that optimizers cannot update.
 
         Raises:
-            ValueError: Optimizers cannot update it.
+            ValueError: Optimizers cannot update this variable.
         """
 
     def value(self) -> Any:
@@ -145,8 +146,9 @@ class AbstractVariable(ArrayOperators):
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
             RuntimeError: Outside of steps, while jax traces a function. (In a replica
-                function that runs sequentially the value is read when that runs.)
-            PSUnavailableError: The parameter server that stored it is gone.
+                function that runs sequentially the value is read when the function
+                runs.)
+            PSUnavailableError: The parameter server that stores the value is gone.
         """
         recording = recorder.get()
         if recording is None:
@@ -156,15 +158,16 @@ class AbstractVariable(ArrayOperators):
         return self._traced_value(recording)
 
     def read_value(self) -> Any:
-        """Reads the value, as `value` does; TF's other name."""
+        """Reads the value; TF's other name for `value`."""
         return self.value()
 
     def numpy(self) -> np.ndarray:
         """Reads the value as a read-only numpy array.
 
         Raises:
-            RuntimeError: A step is being traced and has no value yet (eager steps have
-                values); or jax traces another function, and would keep the value.
+            RuntimeError: A step is being traced, in which the variable has no value yet
+                (in eager steps it has); or jax traces another function, whose program
+                would keep the value as a constant.
         """
         current = recorder.get()
         if current is not None:
@@ -200,7 +203,7 @@ class AbstractVariable(ArrayOperators):
         return recording.lookup(table, _convert.traced_ids(table, indices))
 
     async def read_value_async(self) -> np.ndarray:
-        """`value`, without blocking the running loop.
+        """Reads the value like `value`, without blocking the running loop.
 
         Cancellation: nothing is lost, a read has no effect.
         """
@@ -213,7 +216,7 @@ class AbstractVariable(ArrayOperators):
     async def sparse_read_async(
         self, indices: Any, name: str | None = None
     ) -> np.ndarray:
-        """`sparse_read`, without blocking the running loop."""
+        """Reads rows like `sparse_read`, without blocking the running loop."""
         return await read_rows_async(self.table, indices)
 
     # All arguments after the first one are TF's, in its order.
@@ -225,17 +228,17 @@ class AbstractVariable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Self:
-        """Replaces the value; returns the variable.
+        """Replaces the value by ``value``; returns the variable.
 
-        The other arguments of this and of all updates are TF's, and change nothing:
-        every update holds a lock, so that none is lost and no reader sees half of it
-        (``use_locking``); operations have no names (``name``); the call reads nothing
-        (``read_value``).
+        ``use_locking``, ``name`` and ``read_value``, here and in all updates, are
+        accepted for compatibility with TF and change nothing: every update holds a
+        lock, so no update is lost and no reader sees a partial one; operations have no
+        names; and the call reads no value.
 
         Raises:
-            ValueError: The shape differs, or the dtype is of another kind.
+            ValueError: The shape of ``value`` differs, or its dtype is of another kind.
             RuntimeError: Outside of steps, while jax traces a function. All updates
-                raise it there.
+                raise this error there.
         """
         return self._dense(UpdateOp.ASSIGN, value)
 
@@ -246,8 +249,8 @@ class AbstractVariable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Self:
-        """Adds ``delta``, of the variable's own shape; returns the variable. The other
-        arguments are those of `assign`.
+        """Adds ``delta``, an array of the variable's shape; returns the variable. The
+        other arguments are those of `assign`.
 
         Raises:
             ValueError: The shape differs, or the dtype is of another kind.
@@ -261,8 +264,8 @@ class AbstractVariable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Self:
-        """Subtracts ``delta``, of the variable's own shape; returns the variable. The
-        other arguments are those of `assign`.
+        """Subtracts ``delta``, an array of the variable's shape; returns the variable.
+        The other arguments are those of `assign`.
 
         Raises:
             ValueError: The shape differs, or the dtype is of another kind.
@@ -276,7 +279,7 @@ class AbstractVariable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Self:
-        """`assign`, without blocking the running loop.
+        """Replaces the value like `assign`, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.
         """
@@ -289,7 +292,8 @@ class AbstractVariable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Self:
-        """`assign_add`, without blocking the running loop; see `assign_async`."""
+        """Adds ``delta`` like `assign_add`, without blocking the running loop; see
+        `assign_async` for cancellation."""
         return await self._dense_async(UpdateOp.ADD, delta)
 
     async def assign_sub_async(
@@ -299,7 +303,8 @@ class AbstractVariable(ArrayOperators):
         name: str | None = None,
         read_value: bool = True,
     ) -> Self:
-        """`assign_sub`, without blocking the running loop; see `assign_async`."""
+        """Subtracts ``delta`` like `assign_sub`, without blocking the running loop; see
+        `assign_async` for cancellation."""
         return await self._dense_async(UpdateOp.SUB, delta)
 
     def scatter_add(
@@ -308,8 +313,9 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Adds rows; duplicates accumulate. Returns the variable, as all of these do.
-        ``use_locking`` and ``name`` are those of `assign`.
+        """Adds rows ``sparse_delta``; rows of equal indices accumulate. Returns the
+        variable, as all scatter updates do. ``use_locking`` and ``name`` are those of
+        `assign`.
 
         Raises:
             ValueError: Indices are not a vector of integers, or the rows do not fit.
@@ -323,7 +329,8 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Subtracts rows; duplicates accumulate. Raises as `scatter_add`."""
+        """Subtracts rows ``sparse_delta``; rows of equal indices accumulate. Raises as
+        `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_SUB, sparse_delta)
 
     def scatter_mul(
@@ -332,7 +339,8 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Multiplies rows; duplicates accumulate. Raises as `scatter_add`."""
+        """Multiplies rows by ``sparse_delta``; factors of equal indices accumulate.
+        Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MUL, sparse_delta)
 
     def scatter_div(
@@ -341,9 +349,10 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Divides rows, one after the other if an index occurs twice; integers are
-        truncated towards zero. A step whose variables are in this process divides an
-        integer by zero as XLA does. Raises as `scatter_add`, and
+        """Divides rows by ``sparse_delta``, by one divisor after the other if an index
+        occurs several times; integer quotients are truncated towards zero. A step whose
+        variables are in this process divides an integer by zero as XLA does. Raises
+        what `scatter_add` raises, and:
 
         Raises:
             InvalidArgumentError: Integers would be divided by zero.
@@ -356,7 +365,8 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Replaces rows by the minimum of old and given. Raises as `scatter_add`."""
+        """Replaces rows by the element-wise minimum of old and given rows. Raises as
+        `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MIN, sparse_delta)
 
     def scatter_max(
@@ -365,7 +375,8 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Replaces rows by the maximum of old and given. Raises as `scatter_add`."""
+        """Replaces rows by the element-wise maximum of old and given rows. Raises as
+        `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MAX, sparse_delta)
 
     def scatter_update(
@@ -374,7 +385,8 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Replaces rows; of duplicates the last one wins. Raises as `scatter_add`."""
+        """Replaces rows by ``sparse_delta``; of equal indices the last one wins. Raises
+        as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_UPDATE, sparse_delta)
 
     async def scatter_async(
@@ -384,13 +396,13 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Applies any scatter update, without blocking the running loop.
+        """Applies the scatter update named ``op``, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.
 
         Raises:
-            ValueError: ``op`` is not one of the scatter updates, the dtype of the
-                variable does not have it, or the rows do not fit.
+            ValueError: ``op`` is not a scatter update, the dtype of the variable does
+                not support it, or the rows do not fit.
             IndexError: An index is out of bounds.
         """
         # Other operations take other operands: ASSIGN would store the indices.
@@ -409,7 +421,7 @@ class AbstractVariable(ArrayOperators):
         variable with copies, to the operand of every copy.
 
         Raises:
-            TypeError: It is not an operand.
+            TypeError: ``value`` cannot be an operand.
         """
         return value
 
@@ -442,7 +454,8 @@ class AbstractVariable(ArrayOperators):
         return self
 
     def _planned(self, op: UpdateOp, value: Any) -> list[StorageUpdate]:
-        """Checks an update outside of steps, and splits it over the components."""
+        """Checks an update outside of steps, and splits it into updates of the
+        components."""
         refuse_update(self._spec, WORDS[op])
         given = self._operand(value)
         operand = _convert.plain_operand(self._spec, given, WORDS[op])
@@ -461,7 +474,8 @@ class AbstractVariable(ArrayOperators):
         value: Any,
         optimizer: OptimizerHandle | None = None,
     ) -> None:
-        """Records an update by a traced operand of the whole shape."""
+        """Records an update by a traced operand of the variable's shape in the step
+        that is being traced."""
         for update in self._updates(op, value, optimizer):
             recording.update(VariableUpdate(*update))
 
@@ -472,7 +486,8 @@ class AbstractVariable(ArrayOperators):
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None = None,
     ) -> None:
-        """Records an update by traced indices and rows."""
+        """Records an update by traced indices and rows in the step that is being
+        traced."""
         target = self._target_of_rows(op)
         recording.update(VariableUpdate(target, op, rows, optimizer))
 
@@ -482,7 +497,8 @@ class AbstractVariable(ArrayOperators):
         rows: tuple[np.ndarray, np.ndarray],
         optimizer: OptimizerHandle | None = None,
     ) -> list[StorageUpdate]:
-        """Splits an update by indices and rows over the components that have them."""
+        """Splits an update by indices and rows into updates of the components that have
+        these rows."""
         target = self._target_of_rows(op)
         if isinstance(target, Table):
             return row_updates(target, op, rows, optimizer)

@@ -1,12 +1,12 @@
 """Updates and aggregation of arrays, as pure functions.
 
-`apply` defines each `UpdateOp`, for variables of this process. Parameter servers have
-an engine of their own, which is faster and is tested against `apply`. Nothing writes to
-the array that is given.
+`apply` defines the effect of each `UpdateOp`, and executes it for variables of this
+process. Parameter servers have their own engine, which is faster and is tested against
+`apply`. No function writes to the array that it is given.
 
-Means of integers are exact although their sums may not fit the dtype: each value is
-divided by the number of copies, and quotients and remainders are summed apart. Law of
-aggregation: pure functions of arrays of numpy or jax, traced or not; the result has the
+Means of integers are exact although the sum may not fit the dtype: each value is
+divided by the number of copies, and quotients and remainders are summed separately. Law
+of aggregation: pure functions of numpy or jax arrays, traced or not; the result has the
 dtype of the copies.
 """
 
@@ -38,10 +38,10 @@ _AT: Final[dict[UpdateOp, Callable[..., Any]]] = {
 def apply(
     op: UpdateOp, value: np.ndarray, operands: tuple[np.ndarray, ...]
 ) -> np.ndarray:
-    """Returns the array after a dense or a scatter update.
+    """Returns the array ``value`` after a dense or a scatter update.
 
-    Duplicate indices accumulate; in SCATTER_UPDATE the last one wins. Floating-point
-    exceptions give inf or NaN, integers wrap around.
+    Updates of equal indices accumulate; in SCATTER_UPDATE the last one wins.
+    Floating-point exceptions give inf or NaN, integers wrap around.
 
     Raises:
         IndexError: An index is outside the first axis.
@@ -98,9 +98,10 @@ def shares_of(value: Any, count: int) -> Any:
 
 
 def cut_for_mean(value: Any, count: int) -> list[Any]:
-    """Splits integers into quotient and remainder by ``count``, for `mean_of_cut`.
+    """Splits integers into quotients and remainders by ``count``, from which
+    `mean_of_cut` computes their mean.
 
-    A sum of the values may not fit their dtype, and floats lose digits.
+    Their sum may not fit the dtype, and floats would lose digits.
     """
     # 8 bits may not hold the count.
     wide = value.astype(np.int32) if value.dtype.itemsize < 4 else value
@@ -108,22 +109,24 @@ def cut_for_mean(value: Any, count: int) -> list[Any]:
 
 
 def summed_for_mean(copies: Any, count: int) -> list[Any]:
-    """Sums the quotients and the remainders of copies ``[n, ...]``: two arrays
-    ``[1, ...]``."""
+    """Sums the quotients and the remainders (`cut_for_mean`) of copies ``[n, ...]``.
+    Returns two arrays ``[1, ...]``."""
     cut = cut_for_mean(copies, count)
     # With an axis left: numpy warns of scalars that wrap around, as they may here.
     return [x.sum(0, dtype=x.dtype, keepdims=True) for x in cut]
 
 
 def mean_of_cut(sums: Sequence[Any], count: int) -> Any:
-    """Returns the exact mean of integers, rounded towards zero."""
+    """Returns the exact mean of integers, rounded towards zero, from the sums of their
+    quotients and remainders."""
     quotients, rests = sums
     floor = quotients + rests // count
     return floor + ((floor < 0) & (rests % count != 0))
 
 
 def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
-    """Aggregates copies ``[count, ...]``, in their dtype; NONE takes the first."""
+    """Combines copies ``[count, ...]`` into one array of their dtype; NONE returns the
+    first copy."""
     match aggregation:
         case VariableAggregation.SUM:
             return copies.sum(0, dtype=copies.dtype)

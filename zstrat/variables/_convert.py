@@ -1,12 +1,12 @@
-"""Converts and checks what users give: first values, operands, gradients, indices.
+"""Converts and checks arguments of users: initial values, operands, gradients, indices.
 
 The rules of dtypes:
 
 - Python numbers and lists become float32 or int32 unless a dtype is given; numpy and
-  jax arrays keep theirs.
+  jax arrays keep their dtype.
 - An update takes Python values and numpy arrays of another dtype of the same kind
   (float64 into float32), as TF does; a jax array must have the variable's dtype,
-  because a step must not silently convert what it computed.
+  because a step must not silently convert values that it computed.
 - A gradient has the variable's dtype, as jax sees both (float64 is float32 where jax
   computes with 32 bits): optax computes moments in the dtype of the gradient, and a
   converted gradient gives other moments. Python values have no dtype of their own.
@@ -42,16 +42,17 @@ _UNDEFINED: Final = {
     "b": (UpdateOp.SUB, UpdateOp.SCATTER_SUB, UpdateOp.SCATTER_DIV),
     "c": (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX),
 }
-"""Operations that a kind of dtype does not have. (numpy and XLA order complex numbers
-in different ways.)"""
+"""Operations that a kind of dtype does not support. (numpy and XLA order complex
+numbers in different ways.)"""
 
 
 def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
-    """Converts the first value of a variable to a new array in C order.
+    """Converts the initial value of a variable to a new array in C order.
 
     Raises:
-        ValueError: Its shape is not ``shape``, or an integer does not fit the dtype.
-        TypeError: It is not an array of numbers or booleans.
+        ValueError: The value has another shape than ``shape``, or an integer does not
+            fit the dtype.
+        TypeError: The value is not an array of numbers or booleans.
     """
     # Before the test for arrays, because a variable acts as one.
     if isinstance(value, ArrayOperators):
@@ -95,10 +96,10 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
 
 
 def as_dtype(dtype: Any, name: str) -> np.dtype:
-    """Converts a string, a numpy dtype or a jax scalar type to a variable's dtype.
+    """Converts a string, a numpy dtype or a jax scalar type to the dtype of a variable.
 
     Raises:
-        TypeError: It is unknown, or not a dtype of numbers or booleans.
+        TypeError: The dtype is unknown, or not a dtype of numbers or booleans.
     """
     # jax knows the names of narrow floats (bfloat16), and its own scalar types.
     try:
@@ -118,10 +119,12 @@ def traced_operand(
 ) -> jax.Array:
     """Converts the operand of a dense update, inside a step.
 
-    With ``examples`` it has one more axis, in front, for the examples.
+    With ``examples`` the operand has an additional first axis, one entry for each
+    example.
 
     Raises:
-        ValueError: Its shape is not the variable's, or its dtype does not fit.
+        ValueError: The operand's shape is not the variable's, or its dtype does not
+            fit.
     """
     require_untruncated(spec)
     array = _traced(spec, value, what)
@@ -134,10 +137,12 @@ def plain_operand(
 ) -> np.ndarray:
     """Converts the operand of a dense update, outside of steps.
 
-    With ``examples`` it has one more axis, in front, for the examples.
+    With ``examples`` the operand has an additional first axis, one entry for each
+    example.
 
     Raises:
-        ValueError: Its shape is not the variable's, or its dtype does not fit.
+        ValueError: The operand's shape is not the variable's, or its dtype does not
+            fit.
     """
     array = _plain(spec, value, what)
     _check_shape(spec, array.shape[examples:], spec.shape, what)
@@ -145,10 +150,10 @@ def plain_operand(
 
 
 def require_defined(spec: VariableSpec, op: UpdateOp) -> None:
-    """Refuses an operation that the dtype of the variable does not have.
+    """Refuses an operation that the dtype of the variable does not support.
 
     Raises:
-        InvalidArgumentError: The dtype does not have it.
+        InvalidArgumentError: The dtype does not support the operation.
     """
     if op in _UNDEFINED.get(spec.numpy_dtype.kind, ()):
         raise InvalidArgumentError(
@@ -158,10 +163,10 @@ def require_defined(spec: VariableSpec, op: UpdateOp) -> None:
 
 
 def require_divisors(spec: VariableSpec, op: UpdateOp, rows: np.ndarray) -> None:
-    """Refuses to divide integers by zero, outside of steps.
+    """Refuses a division of integers by zero, outside of steps.
 
     Raises:
-        InvalidArgumentError: A divisor is zero.
+        InvalidArgumentError: A divisor in ``rows`` is zero.
     """
     if op is UpdateOp.SCATTER_DIV and rows.dtype.kind in "iu" and not rows.all():
         raise InvalidArgumentError(
@@ -174,7 +179,7 @@ def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
     """Refuses a gradient of another dtype than the variable.
 
     Raises:
-        ValueError: It is an array, and its dtype is not the variable's.
+        ValueError: The gradient is an array, and its dtype is not the variable's.
     """
     if not isinstance(gradient, np.ndarray | np.generic | jax.Array):
         return
@@ -194,7 +199,7 @@ def traced_rows(
 
     Raises:
         ValueError: Ranks, shapes or dtypes do not fit.
-        IndexError: Indices are known, and one is out of bounds.
+        IndexError: An index whose value is known while tracing is out of bounds.
     """
     require_untruncated(spec)
     given = array_given(indices)
@@ -223,11 +228,11 @@ def plain_rows(
 
 
 def traced_ids(table: Table, ids: Any) -> jax.Array:
-    """Converts ids of rows, inside a step.
+    """Converts ids of rows of a table, inside a step.
 
     Raises:
-        ValueError: They are not integers.
-        IndexError: They are known, and one is outside of the table.
+        ValueError: The ids are not integers.
+        IndexError: An id whose value is known while tracing is outside of the table.
     """
     ids = array_given(ids)
     if not isinstance(ids, jax.core.Tracer):
@@ -242,11 +247,11 @@ def traced_ids(table: Table, ids: Any) -> jax.Array:
 
 
 def require_whole_ids(table: Table, ids: Any) -> None:
-    """Refuses ids of a hashed table that are known while a step is traced, if jax would
-    downcast them.
+    """Refuses ids of a hash table that are known while a step is traced, if jax would
+    downcast them to 32 bits.
 
     Raises:
-        ValueError: One does not fit.
+        ValueError: An id does not fit into 32 bits.
     """
     if not table.is_hashed or not isinstance(ids, np.ndarray):
         return
@@ -264,11 +269,11 @@ def require_whole_ids(table: Table, ids: Any) -> None:
 
 
 def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
-    """Refuses indices outside of ``[0, shape[0])``, except `ABSENT`; none of a table of
-    any id.
+    """Refuses indices outside of ``[0, shape[0])``, except `ABSENT`. A hash table has
+    no such bounds.
 
     Raises:
-        IndexError: One is outside; names the first.
+        IndexError: An index is outside; the error names the first one.
     """
     if spec.buckets is not None:
         return
@@ -284,7 +289,7 @@ def require_untruncated(spec: VariableSpec) -> None:
     """Refuses a 64-bit variable in a step while jax computes with 32 bits.
 
     Raises:
-        TypeError: jax would truncate the value.
+        TypeError: The variable has 64 bits, and jax would truncate its value.
     """
     seen = jax.dtypes.canonicalize_dtype(spec.numpy_dtype)
     if seen != spec.numpy_dtype:
@@ -296,8 +301,9 @@ def require_untruncated(spec: VariableSpec) -> None:
 
 
 def array_given(value: Any) -> Any:
-    """Reads a variable, joins a list with traced values; returns anything else as it
-    is. (A list among the arguments of a step has traced values.)"""
+    """Converts a variable to its value, and a list with traced values to one array;
+    returns anything else unchanged. (A list among the arguments of a step contains
+    traced values.)"""
     value = value_of(value)
     if isinstance(value, list | tuple) and any(
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
@@ -347,7 +353,7 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 
 def require_unmasked(value: Any, what: str) -> None:
-    """Refuses a masked array, as jax does."""
+    """Refuses a numpy masked array, as jax does."""
     # Plain arrays first: numpy imports `np.ma` at its first use.
     is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
     if not is_plain and isinstance(value, np.ma.MaskedArray):
@@ -373,7 +379,7 @@ def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
 
 
 def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
-    """Refuses integers that do not fit the wanted dtype."""
+    """Refuses integers that the dtype ``wanted`` cannot represent."""
     kinds = array.dtype.kind + wanted.kind
     if array.dtype == wanted or not set(kinds) <= set("iu"):
         return
@@ -388,8 +394,8 @@ def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
 
 
 def same_kind(given: Any, wanted: np.dtype) -> bool:
-    """Returns whether a dtype can be converted: bool to integer to float to complex, of
-    any width, never back."""
+    """Returns whether values of dtype ``given`` may be converted to ``wanted``: from
+    bool to integer to float to complex, of any width, but never back."""
     ladder = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [
         next(i for i, kind in enumerate(ladder) if jnp.issubdtype(dtype, kind))
@@ -401,7 +407,7 @@ def same_kind(given: Any, wanted: np.dtype) -> bool:
 
 
 def _plain_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns TF's dtype of Python values: float32, int32 or complex64."""
+    """Returns the dtype that TF gives to Python values: float32, int32 or complex64."""
     of_kind = {"f": np.float32, "i": np.int32, "c": np.complex64}
     return np.dtype(of_kind.get(dtype.kind, dtype))
 
@@ -440,8 +446,8 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
 
 
 def is_weak(value: object) -> bool:
-    """Returns whether this is a weakly typed array of jax, as Python numbers become
-    there. Cost: little, as each call of a step asks it of its arguments."""
+    """Returns whether this is a weakly typed jax array, as jax makes from Python
+    numbers. The check is cheap, as each call of a step makes it for all arguments."""
     # Random keys have a dtype that is not numpy's, and no ``weak_type``.
     if not isinstance(value, jax.Array) or not isinstance(value.dtype, np.dtype):
         return False

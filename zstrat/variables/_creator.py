@@ -1,13 +1,14 @@
-"""Creation of variables: the current creator, and first values.
+"""Creation of variables: the current creator, and initial values.
 
-A strategy's scope sets its creator in the context variable `creator`; a strategy that
-is current without a scope installs its creator for the whole process. Without a creator
-variables are stored in this process. Law of the file: the code that sets the creator
-resets it, in the same thread or task.
+A creator is the object that decides where variables are stored. A strategy's scope sets
+its creator in the context variable `creator`; a strategy that is current without a
+scope installs its creator for the whole process. Without a creator variables are stored
+in this process. Law of the file: the code that sets the creator resets it, in the same
+thread or task.
 
-First values follow TF's rules: a callable that can make a part of its array does so on
-the parameter server that stores the part; any other callable is called here, once. The
-signature of a callable says which arguments it takes; it is never called to find out.
+Initial values follow TF's rules: a callable that can make a part of its array is called
+on the parameter server that stores the part; any other callable is called once, in this
+process. Its arguments are determined from its signature, never by trial calls.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VariableRequest:
-    """The user's arguments for one new variable; its creator checks them."""
+    """The user's arguments for one new variable; the creator checks them."""
 
     initial_value: Any
     shape: tuple[int, ...] | None
@@ -48,7 +49,7 @@ class VariableRequest:
     aggregation: VariableAggregation
     synchronization: VariableSynchronization
     is_whole: bool = False
-    """Whether partitioners must not shard it."""
+    """Whether partitioners must leave the variable unsharded."""
 
 
 @runtime_checkable
@@ -58,33 +59,35 @@ class Creator(Protocol):
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> Sequence[AbstractVariable]:
-        """Creates a `Variable` or `ShardedVariable` per request, in order, with one
-        round trip for all of them."""
+        """Creates a `Variable` or `ShardedVariable` for each request, in order, with
+        one round trip for all of them."""
         ...
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """Registers an optimizer where the variables are stored; returns its id."""
+        """Registers an optimizer where the variables are stored; returns the id of the
+        optimizer."""
         ...
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """Undoes the last registration, because the optimizer could not be made."""
+        """Undoes the last registration, because the constructor of the optimizer
+        failed."""
         ...
 
 
 class StrategyCreator:
-    """Base of the creators of strategies; refers weakly to the strategy."""
+    """Base of the creators of strategies; it refers weakly to its strategy."""
 
     _strategy: weakref.ref[Any] | None = None
 
     def belong_to(self, strategy: object) -> None:
-        """Sets the strategy; the same one at each call."""
+        """Sets the strategy of this creator. All calls must name the same strategy."""
         # Weakly: the strategy holds its creator.
         if self._strategy is None:
             self._strategy = weakref.ref(strategy)
 
     @property
     def strategy(self) -> Any:
-        """The strategy; None if it is no longer alive."""
+        """The strategy of this creator; None if it is no longer alive."""
         return None if self._strategy is None else self._strategy()
 
 
@@ -101,8 +104,8 @@ def create_per_worker(request: VariableRequest) -> Any:
     """Creates a variable with one value per worker.
 
     Raises:
-        ValueError: The current scope is not that of a strategy with a coordinator; the
-            variable is trainable; a step is being traced.
+        ValueError: The current scope does not belong to a strategy with a coordinator;
+            the variable is trainable; a step is being traced.
     """
     check(request)
     current = of_strategy(creator.get())
@@ -125,16 +128,17 @@ class DelegatingCreator(Protocol):
 
 
 def of_strategy(current: Creator | None) -> Creator | None:
-    """Returns the creator of the strategy. In a sequential replica the current one only
-    delegates to it."""
+    """Returns the creator of the current strategy. In a replica that runs sequentially,
+    that is the one to which the current creator delegates."""
     return current.inner if isinstance(current, DelegatingCreator) else current
 
 
 def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
-    """Refuses to copy a variable in the scope of another strategy than its own.
+    """Refuses to copy the variable ``name`` in the scope of another strategy than the
+    one of ``owner``, its creator.
 
     Raises:
-        RuntimeError: ``current`` is the creator of another strategy.
+        RuntimeError: ``current`` is the creator of another strategy than ``owner``.
     """
     current = of_strategy(current)
     if current is None or current is owner:
@@ -148,46 +152,50 @@ def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
 
 
 Aside: TypeAlias = "tuple[Creator | None] | None"
-"""The creator that a thread or task has set; None if it has set none."""
+"""What `put_aside` saves: the creator that a thread or task has set; None if it has set
+none."""
 Before: TypeAlias = "Token[Aside]"
 
 
 class CurrentCreator:
-    """The current creator: a context variable, with a default for the process."""
+    """Holds the current creator: a context variable, with a default for the process."""
 
     def __init__(self) -> None:
         self._own: ContextVar[Aside] = ContextVar("zstrat_creator", default=None)
         self._installed: Creator | None = None
 
     def get(self) -> Creator | None:
-        """Returns the creator of this thread or task, else the installed one."""
+        """Returns the creator that this thread or task has set, otherwise the installed
+        one."""
         own = self._own.get()
         return self._installed if own is None else own[0]
 
     def set(self, own: Creator | None) -> Before:
-        """Sets the creator of this thread or task; None stores variables here."""
+        """Sets the creator of this thread or task; with None variables are stored in
+        this process. Returns a token for `reset`."""
         # In a tuple: (None,) stores variables here, None alone leaves it to the
         # installed one.
         return self._own.set((own,))
 
     def reset(self, before: Before) -> None:
-        """Undoes one `set`, in the same context."""
+        """Undoes the `set` that returned this token, in the same context."""
         self._own.reset(before)
 
     def put_aside(self) -> Aside:
-        """Returns what this thread or task has set, for `put_back`.
+        """Clears and returns the creator that this thread or task has set, for
+        `put_back`.
 
-        That needs no token: async generators may end in another context than they
-        began in.
+        Unlike `set`, this needs no token: async generators may end in another context
+        than they began in.
         """
         return self._own.get()
 
     def put_back(self, aside: Aside) -> None:
-        """Restores what `put_aside` has returned."""
+        """Sets the creator again that `put_aside` returned."""
         self._own.set(aside)
 
     def install(self, installed: Creator | None) -> None:
-        """Sets the creator of all threads and tasks that have set none."""
+        """Sets the default creator, of all threads and tasks that have set none."""
         self._installed = installed
 
 
@@ -198,10 +206,11 @@ creator: Final = CurrentCreator()
 def is_trainable(
     trainable: bool | None, synchronization: VariableSynchronization, name: str
 ) -> bool:
-    """Returns TF's default of ``trainable``: True, unless the variable is ON_READ.
+    """Returns TF's default of ``trainable``: True, unless the synchronization of the
+    variable is ON_READ.
 
     Raises:
-        ValueError: ``trainable`` is True, and the variable is ON_READ.
+        ValueError: ``trainable`` is True, and the synchronization is ON_READ.
     """
     is_on_read = synchronization is VariableSynchronization.ON_READ
     if trainable and is_on_read:
@@ -216,14 +225,15 @@ def is_trainable(
 
 
 class CreatedInStep(ValueError):
-    """A step that is being traced creates a variable."""
+    """Raised when a variable is created while a step is being traced."""
 
 
 def check(request: VariableRequest) -> None:
     """Refuses a request that no creator can carry out.
 
     Raises:
-        ValueError: A step is being traced, or an argument is not of its enum.
+        ValueError: A step is being traced, or ``synchronization`` or ``aggregation`` is
+            not a member of its enum.
     """
     current = recorder.get()
     if current is not None and not current.may_create:
@@ -246,15 +256,16 @@ def check(request: VariableRequest) -> None:
 
 
 _SMALL: Final = 2**20
-"""Up to this many bytes the values of `zstrat.initializers` are made here: they are the
-same anywhere, and a parameter server need not load code."""
+"""Up to this size in bytes, values of `zstrat.initializers` are made in this process:
+they are the same anywhere, and a parameter server then need not load code."""
 
 _PARTITION: Final = ("partition_shape", "partition_offset")
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredValue:
-    """A value that is made where it is stored, so that the whole is never here."""
+    """An initial value that is made by the process that stores it, so that this process
+    never holds the whole array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -262,11 +273,12 @@ class DeferredValue:
 
 
 def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
-    """Makes the first value of a variable, or defers that to where it is stored.
+    """Makes the initial value of a variable, or a `DeferredValue` if the process that
+    stores the variable can make it.
 
     Raises:
-        ValueError: There is no value, or its shape differs from the request.
-        TypeError: It is not an array of numbers or booleans.
+        ValueError: The request has no value, or one of another shape.
+        TypeError: The value is not an array of numbers or booleans.
     """
     value = request.initial_value
     # Without the shape there are no parts to make.
@@ -288,11 +300,12 @@ def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
 
 
 def initialize(request: VariableRequest) -> np.ndarray:
-    """Makes the first value of a variable here; calls a callable.
+    """Makes the initial value of a variable in this process; calls it if it is a
+    callable.
 
     Raises:
-        ValueError: There is no value, or its shape differs from the request.
-        TypeError: It is not an array of numbers or booleans.
+        ValueError: The request has no value, or one of another shape.
+        TypeError: The value is not an array of numbers or booleans.
     """
     value = request.initial_value
     if value is None:
@@ -319,7 +332,8 @@ def _called(request: VariableRequest) -> Any:
 
 
 def _sliced(value: Any, takes_shape: bool) -> Initializer | None:
-    """Wraps a callable that can make parts; None if it makes only the whole."""
+    """Wraps a callable that can make parts of its array as an initializer; returns None
+    if it only makes the whole array."""
     if isinstance(value, Initializer):
         return value
     by_name = _names_parts(value)
@@ -338,7 +352,7 @@ def _is_callable(value: Any) -> bool:
 
 
 def _takes_shape(initializer: Any, name: str) -> bool:
-    """Returns whether the callable takes ``(shape, dtype)``."""
+    """Returns whether the callable takes arguments ``(shape, dtype)``."""
     signature = _signature(initializer)
     if signature is None:
         return False

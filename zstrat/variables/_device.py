@@ -1,17 +1,19 @@
 """The storage of a variable on this process's devices.
 
-A step donates value and slots to XLA, and puts back what comes out. Outside of steps
-the variable is read and updated as any other of this process.
+A step donates the value and the optimizers' slots to XLA, and stores the arrays that it
+returns. Outside of steps the variable is read and updated like other variables of this
+process.
 
 With one replica on each of several devices, the value is one array that all devices
-share. A variable that each replica updates for itself (it is *apart*) is an array
-``[copies, ...]`` with one row on each device. Code outside of the replicas sees the
-first copy; if the synchronization is ON_READ, it sees the aggregate of all copies. One
-copy has a storage of its own (`CopyStorage`); captured steps do not use that, they
-compute with the row.
+share. If each replica updates its own copy of a variable, the variable is called
+*apart*, and its value is an array ``[copies, ...]`` with one row on each device. Code
+outside of the replicas sees the first copy; if the synchronization is ON_READ, it sees
+the aggregate of all copies. A single copy can be used through its own storage
+(`CopyStorage`); captured steps compute with the row instead.
 
-Law of the file: code that changes a value holds the turn (`DevicePool`); it also holds
-the lock while XLA owns the present value, and while it changes several fields.
+Law of the file: code that changes a value holds the ``turn`` of the `DevicePool`; it
+also holds the pool's ``lock`` while XLA owns the present value, and while it changes
+several fields.
 """
 
 from __future__ import annotations
@@ -45,11 +47,13 @@ _wait: Final[Any] = jax.block_until_ready
 
 
 class DeviceStorage(StorageWithSlots):
-    """Keeps one variable on devices of this process, with the slots of its optimizers.
+    """Stores one variable on devices of this process, with the slots that optimizers
+    keep for it.
 
     Args:
         on_read: How a read combines the copies of the replicas, if the variable's
-            synchronization is ON_READ; each replica then has a copy from the start.
+            synchronization is ON_READ; each replica then has its own copy from the
+            start.
     """
 
     def __init__(
@@ -80,27 +84,29 @@ class DeviceStorage(StorageWithSlots):
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of the value; None if it is on one device."""
+        """The sharding that the value has while steps run; None if it is on one
+        device."""
         here = self.pool
         return here.sharding_apart if self.is_apart else here.sharding
 
     @property
     def kept(self) -> Sharding:
-        """The sharding of the value between steps."""
+        """The sharding that the value has now, between steps."""
         where: Sharding = self._value.sharding
         return where
 
     @property
     def is_lost(self) -> bool:
-        """Whether a failed step has lost the value or slots, or a copy is missing since
-        then."""
+        """Whether a failed step lost the value or slots, and since then not all copies
+        have been assigned again."""
         return self._is_gone or bool(self._missing)
 
     def require_kept(self, name: str, copy: int | None = None) -> None:
-        """Refuses a value, or one copy of it, that is lost.
+        """Refuses to use the value, or one copy of it, if it is lost.
 
         Raises:
-            DataLossError: It is lost; names the variable and the remedies.
+            DataLossError: The value or copy is lost; the error names the variable and
+                the remedies.
         """
         if self._lacks(copy):
             raise DataLossError(
@@ -112,8 +118,8 @@ class DeviceStorage(StorageWithSlots):
             )
 
     def like(self) -> np.ndarray:
-        """Returns zeros of the shape and dtype of `shown`, also if the value is
-        lost."""
+        """Returns zeros of the shape and dtype of the value that code outside of
+        replicas sees (`shown`), even if the value is lost."""
         # An array that XLA has taken still knows its shape and dtype.
         shape = self._value.shape[1:] if self.is_apart else self._value.shape
         return np.zeros(shape, self._value.dtype)
@@ -125,7 +131,7 @@ class DeviceStorage(StorageWithSlots):
         """Reads the copies of the replicas, ``[copies, ...]``.
 
         Raises:
-            DataLossError: They are lost.
+            DataLossError: The copies are lost.
         """
         return self._looked_at(variable.name, self._all_copies)
 
@@ -133,7 +139,7 @@ class DeviceStorage(StorageWithSlots):
         """Reads the copy of one replica.
 
         Raises:
-            DataLossError: It is lost.
+            DataLossError: The copy is lost.
         """
         copies = self._looked_at(variable.name, self._all_copies, number)
         row: np.ndarray = copies[number]
@@ -183,11 +189,11 @@ class DeviceStorage(StorageWithSlots):
         op: UpdateOp,
         updates: Sequence[Operands],
     ) -> None:
-        """Updates one copy. If all copies are lost, an assignment restores this one,
-        and the others stay missing until they are assigned.
+        """Updates one replica's copy. If all copies are lost, an assignment restores
+        only this copy, and the others stay missing until they are assigned.
 
         Raises:
-            DataLossError: The copy is lost, and the update depends on it.
+            DataLossError: The copy is lost, and the update depends on its value.
         """
         with self.pool.turn:
             self._settle()
@@ -211,11 +217,11 @@ class DeviceStorage(StorageWithSlots):
             self._put_apart(copies)
 
     def take_copies_of(self, variable: VariableHandle, other: DeviceStorage) -> None:
-        """Takes over the values that this process's replicas have of another variable
-        of the same shape and dtype.
+        """Copies the values that this process's replicas have of the variable in
+        ``other``, which has the same shape and dtype.
 
         Raises:
-            DataLossError: They are lost.
+            DataLossError: The values in ``other`` are lost.
         """
         copies = other.copies(variable)
         with self.pool.turn:
@@ -225,9 +231,11 @@ class DeviceStorage(StorageWithSlots):
                 self._restart_from(self._placed(copies[0]))
 
     def copy_keys(self, next_key: Callable[[], int]) -> tuple[int, ...]:
-        """Returns the key of each copy as a variable; makes the keys the first time.
+        """Returns the variable key of each replica's copy; the first call makes the
+        keys.
 
-        The keys stay the same, so that steps that were traced for a copy are found.
+        The keys never change, so that steps that were traced for a copy are found
+        again.
         """
         with self.pool.lock:
             if not self._copy_keys:
@@ -235,7 +243,7 @@ class DeviceStorage(StorageWithSlots):
             return self._copy_keys
 
     def part(self) -> None:
-        """Gives each replica a copy of its own; they start equal."""
+        """Switches to one copy for each replica (*apart*); the copies start equal."""
         with self.pool.turn:
             self._settle()
             if self.is_apart:
@@ -244,7 +252,8 @@ class DeviceStorage(StorageWithSlots):
             self._put_apart(copies)
 
     def value(self) -> Any:
-        """Returns the value on the devices where steps run."""
+        """Returns the value on the devices where steps run, moved there if it is kept
+        elsewhere."""
         value, here = self._value, self.pool
         return here.sent(value, self.sharding) if here.travels else value
 
@@ -264,20 +273,22 @@ class DeviceStorage(StorageWithSlots):
         return sent
 
     def take_over(self, value: jax.Array) -> None:
-        """Replaces the value by one that nothing else refers to."""
+        """Stores an array as the value; nothing else may refer to the array."""
         here = self.pool
         self._value = here.returned(value) if here.travels else value
 
     def take_over_slots(self, rule: SlotRule, leaves: list[Any]) -> None:
-        """Replaces an optimizer's slots by arrays that nothing else refers to."""
+        """Stores arrays as an optimizer's slots; nothing else may refer to the
+        arrays."""
         here = self.pool
         kept = here.returned(leaves) if here.travels else leaves
         self._slots[rule.id] = rule.beside(kept)
 
     def join(self, place: JointPlace) -> None:
-        """Leaves value and slots in a step's joint state until code asks for them.
+        """Leaves value and slots in the shared list of arrays of a step (`JointState`)
+        until other code needs them.
 
-        The caller holds turn and lock.
+        The caller holds the pool's locks, ``turn`` and ``lock``.
         """
         if self._joint is not None:
             self._part_from_joint()  # it may have slots that the new place has not
@@ -289,24 +300,26 @@ class DeviceStorage(StorageWithSlots):
         self._own_slots = left
 
     def shown(self) -> np.ndarray:
-        """Returns the value as code outside of the replicas sees it."""
+        """Returns the value that code outside of the replicas sees: the first copy or
+        the aggregate."""
         if not self.is_apart or self._on_read is None:
             return self._first()
         return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
     def take_over_shown(self, value: np.ndarray) -> None:
-        """Replaces all copies, from a value as `shown` returns it.
+        """Replaces all copies by ``value``, which has the form that `shown` returns.
 
-        Optimizers whose slots are lost start again with initial ones.
+        Optimizers whose slots are lost start again with initial slots.
         """
         self._restart_from(self._placed(self._shared_out(value)))
 
     def shown_slots(self) -> dict[int, SlotValues]:
-        """Returns the slots, by id of the optimizer, as arrays of numpy."""
+        """Returns the slots as numpy arrays, by id of the optimizer."""
         return {number: slots.on_host() for number, slots in self._slots.items()}
 
     def take_over_shown_slots(self, optimizer: int, slots: SlotValues) -> None:
-        """Replaces the slots of one optimizer, as `shown_slots` returns them."""
+        """Replaces the slots of one optimizer, given in the form that `shown_slots`
+        returns."""
         self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
@@ -351,7 +364,8 @@ class DeviceStorage(StorageWithSlots):
         return self._own_slots
 
     def _part_from_joint(self) -> None:
-        """Takes value and slots out of a step's joint state."""
+        """Takes value and slots out of the `JointState` of a step, and stores them
+        here."""
         with self.pool.lock:
             place = self._joint
             if place is None:
@@ -379,7 +393,8 @@ class DeviceStorage(StorageWithSlots):
         self.pool.settle()
 
     def _placed(self, array: Any) -> jax.Array:
-        """Copies an array of the value's shape to where the value is kept."""
+        """Copies an array to the devices that keep the value; with one row for each
+        copy if the variable is apart."""
         here = self.pool
         return here.place_apart(array) if self.is_apart else here.place(array)
 
@@ -397,10 +412,11 @@ class DeviceStorage(StorageWithSlots):
     def _looked_at(
         self, name: str, seen: Callable[[], np.ndarray], copy: int | None = None
     ) -> np.ndarray:
-        """Calls ``seen`` when the value has been computed, and returns its result.
+        """Waits until the value has been computed, then returns the result of
+        ``seen()``, which reads it.
 
         Raises:
-            DataLossError: The value, or that copy of it, is lost.
+            DataLossError: The value, or the copy that is read, is lost.
         """
         here = self.pool
         here.settle()
@@ -427,7 +443,8 @@ class DeviceStorage(StorageWithSlots):
     def _put_apart(
         self, copies: np.ndarray, missing: frozenset[int] = frozenset()
     ) -> None:
-        """Stores one copy per replica."""
+        """Stores copies ``[copies, ...]``, one for each replica; those numbered in
+        ``missing`` count as lost."""
         placed = self.pool.place_apart(copies)
         with self.pool.lock:
             was_apart = self.is_apart
@@ -437,7 +454,7 @@ class DeviceStorage(StorageWithSlots):
             self.pool.parted += 1
 
     def _restart_from(self, placed: jax.Array) -> None:
-        """Replaces a value that may be lost; drops the slots that are lost."""
+        """Replaces the value, which may be lost, and drops the slots that are lost."""
         self._forget_void_slots()
         with self.pool.lock:
             self._value, self._missing = placed, frozenset()
@@ -448,7 +465,8 @@ class DeviceStorage(StorageWithSlots):
 
     @property
     def _is_void(self) -> bool:
-        """Whether value or slots are lost, or failed to compute. Waits for them."""
+        """Whether value or slots are lost, or their computation failed. Waits until
+        they are computed."""
         state = [SlotValues((), [self._value], ()), *self._slots.values()]
         return any(arrays.is_void for arrays in state)
 
@@ -459,13 +477,14 @@ class DeviceStorage(StorageWithSlots):
         return SlotValues(slots.names, leaves, slots.rows)
 
     def _first(self) -> np.ndarray:
-        """Returns the value, or the first copy."""
+        """Returns the value; if the variable is apart, its first copy."""
         # A view is safe: XLA does not overwrite memory that numpy refers to.
         value = np.asarray(self._value)
         return np.asarray(value[0]) if self.is_apart else value
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
-        """Returns copies that aggregate to the value, with those of other processes."""
+        """Returns copies for this process that, together with those of other processes,
+        aggregate to ``value``."""
         copies = self._equal(value)
         if self._on_read is VariableAggregation.SUM:
             first, total = self.pool.replicas()
@@ -473,5 +492,5 @@ class DeviceStorage(StorageWithSlots):
         return np.asarray(copies if self.is_apart else copies[0])
 
     def _equal(self, value: np.ndarray) -> np.ndarray:
-        """Repeats a value for each copy, ``[copies, ...]``."""
+        """Repeats a value once for each copy: ``[copies, ...]``."""
         return np.broadcast_to(value, (self.pool.copies, *value.shape))

@@ -1,10 +1,10 @@
-"""The devices on which a strategy keeps its variables, and what steps leave there.
+"""The devices on which a strategy keeps its variables, and arrays that steps share.
 
-Storages on devices share the `DevicePool` of their strategy. Law of pools: code that
-computes a next value holds the turn; it also holds the lock while XLA owns the present
-value, and while it changes several fields. Law of `JointState`: a storage that takes
-its arrays out removes them from the list, so a list that is whole has the state of
-every storage.
+The storages of a strategy's variables share its `DevicePool`. Law of pools: code that
+computes the next value of a variable holds the pool's ``turn``; it also holds the
+``lock`` while XLA owns the present value, and while it changes several fields. Law of
+`JointState`: a storage that takes its arrays out removes them from the list and marks
+the list as incomplete, so a list that is whole has the state of every storage.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ class DevicePool(abc.ABC):
     """The devices of this process on which one strategy keeps its variables.
 
     Args:
-        names: TF's names of the devices that keep the copies of the replicas, in their
-            order, or of the one device that keeps all of them.
+        names: TF's names of the devices that keep the copies of the replicas, in the
+            order of the replicas, or of the one device that keeps all copies.
         mesh: The devices of all processes, if values are arrays over them.
-        copies: Number of replicas of this process that may have a copy each.
+        copies: Number of replicas of this process; each may have its own copy of a
+            variable.
 
     Code that computes next values from the present ones holds the ``turn``, from the
-    first read to the last value put back; a step over several parts of the CPU holds it
-    until they have computed. Readers take the ``lock``, which a step holds only while
-    XLA owns the values: another thread may read a variable while the step computes.
-    Take the turn before the lock, and never wait for a value while holding the lock.
+    first read to the last value put back; a step over several parts of the CPU holds
+    the turn until these have computed. Readers take the ``lock``, which a step holds
+    only while XLA owns the values: another thread may read a variable while the step
+    computes. Take the turn before the lock, and never wait for a value while holding
+    the lock.
     """
 
     travels: bool = False
-    """Whether values are kept on another device than the one where steps run."""
+    """Whether values are kept on another device than the one where steps run, so that
+    each step moves them."""
 
     def __init__(
         self, names: Sequence[str], mesh: Mesh | None = None, copies: int = 1
@@ -50,7 +53,7 @@ class DevicePool(abc.ABC):
         self.parted = 0
         """Number of variables that have switched to one copy per replica."""
         self.steps = 0
-        """Number of steps that have put back new values."""
+        """Number of steps that have stored new values."""
         self.has_failed = False
         """Whether a step failed, so that values may be lost."""
         # Re-entrant: a signal handler may read a variable while its thread holds them.
@@ -59,7 +62,7 @@ class DevicePool(abc.ABC):
 
     @abc.abstractmethod
     def place(self, array: Any) -> jax.Array:
-        """Copies an array to where the values are kept."""
+        """Copies an array to the devices that keep values."""
 
     @abc.abstractmethod
     def place_apart(self, copies: Any) -> jax.Array:
@@ -77,7 +80,8 @@ class DevicePool(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> Hashable:
-        """Identifies what the program of a step was compiled for.
+        """Returns a key of the devices and settings that the program of a step is
+        compiled for.
 
         A program is used only under the fingerprint that it was traced under. Which
         variables have copies is not part of it.
@@ -85,38 +89,42 @@ class DevicePool(abc.ABC):
 
     def replicas(self) -> tuple[int, int]:
         """Returns the rank of this process's first replica, and the number of replicas
-        in all processes."""
+        in all processes together."""
         return 0, self.copies
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Waits until values that come from other processes are here.
+        """Waits until values that other processes send have arrived.
 
         Called before values are used, without the lock.
         """
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        """Moves pytrees of arrays of this pool to the devices where a step runs.
+        """Returns pytrees of arrays of this pool on the devices where a step runs;
+        moves the arrays if they are kept elsewhere.
 
-        ``shardings`` is a prefix of the trees.
+        ``shardings`` says where to: a pytree that is a prefix of ``trees``.
         """
         del shardings
         return trees
 
     def returned(self, trees: Any) -> Any:
-        """Brings pytrees that a step made to where values are kept: undoes `sent`."""
+        """Moves the results of a step, pytrees of arrays, to the devices that keep
+        values: the inverse of `sent`."""
         return trees
 
 
 class JointState:
-    """Values and slots of several variables, in the order of a step's program.
+    """The values and slots of several variables in one list, in the order of a step's
+    program.
 
     A step computes the next state of every variable that it updates, and the next call
-    of the same program takes all of it again. To hand each variable its arrays between
-    two calls would cost more than many steps do. So the list is kept as it is: each
-    storage knows its index, and takes its arrays out when code asks the storage.
+    of the same program takes all of these arrays again. To return each variable its
+    arrays between two calls would cost more than many steps do. So the list is kept:
+    each storage knows the indices of its arrays (`JointPlace`), and takes the arrays
+    out when other code needs them.
 
-    A step that holds the turn and the lock of the pool replaces ``arrays``.
+    A step that holds the locks of the pool replaces ``arrays``.
     ``is_whole``: no storage has taken its arrays out.
     """
 
@@ -127,22 +135,24 @@ class JointState:
         self.is_whole = True
 
     def taken(self) -> list[Any] | None:
-        """Returns a copy of the list; None if a storage has taken arrays out."""
+        """Returns a copy of the list of arrays; None if a storage has taken arrays
+        out."""
         arrays = self.arrays[:]
         # Asked afterwards: a storage clears the flag before it takes anything out.
         return arrays if self.is_whole else None
 
 
 class JointPlace(NamedTuple):
-    """The indices of one storage's arrays in the list: of the value, and the first and
-    the end of each optimizer's slots."""
+    """The indices of one storage's arrays in the list of a `JointState`: the index of
+    the value, and for each optimizer the first and the end of its slots."""
 
     state: JointState
     value: int
     slots: tuple[tuple[SlotRule, int, int], ...]
 
     def leave(self) -> None:
-        """Drops the arrays of a storage that has taken them out."""
+        """Removes the arrays of this storage from the list, which is no longer
+        whole."""
         state = self.state
         # Before the arrays go: see `JointState.taken`.
         state.is_whole = False

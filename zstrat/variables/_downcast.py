@@ -1,7 +1,7 @@
 """Downcasts: jax computes with 32 bits, and silently converts numbers of 64 bits.
 
-Other files refuse some of them (variables in steps, ids of rows). Law of the file: a
-warning points to the user's own line.
+Functions here find such numbers and warn. Other files refuse some of them (variables in
+steps, ids of rows). Law of the file: a warning points to the user's own line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _MACHINERY: Final = tuple(
 
 
 class DowncastWarning(UserWarning):
-    """jax converts numbers of 64 bits to 32 bits, and some of them change."""
+    """Warning: jax converts numbers of 64 bits to 32 bits, and some of them change."""
 
 
 def is_machinery(filename: str) -> bool:
-    """Returns whether the file belongs to zstrat or jax."""
+    """Returns whether a source file belongs to zstrat or jax."""
     # Imports run in frames of importlib, which is frozen into Python.
     return filename.startswith((*_MACHINERY, "<frozen"))
 
 
 def user_stacklevel() -> int:
-    """Returns the ``stacklevel`` of `warnings.warn` that points to the user's line."""
+    """Returns the ``stacklevel`` with which `warnings.warn` points to the user's
+    line."""
     frame, level = inspect.currentframe(), 0
     # Level 0 is this function, 1 the one that calls `warnings.warn`.
     while frame is not None and is_machinery(frame.f_code.co_filename):
@@ -44,7 +45,8 @@ def user_stacklevel() -> int:
 
 
 def user_line() -> tuple[str, int]:
-    """Returns file and number of the user's line."""
+    """Returns the file and the line number of the user's code that called into zstrat
+    or jax."""
     frame = inspect.currentframe()
     while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
@@ -53,16 +55,17 @@ def user_line() -> tuple[str, int]:
 
 
 def is_downcast(leaf: Any) -> bool:
-    """Returns whether this is an array of numpy that jax converts to fewer bits."""
+    """Returns whether this is a numpy array that jax converts to fewer bits."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iufc":
         return False
     return downcast_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
 
 
 def downcast_loss(leaf: Any) -> str | None:
-    """Describes the first number that a downcast changes; None if none changes.
+    """Describes the first number of an array that a downcast changes; None if none
+    changes.
 
-    A single float counts only if it is too large: Python's own floats are rounded
+    A scalar float counts only if it is too large, as Python floats are rounded
     everywhere. Cost: a pass over the array if `is_downcast`.
     """
     if not is_downcast(leaf) or not leaf.size:
@@ -85,6 +88,6 @@ def downcast_loss(leaf: Any) -> str | None:
 
 
 def downcast_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that jax computes with."""
+    """Returns the dtype that jax computes with for arrays of this dtype."""
     kept: np.dtype = jax.dtypes.canonicalize_dtype(dtype)
     return kept

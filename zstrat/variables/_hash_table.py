@@ -1,10 +1,11 @@
-"""`HashTable`: rows of any 64-bit ids, which are created by the first gradient.
+"""`HashTable`: a table with rows for any 64-bit ids; the first gradient creates a row.
 
 The rows are stored on all parameter servers, each of which has a range of the ids'
 hashes. A table has no whole value: steps look rows up, and optimizers update rows. The
-first value of a row follows from seed and id alone, so a look-up never creates one.
+initial value of a row depends only on the seed, the table's name and the id, so a
+look-up never creates a row.
 
-Law of the file: nothing of an id is lost. The first axis of the shape is nominal; ids
+Law of the file: ids keep all their bits. The first axis of the shape is nominal; ids
 are never compared with it.
 """
 
@@ -42,17 +43,18 @@ if TYPE_CHECKING:
     from .gradients._slots import OptimizerHandle
 
 BUCKET_ROWS: Final = 2**18
-"""Nominal rows of a bucket: a table has 2**30."""
+"""Nominal number of rows of a bucket, which gives a table a nominal 2**30 rows."""
 
 _SLICE: Final = 4096
-"""Rows of a part that one update looks at to evict some: about a millisecond."""
+"""Number of rows that one eviction update examines, about: takes about a
+millisecond."""
 
 _BATCH: Final = 4 * 2**20
-"""Bytes of rows that `HashTable.items` reads at a time, about."""
+"""Approximate bytes of rows that `HashTable.items` reads at a time."""
 
 
 class _PartSize(NamedTuple):
-    """The size of one part of a table, as its server answers
+    """The size of one part of a table, with the fields that a server returns
     (`KeepsTables.table_sizes`)."""
 
     rows: int
@@ -62,10 +64,10 @@ class _PartSize(NamedTuple):
 
 
 class TableChanges(NamedTuple):
-    """What has changed in a table (`HashTable.changes`).
+    """The changes in a table since an earlier call (`HashTable.changes`).
 
-    ``ids`` ``[n]`` have the ``rows`` ``[n, ...]`` now, and those of ``removed`` ``[m]``
-    have none. ``cut`` is for the next call.
+    ``ids`` ``[n]`` have the ``rows`` ``[n, ...]`` now; ids ``removed`` ``[m]`` have no
+    row any longer. ``cut`` marks this moment; give it to the next call.
     """
 
     ids: np.ndarray
@@ -77,30 +79,33 @@ class TableChanges(NamedTuple):
 class HashTable(AbstractVariable):
     """A table with a row for any 64-bit id, on the parameter servers.
 
-    `embedding_lookup` and its relatives take it as they take a variable, with ids that
-    nobody needs to know beforehand. A row that no optimizer has updated yet, nor
-    `assign` written, has its first value, which depends on ``seed``, the table's name
-    and the id alone; the first update creates the row. Create it in the scope of a
-    `zs.ParameterServerStrategy`.
+    `embedding_lookup` and similar functions take the table in place of a variable, with
+    ids that need not be known beforehand. A row that neither an optimizer nor `assign`
+    has written yet has its initial value, which depends only on ``seed``, the table's
+    name and the id; the first update creates the row. Create the table in the scope of
+    a `zs.ParameterServerStrategy`.
 
-    Ids of arguments and elements of steps keep their 64 bits where jax computes with
-    32. The id -2147483647 stands for padding: it reads as zeros, and is not updated.
+    Ids in arguments of steps and in elements of datasets keep their 64 bits even where
+    jax computes with 32. The id -2147483647 means padding: its row reads as zeros, and
+    is not updated.
 
     Args:
         dim: Length of a row, or its shape.
         dtype: Default: float32.
-        initializer: Makes first values: `zs.initializers.uniform` (the default, from
-            -0.05 to 0.05), ``normal`` or ``constant``; its own seed is not used.
-        seed: The same program has the same first values each time it runs.
-        admission: Which ids get a row (`zs.admission`). Default: all.
-        eviction: Which rows `evict` drops (`zs.eviction`).
-        follow_changes: Note what changes, for `changes`, in 8 bytes a row.
-        trainable: Whether it is among the ``trainable_variables`` of a module.
+        initializer: Makes the initial values: `zs.initializers.uniform` (the default,
+            from -0.05 to 0.05), ``normal`` or ``constant``; the seed of the initializer
+            is not used.
+        seed: Seed of the initial values, which are the same each time the program runs.
+        admission: The rule for which ids get a row (`zs.admission`). Default: all ids.
+        eviction: The rule for which rows `evict` drops (`zs.eviction`).
+        follow_changes: Whether servers record changes, which `changes` reads, in 8
+            bytes a row.
+        trainable: Whether ``trainable_variables`` of a module includes the table.
 
     Raises:
-        ValueError: It is not created in the scope of a strategy with parameter servers,
-            the initializer does not make rows of single ids in this dtype, or rows are
-            empty or have more than 65,536 bytes.
+        ValueError: The table is not created in the scope of a strategy with parameter
+            servers, the initializer does not make rows of single ids in this dtype, or
+            rows are empty or have more than 65,536 bytes.
         TypeError: ``initializer`` is not one of `zs.initializers`, or another argument
             has another type.
     """
@@ -151,17 +156,19 @@ class HashTable(AbstractVariable):
 
     @property
     def tracks(self) -> bool:
-        """Whether servers note when rows have gradients, for `evict`."""
+        """Whether servers record when rows had gradients, as some rules of `evict`
+        need."""
         return self._eviction is not None and self._eviction.tracks
 
     @property
     def follows(self) -> bool:
-        """Whether servers note what changes, for `changes` and differences."""
+        """Whether servers record changes, for `changes` and incremental checkpoints."""
         return self._follows
 
     @property
     def counts(self) -> bool:
-        """Whether servers count gradients of ids that have no row yet."""
+        """Whether servers count the gradients of ids that have no row yet, as some
+        rules of admission need."""
         return self._admission.gradients > 1
 
     @property
@@ -170,28 +177,29 @@ class HashTable(AbstractVariable):
         return math.prod(self.shape[1:])
 
     def lookup(self, ids: Any, default: Any = None) -> Any:
-        """Reads rows, ``ids.shape + row``: in a step as `embedding_lookup`, else at
-        once. It creates none.
+        """Reads rows, ``ids.shape + row``: in a step like `embedding_lookup`, elsewhere
+        at once. Creates no rows.
 
         Args:
-            default: What ids without a row read as, a scalar or a row, outside of
-                steps. Default: their first value.
+            default: The value, a scalar or a row, that ids without a row get; only
+                outside of steps. Default: their initial value.
 
         Raises:
             ValueError: Ids are not integers, or the default does not fit a row.
-            RuntimeError: In a step, with a default.
+            RuntimeError: ``default`` was given in a step.
             PSUnavailableError: A parameter server is gone.
         """
         return self.sparse_read(ids) if default is None else self._known(ids, default)
 
     async def lookup_async(self, ids: Any, default: Any = None) -> np.ndarray:
-        """`lookup` outside of steps, without blocking the running loop."""
+        """Reads rows like `lookup`, outside of steps, without blocking the running
+        loop."""
         if default is None:
             return await self.sparse_read_async(ids)
         return await asyncio.to_thread(self._known, ids, default)
 
     def _known(self, ids: Any, default: Any) -> np.ndarray:
-        """Reads the rows of ids that have some; others are as ``default``."""
+        """Reads the rows of ids; ids without a row get ``default``."""
         storage = self._kept("lookup with a default")
         index = integers(_convert.array_given(ids), f"ids of {self._table}")
         row, dtype = self.shape[1:], self.dtype
@@ -221,17 +229,17 @@ class HashTable(AbstractVariable):
         return read
 
     def assign(self, ids: Any, values: Any) -> Self:  # type: ignore[override]
-        """Writes rows ``values`` ``[n, ...]`` of ids ``[n]``, and creates those that
-        are new; of an id that occurs twice the last one. Outside of steps.
+        """Writes rows ``values`` ``[n, ...]`` of ids ``[n]``, outside of steps, and
+        creates rows for new ids. If an id occurs several times, its last row wins.
 
         Raises:
-            ValueError: Shapes or dtypes do not fit, or an id is that of padding.
-            RuntimeError: In a step.
+            ValueError: Shapes or dtypes do not fit, or an id is the one of padding.
+            RuntimeError: Called in a step.
         """
         return self.scatter_update(self._assigned(ids, values))
 
     async def assign_async(self, ids: Any, values: Any) -> Self:  # type: ignore[override]
-        """`assign`, without blocking the running loop.
+        """Writes rows like `assign`, without blocking the running loop.
 
         Cancellation: the rows may or may not have been written.
         """
@@ -239,18 +247,19 @@ class HashTable(AbstractVariable):
         return await self.scatter_async(UpdateOp.SCATTER_UPDATE, slices)
 
     def remove(self, ids: Any) -> Self:
-        """Drops the rows of ids ``[n]``, with what optimizers keep beside them; those
-        that have none are ignored. A later update creates a row again. Outside steps.
+        """Drops the rows of ids ``[n]`` and the optimizers' slots of these rows,
+        outside of steps. Ids without a row are ignored. A later update creates a row
+        again.
 
         Raises:
             ValueError: Ids are not a vector of integers.
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
         """
         update_all(self._removed(ids))
         return self
 
     async def remove_async(self, ids: Any) -> Self:
-        """`remove`, without blocking the running loop.
+        """Drops rows like `remove`, without blocking the running loop.
 
         Cancellation: the rows may or may not have been dropped.
         """
@@ -259,18 +268,17 @@ class HashTable(AbstractVariable):
 
     def evict(self, now: float | None = None) -> Self:
         """Drops the rows that the rule of ``eviction=`` chooses, a slice of the table
-        at a time, between pushes; and forgets ids that wait for their row, if too many
-        do (``admission.count(n, waiting=)``). Training goes on meanwhile. Call it every
-        so many steps, from the program.
+        at a time, between pushes of gradients. Also forgets the counts of ids that have
+        no row yet, if there are too many such ids (``admission.count(n, waiting=)``).
+        Training continues meanwhile. The program should call this every so many steps.
 
         Args:
-            now: Seconds since some moment, for `zs.eviction.age`. Default:
-                ``time.time()``.
+            now: The time in seconds, for `zs.eviction.age`. Default: ``time.time()``.
 
         Raises:
-            ValueError: The table has no such rule; or ``now`` is given, and is not
-                finite, or its rule is not `zs.eviction.age`.
-            RuntimeError: In a step.
+            ValueError: The table has no such rule; or ``now`` is given but not finite,
+                or given for another rule than `zs.eviction.age`.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         for updates in self._evicted(self._rules(now), self._sizes(), now):
@@ -278,9 +286,9 @@ class HashTable(AbstractVariable):
         return self
 
     async def evict_async(self, now: float | None = None) -> Self:
-        """`evict`, without blocking the running loop.
+        """Drops rows like `evict`, without blocking the running loop.
 
-        Cancellation: some slices of the table may have been done.
+        Cancellation: rows of some slices of the table may have been dropped.
         """
         rules, sizes = self._rules(now), await asyncio.to_thread(self._sizes)
         for updates in self._evicted(rules, sizes, now):
@@ -288,7 +296,7 @@ class HashTable(AbstractVariable):
         return self
 
     def _rules(self, now: float | None) -> list[Eviction]:
-        """Returns the rules of eviction.
+        """Returns the rules that `evict` applies.
 
         Raises:
             ValueError: There are none, or ``now`` is for another one, or not finite.
@@ -321,7 +329,8 @@ class HashTable(AbstractVariable):
         sizes: Sequence[_PartSize],
         now: float | None,
     ) -> Iterator[list[StorageUpdate]]:
-        """Makes the updates of one eviction: of all parts, slice by slice."""
+        """Makes the updates that one eviction sends: yields, for each slice, an update
+        for each part of the table."""
         time_now = time.time() if now is None else float(now)
         for rule in rules:
             limit, is_waiting = rule.limit, rule.rule is EvictionRule.WAITING
@@ -353,10 +362,10 @@ class HashTable(AbstractVariable):
                 yield updates
 
     def __len__(self) -> int:
-        """Returns the number of rows that there are. Cost: one request to each server.
+        """Returns the number of existing rows. Cost: one request to each server.
 
         Raises:
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         return sum(size.rows for size in self._sizes())
@@ -366,17 +375,17 @@ class HashTable(AbstractVariable):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the servers: rows, what optimizers keep beside them, ids, index.
-        Raises as `__len__`."""
+        """Bytes that the table takes on the servers: rows, optimizers' slots of rows,
+        ids, index. Raises as `__len__`."""
         return sum(size.nbytes for size in self._sizes())
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Reads all rows, in batches of some megabytes: ids ``[n]``, int64, and rows
-        ``[n, ...]``. The same rows come in the same order, on however many servers
-        they are; rows that change meanwhile come as they were before or after.
+        ``[n, ...]``. The order of rows does not depend on the number of servers. A row
+        that changes meanwhile is returned as it was before or after the change.
 
         Raises:
-            RuntimeError: In a step.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         # -1: of no cut, so all rows.
@@ -385,20 +394,21 @@ class HashTable(AbstractVariable):
                 yield ids, rows
 
     def changes(self, since: tuple[int, ...] | None = None) -> TableChanges:
-        """Reads the rows that have changed since a cut, the ``cut`` of an earlier call,
-        for a copy of the table that serves. Without one all rows. Rows that change
-        meanwhile come in this call or in the next. The table notes which ids were
-        removed until the next call: let one reader call it.
+        """Reads the rows that have changed since an earlier call, to update a copy of
+        the table, such as one that serves predictions. ``since`` is the ``cut`` that
+        the earlier call returned; None: read all rows. Rows that change meanwhile are
+        returned by this call or the next one. The table records removed ids until the
+        next call, so only one reader may call this.
 
         Raises:
-            InvalidArgumentError: It is not known what has changed since that cut: the
-                table was restored, or its server was; more ids were removed than
-                servers note, or another reader has got them; or the cut is of another
-                run of the program. Call it without a cut.
+            InvalidArgumentError: The changes since that cut are not known: the table or
+                its server was restored; more ids were removed than servers record, or
+                another reader has read them; or the cut is of another run of the
+                program. Call this without a cut.
             ValueError: The table was created without ``follow_changes=True``, or for
                 another number of servers.
-            TypeError: ``since`` is not a cut.
-            RuntimeError: In a step.
+            TypeError: ``since`` is not a cut of an earlier call.
+            RuntimeError: Called in a step.
             PSUnavailableError: A parameter server is gone.
         """
         if not self._follows:
@@ -436,7 +446,8 @@ class HashTable(AbstractVariable):
         return TableChanges(ids, rows, gone, tuple([x.cut for x in sizes]))
 
     def _batches(self, since: Sequence[int]) -> Iterator[Any]:
-        """Reads buckets; yields what their server answers."""
+        """Reads the rows of all parts, some buckets at a time, changed since the cut of
+        each part (-1: all). Yields the results of `KeepsTables.table_rows`."""
         storage, rows = self._kept(), len(self)
         nbytes = max(1, rows) * (self.dim * self.dtype.itemsize + 8)
         # Hashes spread the rows evenly over the buckets.
@@ -568,8 +579,8 @@ def hashed(
     eviction: Eviction | None = None,
     follows: bool = False,
 ) -> HashTable:
-    """Makes the handle of an existing table from its components, in the order of their
-    buckets."""
+    """Makes the handle of an existing table from its components, which are in the order
+    of their buckets."""
     # Not by the class, which would create a table on the servers.
     table = object.__new__(HashTable)
     parts, first = tuple(components), components[0].spec

@@ -1,9 +1,9 @@
-"""Indexing of a sharded variable: ``variable[index]``, with as few rows as it needs.
+"""Indexing of a sharded variable: ``variable[index]`` fetches only the rows it needs.
 
-Indexing is that of numpy, except arrays of integers (`sparse_read` does that): `select`
-replaces the part of the index for the first axis by one for the rows that are fetched,
-and keeps the rest, so that numpy itself makes the result. Decides without I/O: indices
-in, pieces out.
+Indices are those of numpy, except arrays of integers (use `sparse_read` for these).
+`select` replaces the part of the index for the first axis by an index into the fetched
+rows, and keeps the rest, so that numpy itself makes the result. The functions do no
+I/O: they convert indices to `TablePiece` objects.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from ._table import Table
 
 Rows = slice | np.ndarray
-"""Rows of one component: ``start:stop:step`` with a positive step, or indices."""
+"""Row numbers of one component: a slice ``start:stop:step`` with a positive step, or an
+array of indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """An index in two steps: fetch ``rows`` of the first axis (ascending, a range or
-    indices), then index the fetched rows by ``index``."""
+    """An index in two steps: fetch the ``rows`` of the first axis (ascending; a range
+    or an array of indices), then apply ``index`` to the fetched rows."""
 
     rows: range | np.ndarray
     index: tuple[Any, ...]
 
     def pieces(self, table: Table) -> list[tuple[int, Rows]]:
-        """Splits the rows over the components that have some."""
+        """Splits the rows into pieces, one for each component that has some of them."""
         if isinstance(self.rows, range):
             slices = enumerate(_within(self.rows, table.offsets.tolist()))
             return [(n, rows) for n, rows in slices if rows is not None]
@@ -40,11 +41,12 @@ class Selection:
 
 
 def select(index: Any, shape: tuple[int, ...]) -> Selection:
-    """Splits ``array[index]`` into rows to fetch and an index into these rows.
+    """Splits ``array[index]``, for an array of this shape, into rows to fetch and an
+    index into these rows.
 
     Raises:
         TypeError: The index, or a bound of a slice, is an array or not an index.
-        IndexError: It is out of bounds, or has more axes than the array.
+        IndexError: The index is out of bounds, or has more axes than the array.
         ValueError: The step of a slice is zero.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -76,7 +78,8 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
 
 
 def _first(parts: list[Any], shape: tuple[int, ...]) -> int | None:
-    """Returns the position of the part for the first axis; None if there is none."""
+    """Returns the position, among the parts of an index, of the part for the first
+    axis; None if no part indexes it."""
     used = sum(
         part.ndim if isinstance(part, np.ndarray) else 1
         for part in parts
@@ -109,7 +112,12 @@ def _masked(mask: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.nd
 
 
 def _checked(part: Any) -> Any:
-    """Checks a part of an index: an int, a slice of ints, None, Ellipsis, or a mask."""
+    """Returns a part of an index if it is an int, a slice of ints, None, Ellipsis, or a
+    mask.
+
+    Raises:
+        TypeError: The part is something else.
+    """
     if part is None or isinstance(part, EllipsisType):
         return part
     if isinstance(part, slice):
@@ -134,7 +142,8 @@ def _integer(value: Any) -> int:
 
 
 def _within(rows: range, offsets: list[int]) -> list[slice | None]:
-    """Splits rows at the offsets; each slice counts from its offset."""
+    """Splits a range of rows at the components' ``offsets``. Returns a slice for each
+    component, relative to its offset; None if it has no such row."""
     slices: list[slice | None] = []
     for start, stop in itertools.pairwise(offsets):
         # Rows of the range that are before this component: a step may pass its start.

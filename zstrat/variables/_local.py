@@ -1,6 +1,6 @@
 """Storages of variables of this process.
 
-`LocalStorage` keeps one variable as an array of numpy, with the slots of the optimizers
+`LocalStorage` keeps one variable as a numpy array, with the slots of the optimizers
 that have updated it. `CopyStorage` is one replica's copy of a variable on devices
 (`_device`). `UnboundStorage` belongs to handles whose value is on another task.
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 class ProcessStorage:
-    """Base of storages that answer at once, without waiting for another task.
+    """Base of storages that return at once, without waiting for another task.
 
-    Several reads or updates are done one after the other, also by the async methods.
+    Several reads or updates are executed one after the other, also by the async
+    methods.
     """
 
     # No ABC: steps ask `isinstance(storage, DeviceStorage)` for each variable, which
@@ -37,7 +38,7 @@ class ProcessStorage:
 
     @abc.abstractmethod
     def read(self, variable: VariableHandle) -> np.ndarray:
-        """Reads one value, as a read-only array."""
+        """Returns the value of the variable as a read-only array."""
 
     @abc.abstractmethod
     def update(
@@ -47,7 +48,7 @@ class ProcessStorage:
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        """Applies one update; returns when every reader sees it."""
+        """Applies one update; when it returns, every reader sees the result."""
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         return [self.read(variable) for variable in variables]
@@ -74,47 +75,54 @@ class ProcessStorage:
 class StorageWithSlots(ProcessStorage):
     """Base of storages of one variable whose value and slots are in this process.
 
-    Checkpoints save and restore them as they are, and optimizers update them here. Code
-    that does so holds the ``turn`` from the first call to the last one.
+    Checkpoints save and restore value and slots as they are, and optimizers update them
+    in this process. Code that does so holds the ``turn`` from its first call to the
+    last.
     """
 
     @property
     @abc.abstractmethod
     def _slots(self) -> dict[int, SlotValues]:
-        """The slots by the id of the optimizer."""
+        """The slots, by id of the optimizer."""
 
     @property
     @abc.abstractmethod
     def turn(self) -> Any:
-        """The re-entrant lock of code that computes the next value from this one."""
+        """The re-entrant lock to hold while computing the next value from the present
+        one."""
 
     @abc.abstractmethod
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
-        """Returns value and slots of one moment, the slots by id of the optimizer.
+        """Returns value and slots as of one moment; the slots by id of the optimizer.
 
         Args:
-            name: Of the variable, for errors.
+            name: The name of the variable, for errors.
 
         Raises:
-            DataLossError: They are lost.
+            DataLossError: Value or slots are lost.
         """
 
     @abc.abstractmethod
     def value_before(self, name: str) -> np.ndarray:
-        """Returns the value before an update, or copies ``[count, ...]`` of replicas.
+        """Returns the value before an update; copies ``[count, ...]`` if replicas have
+        them.
+
+        Args:
+            name: The name of the variable, for errors.
 
         Raises:
-            DataLossError: It is lost; ``name`` is the variable's.
+            DataLossError: The value is lost.
         """
 
     @abc.abstractmethod
     def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """Returns the optimizer's slots before an update; creates them the first time.
+        """Returns the optimizer's slots before an update; creates the slots the first
+        time.
 
         The caller must not change the list.
 
         Raises:
-            ValueError: Slots of another optimizer were restored here.
+            ValueError: The stored slots were restored from another optimizer.
         """
 
     @abc.abstractmethod
@@ -125,20 +133,22 @@ class StorageWithSlots(ProcessStorage):
 
     @abc.abstractmethod
     def take_over_shown(self, value: np.ndarray) -> None:
-        """Replaces the value by one that depends on nothing that was here before."""
+        """Replaces the stored value, or every copy of it on the devices, with
+        ``value``. The old value may be lost."""
 
     @abc.abstractmethod
     def _settle(self) -> None:
-        """Waits for a value and slots that come from other processes."""
+        """Waits until a value and slots that other processes send have arrived."""
 
     @abc.abstractmethod
     def _kept(self, slots: SlotValues) -> SlotValues:
-        """Converts slots to the form in which they are kept here."""
+        """Converts slots to the form in which this storage keeps them."""
 
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """Reads the slots of an optimizer, by name; empty if it has none."""
+        """Reads the slots of an optimizer for the one variable of this storage, by
+        name; empty if the optimizer has none."""
         _, slots = self.taken(variables[0].name)
         beside = slots.get(optimizer.id)
         if beside is None:
@@ -152,7 +162,7 @@ class StorageWithSlots(ProcessStorage):
         name: str,
         value: np.ndarray,
     ) -> None:
-        """Assigns one slot of an optimizer."""
+        """Assigns one slot that the optimizer keeps for the variable."""
         with self.turn:
             self._settle()
             rule = optimizer.slot_rule(variable)
@@ -166,10 +176,10 @@ class StorageWithSlots(ProcessStorage):
         value: np.ndarray | None,
         slots: Mapping[OptimizerHandle, SlotValues | None],
     ) -> None:
-        """Replaces value and slots together.
+        """Replaces value and optimizers' slots together.
 
         The value stays if ``value`` is None. An optimizer whose slots are None starts
-        again with initial ones.
+        again with initial slots.
         """
         with self.turn:
             # Values of other processes that are still to come would replace these.
@@ -188,7 +198,8 @@ class StorageWithSlots(ProcessStorage):
 
 
 class LocalStorage(StorageWithSlots):
-    """Keeps one variable in this process, with the slots of its optimizers."""
+    """Keeps one variable in this process as a numpy array, with the slots of its
+    optimizers."""
 
     def __init__(self, value: np.ndarray) -> None:
         # A copy: the caller may write to its array later.
@@ -250,7 +261,7 @@ class LocalStorage(StorageWithSlots):
         self._value = _frozen(value)
 
     def _settle(self) -> None:
-        """Does nothing: values of this storage come from nowhere else."""
+        """Does nothing: no other process sends values to this storage."""
 
     def _kept(self, slots: SlotValues) -> SlotValues:
         return slots
@@ -263,7 +274,8 @@ def _frozen(value: np.ndarray) -> np.ndarray:
 
 
 class CopyStorage(ProcessStorage):
-    """One replica's copy of a variable on devices: a row of that variable's storage."""
+    """The storage of one replica's copy of a variable: a row of that variable's
+    `DeviceStorage`."""
 
     def __init__(self, container: VariableHandle, number: int) -> None:
         self.container = container
@@ -291,7 +303,8 @@ class CopyStorage(ProcessStorage):
         self._whole.update_copy(self.container, self.number, op, [operands])
 
     def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
-        """Makes the error of an optimizer that is given this copy."""
+        """Makes the error for an optimizer that was asked to update this single
+        copy."""
         return NotImplementedError(
             f"{variable.spec} is one copy of {self.container.spec}, and optimizers "
             "update all copies together: give apply_gradients the variable itself"
@@ -299,20 +312,22 @@ class CopyStorage(ProcessStorage):
 
     @property
     def _whole(self) -> Any:
-        """The `DeviceStorage` of all copies, which is a file above this one."""
+        """The `DeviceStorage` of all copies. Its file imports this one, so it is
+        imported late."""
         return self.container.storage
 
 
 def copy_storage(variable: VariableHandle) -> CopyStorage | None:
-    """Returns the storage of a variable that is one replica's copy, else None."""
+    """Returns the storage of a variable that is one replica's copy; None for others."""
     storage = variable.storage
     return storage if isinstance(storage, CopyStorage) else None
 
 
 class UnboundStorage(ProcessStorage):
-    """The storage of handles whose value is on another task; refuses everything.
+    """The storage of handles whose value is on another task; refuses every read and
+    update.
 
-    The RuntimeError says where the value is.
+    The RuntimeError says which task has the value.
     """
 
     def read(self, variable: VariableHandle) -> np.ndarray:
@@ -331,7 +346,7 @@ class UnboundStorage(ProcessStorage):
         raise self.refusal(parts[0][0], "read rows of")
 
     def refusal(self, variable: VariableHandle, what: str) -> RuntimeError:
-        """Makes the error of a read or update."""
+        """Makes the error for a refused read or update."""
         return RuntimeError(
             f"{what} {variable.spec} outside a step function: this handle came from "
             f"another task, and its value is stored at {variable.spec.device}; read "

@@ -3,8 +3,8 @@
 Law: an operator reads the variable once and leaves the rest to numpy (on the
 coordinator) or jax (inside a step). In-place operators raise: ``v += 1`` would rebind
 the name to an array. Conversions by functions of optax that make an optimizer or a
-schedule raise, too: they would keep the number, and a later ``assign`` would change
-nothing.
+schedule also raise: these would keep the present number, and a later ``assign`` would
+have no effect.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 _Operator: TypeAlias = "Callable[[ArrayOperators, Any], Any]"
 _BETWEEN: Final = frozenset({"zstrat", "jax", "numpy"})
-"""Packages whose frames are skipped in the search for the converting function."""
+"""Packages whose frames are skipped in the search for the function that converts a
+variable."""
 _WITHIN: Final = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
-"""Frames that belong to the function around them."""
+"""Names of frames (comprehensions and the like) that belong to the function around
+them."""
 _OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
 def _left(operate: Callable[[Any, Any], Any]) -> _Operator:
-    """Makes an operator with the variable on the left."""
+    """Makes an operator method with the variable on the left."""
 
     def left(self: ArrayOperators, other: Any) -> Any:
         return operate(self._implied(), value_of(other))
@@ -43,7 +45,7 @@ def _left(operate: Callable[[Any, Any], Any]) -> _Operator:
 
 
 def _right(operate: Callable[[Any, Any], Any]) -> _Operator:
-    """Makes an operator with the variable on the right."""
+    """Makes an operator method with the variable on the right."""
 
     def right(self: ArrayOperators, other: Any) -> Any:
         return operate(value_of(other), self._implied())
@@ -52,7 +54,7 @@ def _right(operate: Callable[[Any, Any], Any]) -> _Operator:
 
 
 def _refused(what: str, instead: str = "assign") -> Callable[..., NoReturn]:
-    """Makes an in-place operator, which raises."""
+    """Makes a method for an in-place operator that raises an error."""
 
     def refuse(self: ArrayOperators, other: Any) -> NoReturn:
         raise TypeError(
@@ -69,11 +71,11 @@ HYPERPARAMETERS: Final = (
     'optimizer.hyperparams["learning_rate"] = 0.01 between steps, in place of a '
     "variable. For a number that stays as it is, write variable.numpy()"
 )
-"""The remedy for a hyperparameter that the program changes."""
+"""The remedy, for errors, if a program changes a hyperparameter."""
 
 
 class ArrayWanted(ValueError):
-    """A variable is passed to a function of jax that takes only arrays.
+    """Raised when a variable is passed to a jax function that takes only arrays.
 
     Not a TypeError, which jax would replace by its own.
     """
@@ -84,7 +86,7 @@ class ArrayWanted(ValueError):
 
 
 class ArrayOperators(abc.ABC):
-    """Python's operators for objects that have a value."""
+    """Python's operators for objects that have an array as their value."""
 
     __slots__ = ()
 
@@ -97,11 +99,12 @@ class ArrayOperators(abc.ABC):
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array]:
-        """The value for functions of jax that ask for it, as ``jnp.asarray``.
+        """Returns the value to jax functions that convert their arguments, such as
+        ``jnp.asarray``.
 
         Raises:
-            ValueError: Outside of steps, if the function takes only arrays: jax's own
-                error would not say what to do.
+            ValueError: Outside of steps, if the function takes only arrays (jax's own
+                error would not say what to do).
         """
         # jax asks here, too, before it refuses an argument of a compiled function. In a
         # step another place replaces its error by one that names the step.
@@ -116,10 +119,11 @@ class ArrayOperators(abc.ABC):
         return self._as_jax
 
     def _implied(self) -> Any:
-        """Reads the value for an implicit conversion.
+        """Reads the value for an implicit conversion, such as to an array.
 
         Raises:
-            ValueError: A function that makes an optimizer or a schedule would keep it.
+            ValueError: The converting function makes an optimizer or a schedule, which
+                would keep the present value.
         """
         value = self.value()  # first: it refuses to be read while jax traces
         # Frame 0 is this one, 1 the operator, 2 the code that uses it.
@@ -143,7 +147,7 @@ class ArrayOperators(abc.ABC):
 
     @property
     def real(self) -> Any:
-        """The real part of the value: ``optax.tree.norm`` takes it of its leaves."""
+        """The real part of the value, as ``optax.tree.norm`` reads it from leaves."""
         return self.value().real
 
     @property
@@ -260,13 +264,13 @@ class ArrayOperators(abc.ABC):
 
 
 def value_of(other: Any) -> Any:
-    """Reads a variable; returns anything else as it is."""
+    """Returns the value of a variable; returns anything else unchanged."""
     return other.value() if isinstance(other, ArrayOperators) else other
 
 
 def _refuses(asking: CodeType) -> bool:
-    """Returns whether a function asks for ``__jax_array__`` only to refuse the
-    object."""
+    """Returns whether a function reads ``__jax_array__`` of an object only to refuse
+    it."""
     # It then has an error message about it among its constants. Its own name changes
     # between versions of jax.
     name = "__jax_array__"
@@ -275,9 +279,8 @@ def _refuses(asking: CodeType) -> bool:
 
 
 def _maker_of(frame: FrameType | None) -> str:
-    """Returns the name of the function of optax that converts the variable, if that
-    makes an optimizer or a schedule; else "".
-    """
+    """Returns the name of the optax function that converts the variable, if this
+    function makes an optimizer or a schedule; otherwise ""."""
     package = ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -1,15 +1,16 @@
-"""What is being traced: the recorder of a step, and refusals outside of steps.
+"""The recorder of the step that is being traced, and errors for tracing outside of
+steps.
 
-The capture of a step function sets itself in the context variable `recorder`, and
-variables send reads and updates there: reads return traced arrays, updates are recorded
-instead of applied. Law: only captures set the context variable; it is cleared while an
-optimizer's transformation is traced; the code that sets it resets it.
+The capture (tracing) of a step function sets itself in the context variable `recorder`,
+and variables pass reads and updates to it: reads return traced arrays, updates are
+recorded instead of applied. Law: only captures set the context variable; it is cleared
+while an optimizer's transformation is traced; the code that sets it resets it.
 
 Outside of step functions jax may trace Python, too (``jax.jit``): the body runs once,
 and the program that comes out runs many times. A value that is read would be a constant
-of that program, and an update would happen once, at the first call. So both are
-refused. Law: ``jax.grad``, ``jax.vmap`` and ``jax.linearize`` compute at once, so reads
-in them are allowed.
+of that program, and an update would happen once, at the first call. So reads and
+updates raise errors there. Law: ``jax.grad``, ``jax.vmap`` and ``jax.linearize``
+compute at once, so reads inside these are allowed.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ if TYPE_CHECKING:
 
 
 class VariableUse(enum.Enum):
-    """The ways in which a traced body uses a variable."""
+    """The ways in which a function that is being traced uses a variable."""
 
     VALUE = enum.auto()
-    """Reads or updates it."""
+    """The code reads or updates the variable."""
     NAME = enum.auto()
-    """Reads its name, its device or its strategy."""
+    """The code reads the variable's name, device or strategy."""
     HASH = enum.auto()
-    """Looks it up in a dict or a set."""
+    """The code looks the variable up in a dict or a set."""
 
 
 use_watcher: Final[ContextVar[Callable[[Any, VariableUse], None] | None]] = ContextVar(
     "zstrat_use_watcher", default=None
 )
-"""Called at each use of a variable. The code that sets it resets it."""
+"""Function to call at each use of a variable; None: nobody watches. The code that sets
+it resets it."""
 
 
 def note_use(use: VariableUse, *variables: object) -> None:
-    """Reports a use of variables to the watcher, if one is set."""
+    """Reports a use of a variable to the watcher, if one is set."""
     watcher = use_watcher.get()
     if watcher is not None:
         for variable in variables:
@@ -57,7 +59,7 @@ def note_use(use: VariableUse, *variables: object) -> None:
 recorder: Final[ContextVar[TraceRecorder | None]] = ContextVar(
     "zstrat_recorder", default=None
 )
-"""The capture that runs in this thread or task, if any."""
+"""The capture that is tracing a step in this thread or task; None if none is."""
 
 
 _TRACED: Final = (
@@ -66,13 +68,14 @@ _TRACED: Final = (
 )
 
 _at_once: Any = None
-"""The last trace state in which jax computed at once. Comparing with it saves the
-operation that finds out. Not set at import: the operation would start jax's backend
-before the program has said which devices it wants."""
+"""The last trace state in which jax computed at once. If the present state is equal,
+`is_staging` need not run an operation to find out. Not set at import: the operation
+would start jax's backend before the program has said which devices it wants."""
 
 
 def is_staging() -> bool:
-    """Returns whether jax traces what runs now, to run it later."""
+    """Returns whether jax is tracing the running code, to compile it and run it
+    later."""
     global _at_once
     state: Any = get_opaque_trace_state()  # type: ignore[no-untyped-call]
     if state == _at_once:
@@ -86,7 +89,8 @@ def is_staging() -> bool:
 
 
 class StagedAccess(RuntimeError):
-    """Python that jax runs only once, to trace it, reads or updates a variable."""
+    """Raised when code that jax runs only once, to trace it, reads or updates a
+    variable."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(message)
@@ -94,10 +98,11 @@ class StagedAccess(RuntimeError):
 
 
 def refuse_read(spec: VariableSpec) -> None:
-    """Refuses to read a value that jax would keep as a constant.
+    """Refuses to read a variable if jax is tracing and would keep its value as a
+    constant.
 
     Raises:
-        StagedAccess: jax is staging.
+        StagedAccess: jax is tracing the running code to run it later.
     """
     if is_staging():
         raise StagedAccess(
@@ -109,10 +114,10 @@ def refuse_read(spec: VariableSpec) -> None:
 
 
 def refuse_update(spec: VariableSpec, what: str) -> None:
-    """Refuses an update that would happen only at the first call.
+    """Refuses an update of a variable that would happen once, while jax traces.
 
     Raises:
-        StagedAccess: jax is staging.
+        StagedAccess: jax is tracing the running code to run it later.
     """
     if is_staging():
         raise StagedAccess(

@@ -1,11 +1,12 @@
 """Reads and updates of rows of a table, outside of steps and in traced code.
 
-Outside of steps the components are asked for their rows, and the answers put in order.
-Law: each row that is read travels once, however often it occurs, and no other row
-travels. Decides without I/O; the storages do it.
+Outside of steps, each component is asked for its rows, and the answers are put in
+order. Law: each row that is read is transferred once, however often its id occurs, and
+no other row is. The functions plan and join without I/O; the storages do the I/O.
 
-In traced code shapes are fixed. Law: an index that is not a row of a component becomes
-an index after its last row, where jax drops writes, with a gradient of zeros.
+In traced code shapes are fixed. Law: an index that is not a row of a component is
+replaced by the index after its last row, where jax drops writes, with a gradient of
+zeros.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ if TYPE_CHECKING:
 def read_rows(table: Table, ids: Any) -> np.ndarray:
     """Reads rows of a table from their storages, ``ids.shape + row``.
 
-    Cost: one request to each storage that has some of them, each row once.
+    Cost: one request to each storage that has some of the rows, each row once.
 
     Raises:
-        ValueError: Ids are not integers.
+        ValueError: The ids are not integers.
         IndexError: An id is outside of the table.
-        PSUnavailableError: A parameter server that has some of them is gone.
+        PSUnavailableError: A parameter server that has some of the rows is gone.
     """
     return Gathering.of(table, ids).read(read_parts)
 
 
 async def read_rows_async(table: Table, ids: Any) -> np.ndarray:
-    """`read_rows`, without blocking the running loop.
+    """Reads rows like `read_rows`, without blocking the running loop.
 
     Cancellation: nothing is lost, a read has no effect.
     """
@@ -56,7 +57,8 @@ async def read_rows_async(table: Table, ids: Any) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """One read of rows: what to ask the storages for, and how to join the answers."""
+    """The plan of one read of rows: what to request from the storages, and how to join
+    the answers."""
 
     table: Table
     shape: tuple[int, ...]
@@ -70,7 +72,7 @@ class Gathering:
         """Plans the read of ids of any shape.
 
         Raises:
-            ValueError: They are not integers.
+            ValueError: The ids are not integers.
             IndexError: An id is outside of the table.
         """
         index = integers(ids, f"ids of {table}")
@@ -83,13 +85,15 @@ class Gathering:
 
     @property
     def whole(self) -> list[VariableHandle]:
-        """The components that are aggregated on read, whatever rows are read: all
-        processes take part in the aggregation, and others may read other rows."""
+        """Components whose copies are aggregated on read. Their whole values are read,
+        whichever rows are wanted: all processes take part in the aggregation, and
+        others may want other rows."""
         return [v for v in self.table.components if v.is_aggregated_on_read]
 
     @property
     def parts(self) -> list[StorageRows]:
-        """The rows of all other components, to ask their storages for."""
+        """The rows to request from the storages, of all components that are not in
+        `whole`."""
         components = self.table.components
         asked = [(components[piece.component], piece.local) for piece in self.pieces]
         return [part for part in asked if not part[0].is_aggregated_on_read]
@@ -97,15 +101,16 @@ class Gathering:
     def read(
         self, read: Callable[[Sequence[StorageRows]], Sequence[np.ndarray]]
     ) -> np.ndarray:
-        """Reads the rows; ``read`` fetches those of `parts`."""
+        """Reads the rows; ``read`` is the function that fetches `parts` from the
+        storages."""
         values = [variable._read_now() for variable in self.whole]
         return self.assembled(read(self.parts), values)
 
     def assembled(
         self, answers: Sequence[np.ndarray], values: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Joins the rows of `parts` and the values of `whole` to the result, which is
-        read-only."""
+        """Joins the rows of `parts` and the values of `whole` to the result, a
+        read-only array."""
         row = self.table.shape[1:]
         unique = np.empty((len(self.found.unique), *row), self.table.dtype)
         rest = iter(answers)
@@ -133,11 +138,11 @@ def row_updates(
     operands: tuple[np.ndarray, np.ndarray],
     optimizer: OptimizerHandle | None,
 ) -> list[StorageUpdate]:
-    """Returns what each component has of an update of rows of the table.
+    """Splits an update of rows of a table into one update for each component.
 
-    Gradients of one row are summed, as an optimizer takes one step a row; and it takes
-    one with every component, be it of no rows, so that all count the same steps. What
-    is scattered keeps the order of duplicates.
+    Gradients of the same row are summed, as an optimizer makes one step for a row. An
+    optimizer update is sent to every component, even without rows, so that all count
+    the same steps. Scatter updates keep the order of duplicates.
     """
     indices, rows = present(*operands)
     index_runs = table.runs(indices)
@@ -162,7 +167,7 @@ def row_updates(
 
 
 def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Drops indices that are `ABSENT`, with their rows."""
+    """Drops indices that are `ABSENT` (padding), and their rows."""
     absent_mask = absent(indices)
     if absent_mask is None:
         return indices, rows
@@ -170,10 +175,13 @@ def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def integers(ids: Any, what: str) -> np.ndarray:
-    """Converts ids to an array.
+    """Converts ids to a numpy array of integers.
+
+    Args:
+        what: Describes the ids, for errors.
 
     Raises:
-        ValueError: They are not integers.
+        ValueError: The ids are not integers.
     """
     try:
         index = np.asarray(ids)
@@ -190,9 +198,9 @@ def integers(ids: Any, what: str) -> np.ndarray:
 
 
 def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.Array:
-    """Converts row indices of a table to row indices of one component.
+    """Converts row indices of a table to row indices of one of its components.
 
-    Indices that belong to other components become the index after its last row.
+    Indices of rows of other components become the index after the component's last row.
     """
     height = table.components[component].shape[0]
     indices = reaching(indices)
@@ -208,13 +216,14 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
 def summed(
     indices: jax.Array, rows: jax.Array, height: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums the rows of each index; returns each index once, sorted, and its sum.
+    """Sums the rows of each index, in traced code. Returns each index once, sorted, and
+    the sum of its rows.
 
-    Both results have the length of the arguments; the indices that are left over are
-    ``height``, with sums of zero.
+    Both results have the length of the arguments; unused entries have the index
+    ``height`` and sums of zero.
 
     Args:
-        indices: ``[n]``; those outside of ``[0, height)`` are ignored.
+        indices: ``[n]``; indices outside of ``[0, height)`` are ignored.
         rows: ``[n, ...]``.
     """
     indices = reaching(indices)

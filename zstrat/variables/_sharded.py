@@ -4,7 +4,7 @@ The components are usually on different parameter servers. A dense update is spl
 them, updates of rows go to the components that have these rows, and reads fetch only
 the rows that they need. Like a `Variable` it is an opaque leaf of pytrees.
 
-Law of the file: the components never change. Each of them knows which rows it has
+Law of the file: the components never change. Each component knows which rows it has
 (`VariableSpec.part`), and refers weakly to the sharded variable.
 """
 
@@ -46,15 +46,16 @@ if TYPE_CHECKING:
 
 
 class ShardedVariable(AbstractVariable):
-    """One array over the rows of several variables.
+    """One array whose rows are those of several variables, its components.
 
-    Strategies with a partitioner create them. The constructor joins existing
-    ``variables``, in the order of their rows, which are its components from then on.
+    Strategies with a partitioner create sharded variables. The constructor joins
+    existing ``variables``, in the order of their rows.
 
     Raises:
         TypeError: ``variables`` is not a non-empty list or tuple of variables.
-        ValueError: They differ in dtype, or in shape beyond the first axis; or a
-            variable occurs twice, or is a component of another one already.
+        ValueError: The variables differ in dtype, or in shape beyond the first axis; or
+            a variable occurs twice, or is already a component of another sharded
+            variable.
     """
 
     __slots__ = ("__weakref__", "_components", "_table")
@@ -138,24 +139,24 @@ class ShardedVariable(AbstractVariable):
         return self._table
 
     def __iter__(self) -> Iterator[Variable]:
-        """Returns the components, as in TF; ``iter(v.value())`` goes through the
+        """Iterates over the components, as in TF; ``iter(v.value())`` iterates over
         rows."""
         return iter(self.components)
 
     def __len__(self) -> int:
-        """Returns the number of components, as iterating gives them."""
+        """Returns the number of components."""
         return len(self.components)
 
     def __getitem__(self, index: Any) -> Any:
         """Indexes as numpy does, by integers, slices, ``...``, None and masks.
 
-        Outside of steps it fetches only the rows of the result; inside, it reads whole
-        components, but only those that have such rows. There `sparse_read` is cheaper
-        for a few rows of a large table.
+        Outside of steps it fetches only the rows of the result. Inside a step it reads
+        whole components, but only those that have rows of the result; for a few rows of
+        a large table `sparse_read` is cheaper there.
 
         Raises:
             TypeError: The index, or a bound of a slice, is an array.
-            IndexError: It is out of bounds, or has more axes than the value.
+            IndexError: The index is out of bounds, or has more axes than the value.
             ValueError: The step of a slice is zero.
         """
         selection = select(index, self.shape)
@@ -175,7 +176,8 @@ class ShardedVariable(AbstractVariable):
         return jnp.concatenate(parts)[selection.index]
 
     def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
-        """Fetches rows and joins them. Cost: one request to each storage."""
+        """Fetches the rows of the pieces and joins them. Cost: one request to each
+        storage."""
         wanted = [_count(rows, component) for component, rows in pieces]
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
@@ -196,7 +198,7 @@ class ShardedVariable(AbstractVariable):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Replaces rows, as `scatter_update` does; TF's other name."""
+        """Replaces rows; TF's other name for `scatter_update`."""
         return self.scatter_update(sparse_delta, use_locking, name)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
@@ -213,7 +215,7 @@ class ShardedVariable(AbstractVariable):
     async def sparse_read_async(
         self, indices: Any, name: str | None = None
     ) -> np.ndarray:
-        """`sparse_read`, without blocking the running loop."""
+        """Reads rows like `sparse_read`, without blocking the running loop."""
         indices = self._vector(indices)
         return await super().sparse_read_async(indices, name)
 
@@ -230,11 +232,12 @@ class ShardedVariable(AbstractVariable):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
         """Creates a new variable with the same components and the present values.
 
-        Components of a strategy get copies there, others where the current scope puts
-        them.
+        A component of a strategy is copied in that strategy; other components are
+        copied to where the current scope creates variables.
 
         Raises:
-            RuntimeError: In the scope of another strategy than that of the components.
+            RuntimeError: The current scope is of another strategy than that of the
+                components.
         """
         refuse_read(self._spec)
         parts = self.components
@@ -336,7 +339,8 @@ def _indices(rows: Any, component: Variable) -> np.ndarray:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the rows of all parts; read-only, as arrays of storages are."""
+    """Joins the rows of all parts to one array, which is read-only like the arrays of
+    storages."""
     whole = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
     whole.flags.writeable = False
     return whole

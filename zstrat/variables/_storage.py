@@ -7,7 +7,7 @@ own (`_local`, `_device`); a handle that was unpickled on another task has an
 `UnboundStorage`, which refuses everything. The functions here take several variables
 and send one request to each storage.
 
-`VariableSpec` describes a variable without its value. Law: a spec holds and moves no
+`VariableSpec` describes a variable without its value. Law: a spec holds and sends no
 value. It is equal on every task, so it identifies a variable in plans, in pickled step
 functions and on parameter servers.
 """
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
 
 
 LOCAL: Final = -1
-"""`VariableSpec.ps` of a variable that is stored in the process that created it."""
+"""Value of `VariableSpec.ps` for a variable that is stored in the process that created
+it."""
 RESIDENT: Final = -2
-"""`VariableSpec.ps` of an array that each worker keeps for itself between windows."""
+"""Value of `VariableSpec.ps` for an array that each worker keeps between windows
+(groups of local training steps)."""
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are aggregated (TF's names)."""
+    """When the copies that replicas have of a variable are aggregated (TF's names)."""
 
     AUTO = 0
     NONE = 1
@@ -47,22 +49,22 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the updates of several replicas become one (TF's names)."""
+    """How the updates of several replicas are combined to one (TF's names)."""
 
     NONE = 0
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
     ONLY_FIRST_TOWER = 3  # noqa: PIE796  # an alias
-    """TF 1.12's name of ONLY_FIRST_REPLICA."""
+    """TF 1.12's name for ONLY_FIRST_REPLICA."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentRows:
-    """The rows of a sharded variable that a component has.
+    """Which rows of a sharded variable a component has.
 
-    Rows ``[offset, offset + shape[0])`` of ``rows``; component ``index`` of the
-    ``count`` components of the variable named ``whole``.
+    The component has rows ``[offset, offset + shape[0])`` of ``rows``; it is component
+    ``index`` of ``count`` of the variable named ``whole``.
     """
 
     whole: str
@@ -74,10 +76,12 @@ class ComponentRows:
 
 @dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """Shape, dtype and location of one variable; ``part`` if it is a component.
+    """Name, shape, dtype and location of one variable; ``part`` if the variable is a
+    component.
 
     ``key`` is unique in the session: not negative for a variable on a parameter server,
-    negative for others. ``ps`` is the task index, `LOCAL` or `RESIDENT` for none.
+    negative for others. ``ps`` is the task index of the server, or `LOCAL` or
+    `RESIDENT`.
     """
 
     key: int
@@ -90,13 +94,13 @@ class VariableSpec:
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     part: ComponentRows | None = None
     buckets: tuple[int, int] | None = None
-    """Of a part of a table of any id: it has the ids of buckets ``[first, end)``
+    """For a part of a hash table: the part has the ids in buckets ``[first, end)``
     (`zstrat.ids`), and the first axis of its shape is nominal."""
 
     @property
     def device(self) -> str:
-        """TF's name of the device. A variable of one process has the CPU of its host:
-        only that process knows the real device (`Variable.device`)."""
+        """TF's name of the device. For a variable of one process it is the CPU of its
+        host, as only that process knows the real device (`Variable.device`)."""
         if self.ps < 0:
             return "/job:localhost/replica:0/task:0/device:CPU:0"
         return f"/job:ps/replica:0/task:{self.ps}/device:CPU:0"
@@ -108,8 +112,7 @@ class VariableSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value; 0 for a table of any id, which has as many rows as are
-        created."""
+        """Bytes of the value; 0 for a hash table, whose rows are created later."""
         if self.buckets is not None:
             return 0
         return math.prod(self.shape) * self.numpy_dtype.itemsize
@@ -127,11 +130,12 @@ StorageRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
 StorageUpdate: TypeAlias = (
     "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
 )
-"""One update: the variable, the operation, its operands, the optimizer if any."""
+"""One update: the variable, the operation, its operands, the optimizer or None."""
 
 
 class VariableHandle(Protocol):
-    """A variable that is not sharded, as storages, tables and recorders know it."""
+    """A variable that is not sharded, in the form that storages, tables and recorders
+    use."""
 
     @property
     def spec(self) -> VariableSpec: ...
@@ -159,16 +163,17 @@ class VariableHandle(Protocol):
 
     @property
     def is_aggregated_on_read(self) -> bool:
-        """Whether no storage has single rows of it; see the method of `Variable`."""
+        """Whether reads aggregate copies, so that no storage can return single rows;
+        see the property of `Variable`."""
         ...
 
     @property
     def components(self) -> tuple[VariableHandle, ...]:
-        """The variable itself, as it is not sharded."""
+        """The variable itself, its only component, as it is not sharded."""
         ...
 
     def value(self) -> Any:
-        """Reads the value, in a step or outside of one."""
+        """Reads the value; traced inside a step, otherwise from the storage."""
         ...
 
     def numpy(self) -> np.ndarray: ...
@@ -181,14 +186,15 @@ class VariableHandle(Protocol):
 
 
 class Storage(Protocol):
-    """Keeps values of variables. Callers have checked shapes and dtypes of operands."""
+    """Keeps the values of variables. Callers check shapes and dtypes of operands."""
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        """Reads one value, as a read-only array."""
+        """Returns the value of one variable as a read-only array."""
         ...
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        """Reads several variables, in order, with one request to each ps."""
+        """Reads several variables. Returns the values in order; sends one request to
+        each parameter server."""
         ...
 
     async def read_many_async(
@@ -196,7 +202,8 @@ class Storage(Protocol):
     ) -> list[np.ndarray]: ...
 
     def read_rows(self, parts: Sequence[StorageRows]) -> list[np.ndarray]:
-        """Reads rows ``[n, ...]``, in order, with one request to each ps."""
+        """Reads rows of several variables. Returns an array ``[n, ...]`` for each part,
+        in order; sends one request to each parameter server."""
         ...
 
     async def read_rows_async(
@@ -204,9 +211,10 @@ class Storage(Protocol):
     ) -> list[np.ndarray]: ...
 
     def update_many(self, updates: Sequence[StorageUpdate]) -> None:
-        """Applies updates of different variables, with one request to each ps.
+        """Applies updates of different variables, with one request to each parameter
+        server.
 
-        Returns when every reader sees them.
+        When it returns, every reader sees the updates.
         """
         ...
 
@@ -220,9 +228,10 @@ class KeepsSlots(Protocol):
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """Reads the slots that the optimizer keeps for each variable, by name.
+        """Reads the slots that the optimizer keeps for each variable: a mapping from
+        slot names to arrays.
 
-        The mapping of a variable that the optimizer has not updated yet is empty.
+        The mapping is empty for a variable that the optimizer has not updated yet.
         """
         ...
 
@@ -233,19 +242,21 @@ class KeepsSlots(Protocol):
         name: str,
         value: np.ndarray,
     ) -> None:
-        """Assigns one slot; creates the slots first if the optimizer has none yet."""
+        """Assigns one slot of an optimizer for a variable; creates all slots first if
+        the optimizer has none for it yet."""
         ...
 
 
 @runtime_checkable
 class KeepsTables(Protocol):
-    """A storage of tables of any id."""
+    """A storage of hash tables (`HashTable`)."""
 
     def table_sizes(
         self, parts: Sequence[VariableHandle]
     ) -> list[tuple[int, int, int, int]]:
-        """Returns rows, bytes, the cut of now, and the number of ids that wait for
-        their row, of each part of a table."""
+        """Returns for each part of a table: its number of rows, its bytes, its present
+        cut (a position in the sequence of changes), and the number of ids that are
+        counted but have no row yet."""
         ...
 
     def table_rows(
@@ -256,16 +267,20 @@ class KeepsTables(Protocol):
         since: int = -1,
         ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
-        """Reads ids ``[n]`` and rows ``[n, ...]`` of a part, in the buckets from
-        ``first`` to before ``last``, sorted by bucket and then by id; with ``since``
-        those that have changed since that cut, ids ``[m]`` that were removed, and the
-        cut of now, ``[1]``. ``ids``: maybe one array, int64 ``[k]``, in place of
-        buckets; those that have rows are read, in their order."""
+        """Reads ids ``[n]`` and rows ``[n, ...]`` of a part of a table, in the buckets
+        from ``first`` to before ``last``, sorted by bucket and then by id.
+
+        With ``since``, an earlier cut, it reads the rows that have changed since that
+        cut, and also returns the ids ``[m]`` that were removed and the present cut,
+        ``[1]``. ``ids`` may have one array, int64 ``[k]``: then these ids are read
+        instead of buckets, those that have rows, in their order.
+        """
         ...
 
 
 def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
-    """Reads variables, in order. Cost: one request to each storage."""
+    """Reads variables; returns their values in order. Cost: one request to each
+    storage."""
     wanted = list(variables)
     values: list[Any] = [None] * len(wanted)
     for storage, numbers in _by_storage(wanted):
@@ -275,7 +290,7 @@ def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
 
 
 async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
-    """`read_all`, without blocking the running loop."""
+    """Reads variables like `read_all`, without blocking the running loop."""
     wanted = list(variables)
     values: list[Any] = [None] * len(wanted)
     for storage, numbers in _by_storage(wanted):
@@ -285,7 +300,8 @@ async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray
 
 
 def read_parts(parts: Sequence[StorageRows]) -> list[np.ndarray]:
-    """Reads rows ``[n, ...]``, in order. Cost: one request to each storage."""
+    """Reads rows of several variables; returns an array ``[n, ...]`` for each part, in
+    order. Cost: one request to each storage."""
     rows: list[Any] = [None] * len(parts)
     for storage, numbers in _by_storage([variable for variable, _ in parts]):
         _scatter(rows, numbers, storage.read_rows([parts[n] for n in numbers]))
@@ -293,7 +309,7 @@ def read_parts(parts: Sequence[StorageRows]) -> list[np.ndarray]:
 
 
 async def read_parts_async(parts: Sequence[StorageRows]) -> list[np.ndarray]:
-    """`read_parts`, without blocking the running loop."""
+    """Reads rows like `read_parts`, without blocking the running loop."""
     rows: list[Any] = [None] * len(parts)
     for storage, numbers in _by_storage([variable for variable, _ in parts]):
         read = await storage.read_rows_async([parts[n] for n in numbers])
@@ -302,13 +318,13 @@ async def read_parts_async(parts: Sequence[StorageRows]) -> list[np.ndarray]:
 
 
 def update_all(updates: Sequence[StorageUpdate]) -> None:
-    """Applies updates. Cost: one request to each storage."""
+    """Applies updates of variables. Cost: one request to each storage."""
     for storage, numbers in _by_storage([update[0] for update in updates]):
         storage.update_many([updates[n] for n in numbers])
 
 
 async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
-    """`update_all`, without blocking the running loop.
+    """Applies updates like `update_all`, without blocking the running loop.
 
     Cancellation: some of the updates may have been applied.
     """
@@ -321,7 +337,8 @@ async def update_all_async(updates: Sequence[StorageUpdate]) -> None:
 def _by_storage(
     variables: Sequence[VariableHandle],
 ) -> list[tuple[Storage, list[int]]]:
-    """Groups variables, by number, by their storage; keeps the order."""
+    """Groups variables by their storage. Returns each storage with the indices of its
+    variables, in order."""
     # By identity: the variables keep their storages alive, so no id is used twice.
     groups: dict[int, list[int]] = {}
     for number, variable in enumerate(variables):

@@ -1,11 +1,12 @@
 """Rows of arrays: `IndexedSlices` (a value), and `Table` (where rows are stored).
 
-A `Table` is one or several variables. Two of its layouts are TF's: *div* gives each
-component a range of neighbouring rows, the first ones one more than the rest (as
-partitioners do); *mod* distributes the rows round-robin (only for lists in an
-`embedding_lookup` of the v1 API). In the third, *hash*, of a `HashTable`, rows have any
-ids of 64 bits in place of indices; each component has a range of their hashes, and ids
-are sorted by these. Decides without I/O: ids in, pieces out.
+A `Table` consists of one or several variables, its components. Two of its layouts are
+TF's: *div* gives each component a range of neighbouring rows, and the first components
+one row more than the rest (as partitioners do); *mod* distributes the rows round-robin
+(only for lists in an `embedding_lookup` of the v1 API). In the third, *hash*, of a
+`HashTable`, rows have arbitrary 64-bit ids instead of indices; each component has a
+range of the hashes of ids, and ids are sorted by hash. The methods do no I/O: they
+convert ids to `TablePiece` objects.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IndexedSlices:
-    """``values[i]`` belongs to row ``indices[i]`` of an array of ``dense_shape``.
+    """Rows of an array of ``dense_shape``: ``values[i]`` belongs to row ``indices[i]``.
 
     A pytree node whose leaves are ``values`` [n, ...] and ``indices`` [n] (integers).
-    ``jax.tree.map`` computes with the indices, too: to scale a gradient (a mean over
-    micro-batches), scale the loss, or ``values`` alone, or `to_dense()`. An index may
-    occur several times: values accumulate. Gradients of padded lookups have negative
-    indices, whose values are ignored. ``dense_shape`` may be None if the receiver knows
-    it, as a variable does.
+    ``jax.tree.map`` also computes with the indices: to scale a gradient (a mean over
+    micro-batches), scale the loss, or only ``values``, or `to_dense()`. An index may
+    occur several times: its values accumulate. Gradients of padded lookups have
+    negative indices, whose values are ignored. ``dense_shape`` may be None if the
+    receiver knows the shape, as a variable does.
     """
 
     values: Any
@@ -51,7 +52,7 @@ class IndexedSlices:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the array that these are rows of."""
+        """Shape of the array whose rows these are."""
         return self.dense_shape
 
     @property
@@ -60,13 +61,13 @@ class IndexedSlices:
         return self.values.dtype
 
     def to_dense(self) -> jax.Array:
-        """Returns the whole array, with zeros in all other rows.
+        """Returns the whole array, with zeros in all rows that are not given.
 
         Raises:
-            ValueError: ``dense_shape`` is not known.
+            ValueError: ``dense_shape`` is None.
 
         Warns:
-            DowncastWarning: The values lose bits where jax computes with 32.
+            DowncastWarning: The values lose bits, as jax computes with 32 bits.
         """
         if self.dense_shape is None:
             raise ValueError(
@@ -94,7 +95,7 @@ class IndexedSlices:
 
 
 def reaching(indices: jax.Array) -> jax.Array:
-    """Casts indices to a dtype that can exceed the number of rows."""
+    """Casts indices to a dtype that can represent numbers above the last row."""
     return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
@@ -106,12 +107,14 @@ jax.tree_util.register_pytree_node(
 
 
 ABSENT: Final = PADDING
-"""The id of padding: it reads as zeros, and updates skip it. Shapes are fixed in steps,
-so padding cannot be removed. An id computed by mistake is unlikely to be this one."""
+"""The id of padding: its row reads as zeros, and updates skip it. Shapes are fixed in
+steps, so padding cannot be removed. An id computed by mistake is unlikely to be this
+one."""
 
 
 def absent(ids: np.ndarray) -> np.ndarray | None:
-    """Returns the mask of ids that are `ABSENT`; None if none is. Cost: one pass."""
+    """Returns the mask of ids that are `ABSENT` (padding); None if there are none.
+    Cost: one pass."""
     # Fewer than 32 bits cannot be padding.
     if not ids.size or ids.dtype.itemsize < 4 or int(ids.min()) >= 0:
         return None
@@ -120,7 +123,7 @@ def absent(ids: np.ndarray) -> np.ndarray | None:
 
 
 class TableLayout(enum.StrEnum):
-    """The distribution of a table's rows over its components."""
+    """How the rows of a table are distributed over its components."""
 
     DIV = "div"
     MOD = "mod"
@@ -128,8 +131,8 @@ class TableLayout(enum.StrEnum):
 
 
 class TablePiece(NamedTuple):
-    """The part of a batch of ids that one component has: the ids at ``positions`` are
-    its rows ``local``."""
+    """The ids of a batch that belong to one component: the ids at ``positions`` of the
+    batch are the rows ``local`` of ``component``."""
 
     component: int
     positions: slice | np.ndarray
@@ -138,18 +141,18 @@ class TablePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Rows of one or several variables, which may differ in their first axis only.
+    """The rows of one or several variables, which may differ only in their first axis.
 
-    ``shape`` is that of all rows together; the first axis of a hashed one is nominal.
-    ``is_hashed``: rows have ids of 64 bits in place of indices. Two tables are equal if
-    they have the same variables in the same layout; values are never compared.
+    ``shape`` is that of all rows together; in a hash table its first axis is nominal.
+    ``is_hashed``: rows have 64-bit ids instead of indices. Two tables are equal if they
+    have the same variables in the same layout; values are never compared.
     """
 
     name: str
     components: tuple[VariableHandle, ...]
     layout: TableLayout = TableLayout.DIV
     offsets: np.ndarray = field(init=False, repr=False)
-    """First row of each component, and at the end the number of all rows."""
+    """First row of each component, followed by the number of all rows."""
 
     def __post_init__(self) -> None:
         rows = [component.shape[0] for component in self.components]
@@ -187,10 +190,11 @@ class Table:
         return f"table {self.name!r} ({self.dtype.name}{list(self.shape)})"
 
     def require_inside(self, ids: np.ndarray) -> None:
-        """Refuses ids outside of the table, except `ABSENT`. Cost: one pass.
+        """Refuses ids outside of the table, except `ABSENT` (padding). Cost: one pass.
 
         Raises:
-            IndexError: An id is outside; names the table and the first such id.
+            IndexError: An id is outside; the error names the table and the first such
+                id.
         """
         if not ids.size or self.is_hashed:
             return
@@ -207,7 +211,8 @@ class Table:
             )
 
     def runs(self, ids: np.ndarray) -> Runs:
-        """Groups ids ``[n]`` that are inside of the table, in its order."""
+        """Groups equal ids of an array ``[n]``, all inside of the table. The groups are
+        sorted as the rows of the table are: ascending, or by hash."""
         if self.is_hashed:
             # An id of uint64 is the one of int64 that has the same bits.
             ids = ids.astype(np.int64, copy=False)
@@ -215,16 +220,18 @@ class Table:
         return runs(ids)
 
     def cuts(self, ids: np.ndarray) -> list[int]:
-        """Returns where the ids of each component of a hashed table begin and, last,
-        where all end; ``ids`` ``[n]`` of int64 in the table's order."""
+        """Returns at which positions the ids of each component begin in ``ids`` and,
+        last, where all end. For hash tables; ``ids`` are int64 ``[n]``, sorted by
+        hash."""
         firsts = [self._buckets(component)[0] for component in self.components]
         buckets = buckets_of(hashes_of(ids))
         return [*np.searchsorted(buckets, firsts).tolist(), len(ids)]
 
     def pieces(self, ids: np.ndarray) -> Sequence[TablePiece]:
-        """Splits ids ``[n]`` over the components, without those that have none.
+        """Splits ids ``[n]`` into pieces, one for each component that has some.
 
-        The ids are in the table's order, ascending or by their hash, and inside of it.
+        The ids are inside of the table, and sorted as its rows are: ascending, or by
+        hash.
         """
         if len(self.components) == 1:
             return [TablePiece(0, slice(0, len(ids)), ids)] if len(ids) else []

@@ -1,8 +1,9 @@
-"""Creation of tables of any id: the user's arguments, checked, and the creator.
+"""Creation of hash tables (`HashTable`): checks the user's arguments, finds the
+creator.
 
-What a server would refuse is refused here, in the user's own line, before anything is
-sent. A table of any id is created only where there are parameter servers, so not every
-`Creator` can do it.
+Arguments that a server would refuse raise an error here, at the user's own line, before
+anything is sent. A hash table can only be created on parameter servers, so not every
+`Creator` is a `TableCreator`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .eviction import Eviction
 
 @dataclass(frozen=True, slots=True)
 class TableRequest:
-    """The user's arguments for one new table of any id: ``row`` is the shape of a row,
-    ``seed`` from 0 to 2**63 - 1."""
+    """The user's arguments for one new hash table. ``row`` is the shape of a row,
+    ``seed`` is from 0 to 2**63 - 1."""
 
     row: tuple[int, ...]
     dtype: np.dtype
@@ -43,19 +44,19 @@ class TableRequest:
 
 @runtime_checkable
 class TableCreator(Protocol):
-    """A creator of tables of any id."""
+    """A creator that can create hash tables."""
 
     def create_table(self, request: TableRequest) -> Any:
-        """Creates a `HashTable`."""
+        """Creates the `HashTable` of a request."""
         ...
 
 
 def create_table(request: TableRequest) -> Any:
-    """Creates a table of any id.
+    """Creates a hash table by the current creator.
 
     Raises:
-        ValueError: The current scope is not that of a strategy with parameter servers;
-            a step is being traced.
+        ValueError: The current scope does not belong to a strategy with parameter
+            servers; a step is being traced.
     """
     recording = recorder.get()
     if recording is not None and not recording.may_create:
@@ -85,7 +86,7 @@ def checked_request(
     follow_changes: Any,
     trainable: Any,
 ) -> TableRequest:
-    """Checks the arguments of `HashTable`.
+    """Checks the arguments of `HashTable`; returns them as a request.
 
     Raises:
         ValueError, TypeError: As `HashTable`.
@@ -114,11 +115,11 @@ def checked_request(
 
 
 def _row_shape(dim: Any, name: str) -> tuple[int, ...]:
-    """Returns the shape of a row.
+    """Returns the shape of a row for the argument ``dim`` of `HashTable`.
 
     Raises:
         TypeError: ``dim`` is neither an integer nor integers.
-        ValueError: It is not positive.
+        ValueError: ``dim`` is not positive.
     """
     try:
         row = tuple(map(operator.index, dim if np.iterable(dim) else [dim]))
@@ -135,7 +136,7 @@ def _row_shape(dim: Any, name: str) -> tuple[int, ...]:
 def _require_rules(
     admission: Admission | None, eviction: Eviction | None, name: str
 ) -> None:
-    """Raises TypeError if a rule is something else."""
+    """Raises TypeError if a rule of admission or eviction has another type."""
     if not isinstance(admission, Admission | None):
         raise TypeError(
             f"table {name!r}: admission={admission!r:.80}: expected "
@@ -149,7 +150,8 @@ def _require_rules(
 
 
 def _mixed(seed: int, name: str) -> int:
-    """Returns the seed of a table: tables of other names have other first values."""
+    """Mixes the name of a table into its seed, so that tables of different names have
+    different initial values."""
     text = name.encode()
     try:
         mixed = np.array([operator.index(seed) % 2**63], np.int64)
@@ -167,11 +169,12 @@ def _mixed(seed: int, name: str) -> int:
 def _require_rows(
     initializer: Initializer, row: tuple[int, ...], dtype: np.dtype, name: str
 ) -> None:
-    """Tries the initializer here, where an error is clearer than a server's.
+    """Makes some rows by the initializer in this process, where an error is clearer
+    than a server's.
 
     Raises:
-        ValueError: It does not make rows of single ids, or not in this dtype; or rows
-            are too large.
+        ValueError: The initializer does not make rows of single ids, or not in this
+            dtype; or rows are too large.
     """
     nbytes = math.prod(row) * dtype.itemsize
     if nbytes > TABLE_ROW_BYTES:

@@ -1,7 +1,8 @@
 """Variables in pytrees, and among the attributes of a `Module`.
 
-`create_variables` turns a pytree of arrays into one of variables, `values` turns it
-back. A `Module` finds variables among its attributes, as ``tf.Module`` does.
+`create_variables` converts a pytree of arrays to a pytree of variables, `values`
+converts it back. A `Module` finds variables among its attributes, as ``tf.Module``
+does.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ def create_variables(
     aggregation: VariableAggregation = VariableAggregation.NONE,
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
 ) -> Any:
-    """Replaces each array of a pytree by a new `Variable`, named by its path.
+    """Replaces each array of a pytree by a new `Variable`, named by the path of the
+    array.
 
     ``{"dense": {"kernel": k}}`` gives a variable ``"dense/kernel"``, or
     ``"name/dense/kernel"`` with a ``name``. Creates all of them in one round trip.
 
     Args:
-        dtype: Of all the variables; default: each array's own.
-        trainable: Of all the variables; default: True, unless their synchronization is
-            ON_READ.
+        dtype: The dtype of all variables; default: that of each array.
+        trainable: Whether all variables are trainable; default: True, unless their
+            synchronization is ON_READ.
 
     Raises:
-        ValueError, TypeError: As `Variable`; names the leaf.
+        ValueError, TypeError: As `Variable`; the error names the leaf.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [
@@ -82,8 +84,9 @@ _LISTENERS: Final = "_zstrat_listeners"
 
 
 class _Listeners(list["OnAttribute"]):
-    """The callbacks of `watch`, kept in the module itself, as both may refer to each
-    other. A copy of the module, here or on another task, starts without any."""
+    """The callbacks of `watch` for one module. The module itself keeps this object, as
+    module and callbacks may refer to each other. A copy of the module, here or on
+    another task, has no callbacks."""
 
     def __reduce__(self) -> Any:
         return _Listeners, ()
@@ -92,9 +95,9 @@ class _Listeners(list["OnAttribute"]):
 class Module:
     """Base of models that keep variables in attributes.
 
-    Variables in lists, tuples, dicts and other modules count too, each once, in the
-    order of the attributes' names. A sharded variable counts as its components, and a
-    `HashTable` as one.
+    Variables in lists, tuples, dicts and other modules are found too, each once, in the
+    order of the attributes' names. A sharded variable is listed as its components, a
+    `HashTable` as one variable.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -113,29 +116,30 @@ class Module:
 
     @property
     def variables(self) -> tuple[Variable | HashTable, ...]:
-        """All variables of this module and of those below it."""
+        """All variables of this module and of its submodules."""
         kinds = (Variable, HashTable)
         return tuple(leaf for leaf in _walk(self, set()) if isinstance(leaf, kinds))
 
     @property
     def trainable_variables(self) -> tuple[Variable | HashTable, ...]:
-        """Those of `variables` that are trainable."""
+        """The variables of this module and its submodules that are trainable."""
         return tuple(v for v in self.variables if v.trainable)
 
     @property
     def submodules(self) -> tuple[Module, ...]:
-        """All modules below this one."""
+        """All modules among the attributes of this module, directly or nested."""
         modules = (leaf for leaf in _walk(self, set()) if isinstance(leaf, Module))
         return tuple(module for module in modules if module is not self)
 
 
 def watch(module: Module, callback: OnAttribute) -> None:
-    """Calls ``callback(module, name, value)`` after each attribute that is set."""
+    """Makes a module call ``callback(module, name, value)`` after each attribute that
+    is set."""
     vars(module).setdefault(_LISTENERS, _Listeners()).append(callback)
 
 
 def unwatch(module: Module, callback: OnAttribute) -> None:
-    """Undoes `watch`."""
+    """Removes a callback that `watch` added."""
     listeners = vars(module).get(_LISTENERS, [])
     if callback in listeners:
         listeners.remove(callback)

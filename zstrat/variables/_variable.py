@@ -1,4 +1,5 @@
-"""`Variable`: a handle with a spec (what the variable is) and a storage (its value).
+"""`Variable`: a handle that consists of a spec (name, shape, location) and a storage,
+which has the value.
 
 `AbstractVariable` has the methods that read and update it.
 
@@ -55,26 +56,27 @@ _UNBOUND: Final = UnboundStorage()
 class Variable(AbstractVariable):
     """A shared, mutable array.
 
-    Inside ``strategy.scope()`` it is created on the parameter servers; elsewhere it is
-    stored in this process. If the strategy's partitioner cuts it, the call returns a
-    `ShardedVariable`, as in TF.
+    Inside ``strategy.scope()`` the variable is created where the strategy stores
+    variables, such as on its parameter servers; elsewhere it is stored in this process.
+    If the strategy's partitioner shards it, the call returns a `ShardedVariable`, as in
+    TF.
 
     Args:
         initial_value: An array, a Python value, or a callable. A callable is called
             with ``(shape, dtype)`` if it takes two arguments and ``shape`` is given
-            (`zstrat.initializers`), else without any.
-        trainable: Whether it is among the ``trainable_variables`` of a module.
+            (`zstrat.initializers`), otherwise without arguments.
+        trainable: Whether ``trainable_variables`` of a module includes the variable.
             Default: True, unless its synchronization is ON_READ.
-        shape: Of the value; needed only by an initializer.
-        dtype: A string, numpy dtype or jax scalar type. Default: float32 or int32
-            for Python values and initializers, the array's own for arrays.
-        per_worker_variable: Give each worker a value of its own: a `PerWorkerVariable`,
-            which optimizers do not update.
+        shape: Shape of the value; needed only by an initializer.
+        dtype: A string, numpy dtype or jax scalar type. Default: float32 or int32 for
+            Python values and initializers, for arrays their dtype.
+        per_worker_variable: Whether each worker has its own value: then the call
+            returns a `PerWorkerVariable`, which optimizers do not update.
 
     Raises:
         ValueError: ``initial_value`` is None, or has another shape; ``aggregation`` or
-            ``synchronization`` is not of its enum; it is trainable and its
-            synchronization is ON_READ; a step is being traced.
+            ``synchronization`` is not a member of its enum; the variable is trainable
+            and its synchronization is ON_READ; a step is being traced.
         TypeError: The value is not an array of numbers or booleans, or the name is not
             a string.
 
@@ -122,18 +124,19 @@ class Variable(AbstractVariable):
 
     @property
     def spec(self) -> VariableSpec:
-        """The description of the variable, without its value."""
+        """The description of the variable without its value: name, shape, dtype,
+        location."""
         return self._spec
 
     @property
     def storage(self) -> Storage:
-        """The storage that reads and updates go to outside of traced steps."""
+        """The storage that reads and updates use outside of traced steps."""
         return self._storage
 
     @property
     def device(self) -> str:
-        """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; that of the
-        first device if several have a copy."""
+        """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; if several
+        devices have a copy, that of the first."""
         note_use(VariableUse.NAME, self)
         storage = self._storage
         if isinstance(storage, DeviceStorage | CopyStorage):
@@ -142,11 +145,11 @@ class Variable(AbstractVariable):
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy in whose scope it was created, while that is alive; None for a
-        plain variable of this process.
+        """The strategy in whose scope the variable was created, as long as it is alive;
+        None for a plain variable of this process.
 
         Raises:
-            RuntimeError: This handle came from another task, where the strategy is.
+            RuntimeError: This handle came from another task, which has the strategy.
         """
         note_use(VariableUse.NAME, self)
         if isinstance(self._storage, UnboundStorage):
@@ -159,8 +162,8 @@ class Variable(AbstractVariable):
 
     @property
     def sharded_container(self) -> AbstractVariable | None:
-        """The `ShardedVariable` that this one is a component of, while that is alive;
-        None for a variable that is not sharded."""
+        """The `ShardedVariable` of which this variable is a component, as long as it is
+        alive; None for a variable that is not sharded."""
         return None if self._container is None else self._container()
 
     @property
@@ -200,20 +203,21 @@ class Variable(AbstractVariable):
 
     @property
     def owner(self) -> Creator | None:
-        """The creator of the strategy that it belongs to, which also makes copies of
-        it; None for a plain variable of this process."""
+        """The creator (see `_creator`) of the strategy that the variable belongs to,
+        which also creates copies of it; None for a plain variable of this process."""
         return self._storage if isinstance(self._storage, Creator) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Creates a new variable with the present value.
 
-        The copy of a strategy's variable belongs to the same strategy, in its scope or
-        outside of any scope; the copy of a variable of this process goes where the
-        current scope puts it. The copy of a component is not sharded. With several
-        processes, all of them copy it at the same point of the program.
+        The copy of a strategy's variable belongs to the same strategy, both in its
+        scope and outside of any scope; the copy of a variable of this process is
+        created where the current scope stores variables. The copy of a component is not
+        sharded. If the strategy has several processes, all of them must copy the
+        variable at the same point of the program.
 
         Raises:
-            RuntimeError: In the scope of another strategy than the variable's.
+            RuntimeError: The current scope is of another strategy than the variable's.
         """
         copied: Any = self._duplicated(self.numpy())
         return copied  # type: ignore[no-any-return]  # or a ShardedVariable
@@ -236,14 +240,15 @@ class Variable(AbstractVariable):
 
 
 def handle(spec: VariableSpec, storage: Storage) -> Variable:
-    """Makes a handle of an existing variable."""
+    """Makes a handle of an existing variable from its spec and storage."""
     variable = object.__new__(Variable)
     variable._spec, variable._storage, variable._container = spec, storage, None
     return variable
 
 
 def stand_in(variable: Variable) -> Variable:
-    """Makes another handle of the same variable, which equals no other object."""
+    """Makes another handle of the same variable that is not equal to any other
+    object."""
     copied = object.__new__(type(variable))
     # Variables have slots and no `__dict__`.
     slots = [name for kind in type(variable).__mro__ for name in _slots(kind)]
@@ -257,7 +262,7 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 def unbound(spec: VariableSpec) -> Variable:
-    """Makes a handle without a value, for use inside step functions only."""
+    """Makes a handle without a value, for use in step functions only."""
     return handle(spec, _UNBOUND)
 
 
@@ -274,16 +279,17 @@ def _sizes(shape: Sequence[int], name: str) -> tuple[int, ...]:
 def create(
     requests: Sequence[VariableRequest], owner: Creator | None = None
 ) -> Sequence[AbstractVariable]:
-    """Creates variables where the current scope puts them; it may shard them.
+    """Creates variables where the current scope stores them; a strategy may shard them.
 
-    ``owner`` creates them if no scope is current; a current scope must belong to it.
+    If no scope is current, the creator ``owner`` creates the variables; a current scope
+    must belong to it.
 
     Raises:
         ValueError: A step is being traced, or the creator refuses a request.
         RuntimeError: The current scope does not belong to ``owner``.
 
     Warns:
-        DowncastWarning: One has 64 bits, and its request names no dtype.
+        DowncastWarning: A variable has 64 bits, and its request names no dtype.
     """
     for request in requests:
         check(request)
@@ -303,7 +309,8 @@ def create(
 
 
 def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> VariableRequest:
-    """Requests a variable like this one, with another value."""
+    """Makes a request for a variable with the attributes of this one and another
+    value."""
     spec = variable.spec
     return VariableRequest(
         value,
@@ -328,7 +335,7 @@ def next_key() -> int:
 
 
 def owned(request: VariableRequest, array: np.ndarray, storage: Storage) -> Variable:
-    """Makes a variable of this process whose value is in ``storage`` already."""
+    """Makes a variable of this process whose value ``storage`` already has."""
     spec = VariableSpec(
         next_key(),
         request.name,
@@ -343,18 +350,18 @@ def owned(request: VariableRequest, array: np.ndarray, storage: Storage) -> Vari
 
 
 _NAMED: Final = 3
-"""Variables that one warning names."""
+"""Maximum number of variables that one warning names."""
 
 
 def _warn_of_wide(
     requests: Sequence[VariableRequest], variables: Sequence[AbstractVariable]
 ) -> None:
-    """Warns of new variables that steps will refuse: without a dtype in the request,
-    and with floats of 64 bits in the first value. (Integers of 64 bits are on purpose:
-    they count things outside of steps.)
+    """Warns of new variables that steps will refuse, because their request has no dtype
+    and their initial value has floats of 64 bits. (Integers of 64 bits are taken as
+    intended: they count things outside of steps.)
 
     Warns:
-        DowncastWarning: Once for all of them.
+        DowncastWarning: One warning for all such variables.
     """
     wide = [
         variable

@@ -1,10 +1,10 @@
-"""Which ids of a `zs.HashTable` get a row: ``zs.HashTable(..., admission=)``.
+"""Rules for which ids of a `zs.HashTable` get a row: ``zs.HashTable(..., admission=)``.
 
-Most ids of a long tail come once, and a row for each of them is memory for nothing.
-Until an id is admitted, it reads as its first value, and its gradients are dropped and
-counted (``refused``). Each gradient counts once, by the ledger of the parameter server:
-neither look-ups nor steps that run again count. `HashTable.assign` and scatter updates
-create any row at once.
+Most ids of a long tail occur once, and a row for each of them would waste memory. Until
+an id is admitted, it reads as its initial value, and its gradients are dropped and
+counted (``refused``). Each gradient counts once, as the parameter server's ledger of
+applied updates recognizes repeated steps; look-ups do not count. `HashTable.assign` and
+scatter updates create rows at once, without a rule.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class Admission:
     """A rule of admission. Make one with `count`, `sketch` or `probability`.
 
     Args:
-        gradients: An id gets its row with so many gradients: the last of them is the
-            first that is applied.
+        gradients: Number of gradients with which an id gets its row: the last of them
+            is the first that is applied.
         chance: The share of ids that are admitted at all.
-        waiting: How many ids without a row `HashTable.evict` leaves; None: all.
+        waiting: Number of ids without a row whose counts `HashTable.evict` keeps; None:
+            all.
         sketch: Bytes of counters for each bucket of ids; 0: counts are exact.
     """
 
@@ -35,11 +36,11 @@ class Admission:
 
 def count(n: int, *, waiting: int | None = None) -> Admission:
     """Admits an id with the n-th push that has a gradient of it. Counts are exact, and
-    take 35 to 58 bytes for each id that waits.
+    take 35 to 58 bytes for each id that has no row yet.
 
     Args:
-        waiting: Ids whose counts `HashTable.evict` leaves, about: those with the
-            largest. Default: all.
+        waiting: Approximate number of ids without a row whose counts `HashTable.evict`
+            keeps: those with the largest counts. Default: all.
 
     Raises:
         ValueError: ``n`` or ``waiting`` is not positive.
@@ -53,28 +54,28 @@ def count(n: int, *, waiting: int | None = None) -> Admission:
 
 
 def sketch(n: int, *, bytes: int) -> Admission:  # noqa: A002  # as it is called
-    """Admits an id with its n-th push that has a gradient of it, or earlier, counting
-    in ``bytes`` of memory, however many ids come: a count-min sketch.
+    """Admits an id with the n-th push that has a gradient of it, or earlier. Counts
+    take ``bytes`` of memory, however many ids occur: a count-min sketch.
 
-    Error: an id shares its four counters with others. About one id of 16 at most is
-    counted too high, so that it may have its row earlier. From ``bytes / 6`` different
-    ids without a row on, about, counts are halved now and then, so that this share
-    stays as it is: what came long ago counts half, then less, and has its row later.
-    Before ``bytes / 12`` ids that happens to hardly any (127 of 87,381 with the least
-    memory; to one with four times as much). An id that was removed, or evicted, is not
+    Error: an id shares its four counters with others. At most about one id in 16 is
+    counted too high, and so may get its row earlier. From about ``bytes / 6`` different
+    ids without a row on, counts are halved from time to time, so that this share does
+    not grow: old gradients count half, then less, and their ids get rows later. Below
+    ``bytes / 12`` ids hardly any id is counted too high (127 of 87,381 with the least
+    memory; one with four times as much). An id that was removed, or evicted, is not
     counted from zero.
 
-    Pushes that are tried again count once, and the counts are the same on any number of
+    Pushes that are repeated count once, and the counts are the same on any number of
     servers, on their backups, and after a restart from a checkpoint.
 
     Args:
         n: 2 to 255.
         bytes: 1,048,576 to 2,147,483,648 of memory on all servers together, rounded
-            down to a multiple of 16,384. Exact counts (`count`) take 35 to 58 for an
-            id.
+            down to a multiple of 16,384. Exact counts (`count`) take 35 to 58 bytes for
+            each id.
 
     Raises:
-        ValueError: ``n`` or ``bytes`` is outside.
+        ValueError: ``n`` or ``bytes`` is outside of its range.
     """
     size = operator.index(bytes)
     if not (1 < operator.index(n) < 256 and 2**20 <= size <= 2**31):
@@ -86,8 +87,8 @@ def sketch(n: int, *, bytes: int) -> Admission:  # noqa: A002  # as it is called
 
 
 def probability(p: float) -> Admission:
-    """Admits a share ``p`` of all ids. Whether an id is among them follows from the id
-    alone: it is the same on all servers, and at all times. Nothing is counted.
+    """Admits a share ``p`` of all ids. Whether an id is admitted depends only on the
+    id: the answer is the same on all servers and at all times. Nothing is counted.
 
     Raises:
         ValueError: ``p`` is not above 0 and at most 1.

@@ -1,9 +1,10 @@
-"""Which rows of a `zs.HashTable` are dropped: ``zs.HashTable(..., eviction=)``.
+"""Rules for which rows of a `zs.HashTable` are dropped: ``zs.HashTable(...,
+eviction=)``.
 
-`HashTable.evict` applies the rule. That is an update as others are: ordered with
-pushes, applied once, and the same on the backup of a server. It drops rows with what
-optimizers keep beside them. A gradient of such an id creates its row again, from the
-first value.
+`HashTable.evict` applies the rule. An eviction is an update like others: ordered with
+pushes of gradients, applied once, and repeated on the backup of a server. It drops rows
+together with the optimizers' slots of these rows. A later gradient of such an id
+creates its row again, with the initial value.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ class Eviction:
 
     @property
     def tracks(self) -> bool:
-        """Whether servers have to note when rows have gradients, in 8 bytes a row."""
+        """Whether servers have to record when rows had gradients, in 8 bytes a row."""
         return self.rule not in (EvictionRule.NORM, EvictionRule.WAITING)
 
     @property
     def is_share(self) -> bool:
-        """Whether the limit is a number of rows, of which each part has its share."""
+        """Whether the limit is a number of rows of the whole table, of which each part
+        gets its share."""
         return self.rule not in (
             EvictionRule.UNUSED, EvictionRule.AGE, EvictionRule.NORM
         )  # fmt: skip
@@ -48,16 +50,17 @@ def steps(n: int) -> Eviction:
 def age(seconds: float) -> Eviction:
     """Drops rows without a gradient in the last ``seconds``.
 
-    Time is that of the program, at its calls of `HashTable.evict`: servers note up to
-    which push each call came, keep with each row its last push, and never look at a
+    Time is measured by the program, at its calls of `HashTable.evict`: servers record
+    which pushes precede each call, keep with each row its last push, and never read a
     clock. So a row is never dropped early; it is dropped by the first call that is
     ``seconds`` or more after the call that followed its last gradient. Call ``evict``
-    several times in ``seconds``; calls closer than a 128th of it count as one. A row
-    that `assign` creates counts from then. Times are in checkpoints, and go on while
-    nothing runs.
+    several times in ``seconds``; calls closer than a 128th of it count as one. For a
+    row that `assign` creates, time starts then. Times are saved in checkpoints, and
+    time passes while no program runs.
 
-    If the clock jumps ahead, rows are older by as much, and may be dropped early. If it
-    is set back, those that had gradients before count as used at the next call.
+    If the clock jumps ahead, rows are older by as much, and may be dropped early. If
+    the clock is set back, rows that had gradients before count as used at the next
+    call.
 
     Raises:
         ValueError: ``seconds`` is not positive and finite.
@@ -68,8 +71,8 @@ def age(seconds: float) -> Eviction:
 
 
 def norm(x: float) -> Eviction:
-    """Drops rows whose Euclidean norm is less than ``x``: those that have learned
-    nothing, if first values are zero.
+    """Drops rows whose Euclidean norm is less than ``x``: if initial values are zero,
+    these rows have learned little.
 
     Raises:
         ValueError: ``x`` is not positive.
@@ -83,11 +86,11 @@ def capacity(rows: int, by: str = "recency") -> Eviction:
     """Keeps about ``rows`` rows of the table.
 
     Args:
-        by: ``"recency"``: those that had a gradient last; ``"frequency"``: those that
-            had the most gradients.
+        by: ``"recency"`` keeps the rows that had a gradient most recently;
+            ``"frequency"`` keeps the rows that had the most gradients.
 
     Raises:
-        ValueError: ``rows`` is not positive, or ``by`` is something else.
+        ValueError: ``rows`` is not positive, or ``by`` is another word.
     """
     rules = {"recency": EvictionRule.RECENT, "frequency": EvictionRule.FREQUENT}
     if by not in rules:

@@ -1,8 +1,9 @@
-"""Into how many parts a variable is cut: by number, by least or by greatest size.
+"""Partitioners: decide into how many parts a variable is sharded, by number of parts,
+minimum size or maximum size.
 
 A partitioner is called with the shape and dtype of a new variable and returns a number
-of parts for each axis, 1 everywhere but for the one that is cut. Any callable that does
-so is one. Decides without I/O; a strategy carries it out.
+of parts for each axis: 1 for all axes except the one that is split. Any such callable
+is a partitioner. Partitioners only compute numbers; the strategy creates the parts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Partitioner(abc.ABC):
-    """Decides the number of parts of a variable along one axis."""
+    """Base of partitioners, which split variables along one axis."""
 
     __slots__ = ()
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Returns one number per axis of ``shape``: 1, and for ``axis`` that of the
-        parts.
+        """Returns one number per axis of ``shape``: the number of parts for ``axis``, 1
+        for others.
 
         Raises:
             ValueError: The shape has no such axis, or has a length that is not known.
@@ -44,13 +45,13 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def _parts(self, shape: list[int], rows: int, dtype: Any) -> int:
-        """Returns the number of parts of an axis that has ``rows`` entries."""
+        """Returns into how many parts to split an axis that has ``rows`` entries."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FixedShardsPartitioner(Partitioner):
-    """``num_shards`` parts, or one per row if there are fewer rows.
+    """Splits a variable into ``num_shards`` parts, or one per row if it has fewer rows.
 
     Raises:
         ValueError: ``num_shards`` is not positive.
@@ -68,11 +69,11 @@ class FixedShardsPartitioner(Partitioner):
 @final
 @dataclass(frozen=True, slots=True)
 class MinSizePartitioner(Partitioner):
-    """As many parts as make each one ``min_shard_bytes`` at least, ``max_shards`` at
-    most.
+    """Splits a variable into as many parts as possible, at most ``max_shards``, of at
+    least ``min_shard_bytes`` each.
 
     Args:
-        bytes_per_string: What an element counts if it is a string.
+        bytes_per_string: Size that is assumed for an element that is a string.
 
     Raises:
         ValueError: An argument is not positive.
@@ -95,11 +96,12 @@ class MinSizePartitioner(Partitioner):
 @final
 @dataclass(frozen=True, slots=True)
 class MaxSizePartitioner(Partitioner):
-    """As few parts as keep each one within ``max_shard_bytes``, one row at least; never
-    more than ``max_shards``, which then come out larger.
+    """Splits a variable into as few parts as possible, of at most ``max_shard_bytes``
+    (or one row) each; but never into more than ``max_shards``, whose parts may then be
+    larger.
 
     Args:
-        bytes_per_string: What an element counts if it is a string.
+        bytes_per_string: Size that is assumed for an element that is a string.
 
     Raises:
         ValueError: An argument is not positive.
@@ -136,7 +138,7 @@ def _defined(shape: Sequence[Any]) -> list[int]:
 
 
 def _element(dtype: Any, bytes_per_string: int) -> int:
-    """Returns bytes of one element."""
+    """Returns the bytes of one element of a dtype."""
     if dtype is str or dtype is bytes or dtype == "string":
         return bytes_per_string
     known = np.dtype(jnp.dtype(dtype))

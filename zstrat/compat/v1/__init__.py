@@ -1,3 +1,3 @@
-"""The names under ``tf.compat.v1``."""
+"""Aliases for names under ``tf.compat.v1``."""
 
 from . import distribute as distribute

@@ -1,7 +1,7 @@
-"""``tf.contrib.distribute`` of TF 1.12: strategies of towers.
+"""``tf.contrib.distribute`` of TF 1.12: strategies with towers.
 
-A *tower* is a replica, and a *distribution strategy* a strategy, by their old names;
-the engines underneath are strategies of zstrat.
+*Tower* is the old name of a replica, and *distribution strategy* that of a strategy.
+Each of these strategies calls a strategy of zstrat, its engine.
 """
 
 from zstrat.strategy import MultiStepContext as MultiStepContext

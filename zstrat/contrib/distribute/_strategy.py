@@ -1,9 +1,9 @@
-"""The API of TF 1.12 for a strategy of zstrat, and for a dataset on the devices of one
+"""The API of TF 1.12 for a strategy of zstrat, and for datasets on the devices of one
 program.
 
-Laws of the file: an old method calls a new one of the engine, with the arguments and
-errors of TF 1.12; nothing is computed here. The elements of a step do not change,
-though their source may reuse one buffer for the next ones.
+Laws of the file: an old method calls a new one of the zstrat strategy (the engine),
+with the arguments and errors of TF 1.12; nothing is computed here. The elements of a
+step do not change, though their source may reuse one buffer for the next ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @final
 class PerDeviceDataset:
-    """A dataset of which each step takes as many elements as there are towers, the
-    first for the first; a remainder is dropped (TF 1.12's rule). Each iterator is a
-    fresh pass."""
+    """A dataset from which each step takes one element for each tower, in the order of
+    the towers. If the last step has too few elements, they are dropped (TF 1.12's
+    rule). Each iterator is a new pass over the data."""
 
     def __init__(self, dataset_fn: Callable[[], Iterable[Any]], towers: int) -> None:
         self._dataset_fn = dataset_fn
@@ -57,7 +57,7 @@ class PerDeviceDataset:
         return made
 
     def make_one_shot_iterator(self) -> PerDeviceIterator:
-        """Returns ``iter(self)``: its old name."""
+        """Returns ``iter(self)``, under its old name."""
         return iter(self)
 
     def make_initializable_iterator(self) -> PerDeviceIterator:
@@ -80,7 +80,8 @@ class PerDeviceDataset:
 
 @final
 class PerDeviceIterator(StepIterator):
-    """The iterator of a step, or of a loop in Python: one element for each tower."""
+    """The iterator of a `PerDeviceDataset`: returns one element for each tower, to a
+    step or to a loop in Python."""
 
     def initialize(self) -> list[Any]:
         """Does nothing: an iterator is ready when it is made."""
@@ -88,7 +89,8 @@ class PerDeviceIterator(StepIterator):
 
 
 def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
-    """Yields elements that stay as they are while the next ones are made.
+    """Yields elements of a source; copies them if the source reuses its buffers, so
+    that they do not change when it makes the next ones.
 
     Raises (while iterating):
         TypeError: An element contains an object that is not data.
@@ -102,9 +104,9 @@ def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 class DistributionStrategy:
-    """A strategy by the name that it had in TF 1.12.
+    """A strategy of zstrat under the name and with the methods that it had in TF 1.12.
 
-    ``engine``: the strategy that does the work.
+    ``engine``: the strategy of zstrat that does the work.
     """
 
     def __init__(self, engine: Strategy) -> None:
@@ -124,7 +126,7 @@ class DistributionStrategy:
 
     @property
     def num_towers(self) -> int:
-        """Towers of this program."""
+        """Number of towers of this program."""
         return self.engine.num_replicas_in_sync
 
     @property
@@ -134,23 +136,23 @@ class DistributionStrategy:
 
     @property
     def parameter_devices(self) -> list[str]:
-        """TF's names of the places of variables."""
+        """TF's names of the devices on which variables are stored."""
         return list(self.engine.extended.parameter_devices)
 
     @property
     def worker_device_index(self) -> Any:
-        """The number of each tower's device, to be given to `call_for_each_tower`; the
-        integer 0 if there is one tower."""
+        """A value per tower with the number of each tower's device, to be passed to
+        `call_for_each_tower`; the integer 0 if there is one tower."""
         return 0 if self.is_single_tower else PerReplica(tuple(range(self.num_towers)))
 
     @property
     def should_init(self) -> bool:
-        """Whether this program makes the first values of variables."""
+        """Whether this program makes the initial values of variables."""
         return self.engine.extended.experimental_should_init
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this program saves."""
+        """Whether this program saves checkpoints."""
         return self.engine.extended.should_checkpoint
 
     @property
@@ -160,7 +162,8 @@ class DistributionStrategy:
 
     @contextmanager
     def scope(self) -> Iterator[DistributionStrategy]:
-        """Makes the strategy current, and enters its cross-tower context.
+        """Returns a context manager that makes the strategy current, in its cross-tower
+        context.
 
         Raises (on entering):
             RuntimeError: Another strategy is current, or a tower runs.
@@ -171,14 +174,16 @@ class DistributionStrategy:
     def call_for_each_tower(
         self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs ``fn`` once per tower, with its part of each value per tower.
+        """Runs ``fn`` once per tower; each tower gets its part of the values per tower
+        among the arguments.
 
         Args:
             kwargs: ``run_concurrently=False`` runs the towers one after the other,
-                operation by operation; else they may be one compiled program.
+                operation by operation; otherwise they may be one compiled program.
 
         Returns:
-            What the towers return, merged: one object where all return the same one.
+            The results of the towers, merged; an object that all towers return is
+            returned itself.
 
         Raises:
             RuntimeError: Called in a tower; or towers make different numbers of
@@ -197,8 +202,9 @@ class DistributionStrategy:
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
-        """Calls ``fn(context, *inputs)`` with ``iterations`` elements, one after the
-        other; see `zstrat.StrategyExtended.experimental_run_steps_on_iterator`.
+        """Calls ``fn(context, *inputs)`` for ``iterations`` elements of the iterator,
+        one after the other; see
+        `zstrat.StrategyExtended.experimental_run_steps_on_iterator`.
 
         Raises:
             OutOfRangeError: The dataset has fewer elements.
@@ -211,8 +217,8 @@ class DistributionStrategy:
     def distribute_dataset(
         self, dataset_fn: Callable[[], Iterable[Any]]
     ) -> PerDeviceDataset:
-        """Distributes the dataset that ``dataset_fn`` makes over the towers: each step
-        takes one element for each of them."""
+        """Distributes the dataset that ``dataset_fn`` returns over the towers: each
+        step takes one element for each tower."""
         return PerDeviceDataset(dataset_fn, self.num_towers)
 
     def initialize(self) -> None:
@@ -224,29 +230,33 @@ class DistributionStrategy:
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        """Places the variables that are created inside where that one is.
+        """Places variables that are created inside the context where the given variable
+        is stored.
 
         Raises:
-            ValueError: It was not created in this strategy's scope.
-            RuntimeError: Outside of this strategy's scope.
+            ValueError: The given variable was not created in this strategy's scope.
+            RuntimeError: Called outside of this strategy's scope.
         """
         return self.engine.extended.colocate_vars_with(colocate_with_variable)
 
     def read_var(self, var: Any) -> Any:
-        """Returns the variable: there is one copy."""
+        """Returns the variable unchanged, as there is one copy."""
         return var
 
     def value_container(self, val: Any) -> Any:
-        """Returns the value: it is not a component of anything else."""
+        """Returns the value unchanged, as values are not components of another
+        object."""
         return val
 
     def update(
         self, var: AbstractVariable, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs ``fn(var, *args, **kwargs)`` where the variable is.
+        """Runs ``fn(var, *args, **kwargs)`` on the devices of the variable, for each of
+        its components.
 
         Args:
-            args, kwargs: Of mirrored values each component gets its own.
+            args, kwargs: Arguments for ``fn``. Of a mirrored value each component gets
+                its own.
             kwargs: ``grouped=False``: each leaf of the result is a list with an entry
                 per component.
 
@@ -274,7 +284,8 @@ class DistributionStrategy:
     def update_non_slot(
         self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs ``fn(*args, **kwargs)`` at `non_slot_devices`; see `update`.
+        """Runs ``fn(*args, **kwargs)`` on a device that `non_slot_devices` returned;
+        see `update`.
 
         Raises:
             ValueError: An argument has one value per tower.
@@ -288,10 +299,10 @@ class DistributionStrategy:
         )
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
-        """Copies the value to other devices; by default to those of all towers.
+        """Copies a value to other devices; by default to those of all towers.
 
         Raises:
-            ValueError: It is not a destination.
+            ValueError: ``destinations`` is not a destination.
             RuntimeError: Called in a tower.
         """
         where = self.worker_devices if destinations is None else destinations
@@ -313,13 +324,13 @@ class DistributionStrategy:
 
         Args:
             aggregation: SUM, MEAN or ONLY_FIRST_TOWER.
-            destinations: Where it is wanted: a variable, a value per tower, TF's name
-                of a device or a list of such names.
+            destinations: Where to put the result: on the devices of a variable or a
+                value per tower, or on those of a TF name or a list of TF names.
 
         Raises:
-            AssertionError: Another aggregation.
-            ValueError: A destination is on another worker; or the sum of a value that
-                is the same in several towers.
+            AssertionError: ``aggregation`` is another one.
+            ValueError: A destination is on another worker; or a value that is the same
+                in several towers is to be summed.
             RuntimeError: Called in a tower.
         """
         return self.batch_reduce(aggregation, [(value, destinations)])[0]
@@ -329,7 +340,7 @@ class DistributionStrategy:
         aggregation: VariableAggregation,
         value_destination_pairs: Sequence[tuple[Any, Any]],
     ) -> list[Any]:
-        """Reduces several values at once, in order, as `reduce` does.
+        """Reduces several values as `reduce` does; returns the results in order.
 
         Raises:
             ValueError: The argument is not a list of pairs; also what `reduce` raises.
@@ -354,12 +365,13 @@ class DistributionStrategy:
         ]
 
     def unwrap(self, value: Any) -> list[Any]:
-        """Returns one entry per tower; ``[value]`` for one value."""
+        """Returns a list of the values of the towers; ``[value]`` if the value is not
+        per tower."""
         return self.engine.unwrap(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all arrays in ``value`` have been computed; ``name`` changes
-        nothing."""
+        """Waits until all arrays in ``value`` have been computed; ``name`` has no
+        effect."""
         self.engine.group(value, name)
 
     def configure(
@@ -369,7 +381,7 @@ class DistributionStrategy:
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Changes nothing: a strategy of one machine has no cluster.
+        """Does nothing: a strategy of one machine has no cluster.
 
         Raises:
             ValueError: The cluster has several tasks that train together: each would
@@ -378,10 +390,15 @@ class DistributionStrategy:
         self.engine.configure(session_config, cluster_spec, task_type, task_id)
 
     def _require_here(self, destinations: Any) -> None:
-        """Refuses a destination on another worker; there are none on one machine."""
+        """Refuses a destination on another worker. A strategy of one machine has none,
+        so this does nothing here."""
 
     def _require_operands(self, arguments: Any) -> None:
-        """Refuses an operand that an update cannot take: a value per tower."""
+        """Refuses arguments that an update cannot take: values per tower.
+
+        Raises:
+            ValueError: An argument has one value per tower.
+        """
         for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
             if isinstance(leaf, PerReplica):
                 raise ValueError(
@@ -396,11 +413,12 @@ class DistributionStrategy:
 _faces: weakref.WeakValueDictionary[int, DistributionStrategy] = (
     weakref.WeakValueDictionary()
 )
-"""The face of an engine, by its id: a face keeps its engine alive."""
+"""The `DistributionStrategy` of each engine, by the id of the engine, which it keeps
+alive."""
 
 
 def face_of(engine: Strategy) -> DistributionStrategy:
-    """Returns the face that was made with this engine, or a new one."""
+    """Returns the `DistributionStrategy` of this engine; makes one if there is none."""
     found = _faces.get(id(engine))
     # An engine that is gone may have had the same id.
     is_its = found is not None and found.engine is engine
@@ -414,7 +432,7 @@ def require_aggregation(aggregation: Any) -> None:
     """Refuses an aggregation that 1.12 does not have.
 
     Raises:
-        AssertionError: Another one.
+        AssertionError: ``aggregation`` is another one.
     """
     if aggregation not in (
         VariableAggregation.SUM,
@@ -428,7 +446,7 @@ def require_aggregation(aggregation: Any) -> None:
 
 
 def first_place(destinations: Any) -> Any:
-    """Returns the first destination of a value, where it is reduced.
+    """Returns the first of the destinations of a value, on which the value is reduced.
 
     Raises:
         ValueError: There is no destination.

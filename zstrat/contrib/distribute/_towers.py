@@ -1,10 +1,11 @@
-"""Towers of TF 1.12: their context, and the strategy with variables on servers.
+"""Towers (replicas) of TF 1.12: their context, and the strategy with variables on
+servers.
 
-The context of a tower and the current strategy have the names of TF 1.12 for
-`zstrat.ReplicaContext` and related functions.
+The names here are those of TF 1.12 for `zstrat.ReplicaContext`, for functions that
+return the current context or strategy, and for the strategy.
 
-The parameter-server strategy has the towers in one program, and the variables on the ps
-of a cluster, or on this machine without a cluster.
+The parameter-server strategy runs the towers in one program, and stores variables on
+the parameter servers (ps) of a cluster, or on this machine without a cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 @final
 class TowerContext:
-    """The tower that a function runs in. Get it from `get_tower_context`."""
+    """The context of the tower in which a function runs. Get it from
+    `get_tower_context`."""
 
     __slots__ = ("_replica",)
 
@@ -52,7 +54,8 @@ class TowerContext:
 
     @property
     def tower_id(self) -> int | jax.Array:
-        """From 0 to ``num_towers - 1``; traced where all towers are one program."""
+        """The number of the tower, from 0 to ``num_towers - 1``; traced if all towers
+        are one program."""
         return self._replica.replica_id_in_sync_group
 
     @property
@@ -61,12 +64,12 @@ class TowerContext:
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is only this one."""
+        """Whether this is the only tower."""
         return self.num_towers == 1
 
     @property
     def device(self) -> str:
-        """TF's name of the device that the tower runs on. A function that asks for it
+        """TF's name of the device on which the tower runs. A function that reads this
         runs sequentially, tower by tower."""
         (device,) = self._replica.devices
         return device
@@ -75,10 +78,12 @@ class TowerContext:
         self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Calls ``merge_fn(distribution, *args, **kwargs)`` once, in the cross-tower
-        context, when all towers have come so far; each gets its part of the result.
+        context, when all towers have made this call; each tower gets its part of the
+        result.
 
         Args:
-            args, kwargs: Of each one ``merge_fn`` gets the values of all towers.
+            args, kwargs: Arguments for ``merge_fn``, which gets each with the values of
+                all towers.
 
         Raises:
             RuntimeError: Another tower makes fewer of these calls, or this tower is not
@@ -94,8 +99,8 @@ class TowerContext:
 
 
 def get_tower_context() -> TowerContext | None:
-    """Returns the tower that this code runs in; None in the cross-tower context.
-    Outside of all scopes it is the one tower of the default strategy."""
+    """Returns the context of the tower that this code runs in; None in the cross-tower
+    context. Outside of all scopes it is that of the default strategy's only tower."""
     replica = get_replica_context()
     return None if replica is None else TowerContext(replica)
 
@@ -112,7 +117,7 @@ def in_cross_tower_context() -> bool:
 
 
 def get_distribution_strategy() -> DistributionStrategy:
-    """Returns the current strategy, the default one outside of all scopes."""
+    """Returns the current strategy; outside of all scopes the default one."""
     return face_of(get_strategy())
 
 
@@ -122,10 +127,10 @@ def has_distribution_strategy() -> bool:
 
 
 def require_tower_context(tower_ctx: TowerContext) -> None:
-    """Refuses code that is not in the tower of this context.
+    """Refuses code that does not run in the tower of this context.
 
     Raises:
-        RuntimeError: This code is not in it.
+        RuntimeError: The code runs elsewhere.
     """
     found = get_replica_context()
     if found is None:
@@ -140,7 +145,8 @@ _TASK: Final = re.compile(r"/job:(?P<job>\w+)(/replica:\d+)?(/task:(?P<task>\d+)
 @dataclass(slots=True)
 class SessionConfig:
     """The two fields of TF's ``ConfigProto`` that a strategy sets. zstrat has no
-    sessions: programs that hand one to ``configure`` may read it again."""
+    sessions: a program that passes this object to ``configure`` may read the fields
+    afterwards."""
 
     device_filters: list[str] = field(default_factory=list)
     isolate_session_state: bool = True
@@ -151,12 +157,13 @@ class ParameterServerStrategy(DistributionStrategy):
     """Towers in sync on the devices of this worker, asynchronous between workers.
 
     Without a cluster the variables are on the only device of the towers, or on the CPU.
-    With one, which is passed to `configure`, they go to its parameter servers in turn,
-    and every worker runs the whole program: the chief, or worker 0, creates them.
+    With a cluster, which is passed to `configure`, variables are distributed over its
+    parameter servers in turn, and every worker runs the whole program: the chief, or
+    worker 0, creates the variables.
 
     Args:
-        num_gpus_per_worker: How many local devices have a tower each, the first ones of
-            jax's; 0: one tower on the CPU.
+        num_gpus_per_worker: Number of local devices that have a tower each, the first
+            ones in jax's order; 0: one tower on the CPU.
 
     Raises:
         ValueError: There are fewer devices.
@@ -178,20 +185,21 @@ class ParameterServerStrategy(DistributionStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Sets the cluster; variables go to its ps from then on. The first cluster
-        counts.
+        """Sets the cluster; from then on variables are created on its ps. Only the
+        first call sets it.
 
         Blocks until all ps answer, and, in a worker that is not the chief, until the
-        chief has come.
+        chief has connected.
 
         Args:
-            session_config: A `SessionConfig`, into which the filters of devices go; all
-                else is left alone.
+            session_config: A `SessionConfig`, whose device filters are set; other
+                objects are not changed.
             cluster_spec: A dictionary or a `zstrat.ClusterSpec`.
 
         Raises:
             ValueError: ``task_type`` or ``task_id`` is missing, or there is no ps.
-            DeadlineExceededError: A ps does not answer in time, or there is no chief.
+            DeadlineExceededError: A ps does not answer in time, or the chief does not
+                connect.
         """
         if self._task is None and cluster_spec:
             if task_type is None or task_id is None:
@@ -208,7 +216,8 @@ class ParameterServerStrategy(DistributionStrategy):
                 session_config.device_filters[:] = filters
 
     def close(self) -> None:
-        """Leaves the parameter servers, which keep what they have for other workers."""
+        """Disconnects from the parameter servers, which keep the variables for other
+        workers."""
         if isinstance(self.engine, BetweenGraphStrategy):
             self.engine.close()
 
@@ -221,8 +230,8 @@ class ParameterServerStrategy(DistributionStrategy):
         self._task = job, task
 
     def _require_operands(self, arguments: Any) -> None:
-        """Refuses a value on each of several devices, too: TF's rule for this strategy,
-        whose variables are in one place."""
+        """Refuses, in addition, a mirrored value on several devices as an argument:
+        TF's rule for this strategy, whose variables have one copy."""
         super()._require_operands(arguments)
         for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
             if isinstance(leaf, Mirrored) and leaf.replicas > 1:

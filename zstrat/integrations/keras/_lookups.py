@@ -1,12 +1,13 @@
-"""Finds the look-ups of a step of a Keras model: which rows of which tables it needs.
+"""Finds the embedding look-ups of a step of a Keras model: which rows of which tables
+the step needs.
 
-A step with look-ups is traced twice. First the layers of tables note their ids and get
-one number for rows: so the ids become a program of their own. Then the step is traced
-with the rows of these ids in place of each table, so what comes out as its gradient are
-gradients of rows.
+A step with look-ups is traced twice. In the first trace, the embedding layers record
+their ids and return a constant in place of rows; so the computation of the ids becomes
+a separate program. In the second trace, the rows of these ids replace each table as
+inputs, so the gradients that come out are gradients of rows.
 
-Law: only its layer reads a table. Whatever else does (a regularizer, tied weights) is
-found in the first trace.
+Law: only the embedding layer reads its table. Anything else that reads the table (a
+regularizer, tied weights) is found in the first trace.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ if TYPE_CHECKING:
 def find_lookups(
     step: Step, kinds: Sequence[Kind], batch: int, layers: dict[int, Any]
 ) -> tuple[ShippedLookups, dict[int, Kind]]:
-    """Finds what a step looks up; also returns what it takes in place of tables, by
-    number.
+    """Finds the look-ups of a step. Returns the program of their ids, and for each
+    table shape and dtype of its rows, by the number of the table's variable.
 
     Args:
-        batch: How many of the last inputs are the batch.
-        layers: Where each `keras.layers.Embedding` of these cannot be looked up, all of
-            them are taken out, with a warning.
+        step: The function to trace; ``kinds`` are the shapes and dtypes of its
+            arguments.
+        batch: How many of the last arguments are the arrays of the batch.
+        layers: Embedding layers by the numbers of their variables. If rows of one of
+            the `keras.layers.Embedding` among them cannot be looked up, all of these
+            are removed from ``layers``, with a warning.
 
     Raises:
-        NotImplementedError: An `Embedding` is read otherwise, or its ids are not
-            computed from the batch alone by what can be sent; names the layer.
+        NotImplementedError: The table of a `zs.keras.Embedding` is read by something
+            other than its layer, or the ids are not computed from the batch alone by
+            operations that can be sent. The error names the layer.
     """
     try:
         return _found(step, kinds, batch, layers)
@@ -123,8 +128,8 @@ def lookups_given(
     layers: Mapping[int, Any],
     rows: Mapping[int, Kind],
 ) -> Step:
-    """Returns the step whose look-ups give rows in order, those that their variables
-    have."""
+    """Returns the step with each embedding layer replaced: a look-up returns the next
+    rows of the array that its variable holds during the trace."""
 
     def on_rows(*arrays: Any) -> list[Any]:
         used = dict.fromkeys(rows, 0)
@@ -145,7 +150,8 @@ def lookups_given(
 def _looking_up(
     layers: Mapping[int, Any], look_up: Callable[[int, Any], Any]
 ) -> Iterator[None]:
-    """Has layers call ``look_up`` with their number and ids, in the block."""
+    """Makes the embedding layers call ``look_up(number, ids)`` in the block, with the
+    number of their variable."""
 
     def caller(number: int, layer: Any) -> Callable[[Any], Any]:
         def call(inputs: Any) -> Any:
@@ -166,7 +172,12 @@ def _looking_up(
 
 
 def _program(closed: Any, batch: int, names: Sequence[str]) -> Operations:
-    """Returns the program of ids, of the batch alone."""
+    """Returns the program that computes the ids from the arrays of the batch.
+
+    Raises:
+        NotImplementedError: The ids depend on variables of the model, or on an
+            operation that cannot be sent.
+    """
     # Backwards from the ids, which leaves the rest of the step out.
     wanted = {var for var in closed.jaxpr.outvars if not isinstance(var, Literal)}
     eqns = []

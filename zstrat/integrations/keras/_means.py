@@ -1,13 +1,14 @@
-"""Checks that the losses of a model are means over rows, by which replicas count.
+"""Checks that the losses of a model are means over rows; replicas are weighted by rows.
 
-A loss says by its reduction whether it is a sum, but a function of the user's own does
-not, nor does what a layer adds (``add_loss``). So losses of a few rows are compared
-with those of their halves, on one device, before the first step.
+The reduction of a Keras loss says whether the loss is a sum. A loss function of the
+user does not say it, nor does a loss that a layer adds (``add_loss``). So before the
+first step, losses of a few rows are computed on one device and compared with the losses
+of the two halves of these rows.
 
-In evaluation the halves are different rows: that finds sums, and losses that compare
+In evaluation the halves are different rows, which finds sums, and losses that compare
 rows with each other. In training, where a BatchNormalization makes each row depend on
-the others, both halves are the same rows, with the mean and variance of the whole: a
-mean is exactly equal then, and a sum is twice as large.
+the others, both halves are the same rows, so their mean and variance are those of the
+whole: then a mean is exactly equal, and a sum is twice as large.
 """
 
 from __future__ import annotations
@@ -34,26 +35,30 @@ if TYPE_CHECKING:
 _MEANS: Final = ("sum_over_batch_size", "mean")
 
 _ROWS: Final = 8
-"""Rows of a half. More rows would find more only in a model that draws numbers."""
+"""Rows of a half. More rows would only find more in a model that draws random
+numbers."""
 
 _TOLERANCE: Final = 0.05
-"""How far a loss may be from the mean of those of its halves, but for what draws do."""
+"""How far a loss may be from the mean of the losses of its halves, relative to the
+loss; noise of random draws is added."""
 
 _DRAWS: Final = 16
-"""How often a model that draws numbers is computed."""
+"""How often the losses of a model that draws random numbers are computed."""
 
 _LEAST: Final = 1e-3
-"""A loss that is a smaller part of the largest one is not told from rounding."""
+"""A loss smaller than this part of the largest loss is not distinguished from rounding
+errors."""
 
 _LEAST_GRADIENT: Final = 0.02
-"""Such a part for gradients: in bfloat16 rounding is some 0.4 % of each."""
+"""As `_LEAST`, for gradients: in bfloat16 rounding changes each by some 0.4 %."""
 
 
 def require_mean_reductions(model: Any) -> None:
-    """Checks the reductions of the losses of a compiled model.
+    """Checks that the losses given to `compile` have a mean over rows as their
+    reduction.
 
     Raises:
-        NotImplementedError: One of them is not a mean over rows.
+        NotImplementedError: A loss has another reduction.
     """
     for loss in keras.tree.flatten(model.loss):
         kind = getattr(loss, "reduction", _MEANS[0])
@@ -67,11 +72,12 @@ def require_mean_reductions(model: Any) -> None:
 
 
 def require_means(model: Any, mode: str, batch: Batch) -> bool:
-    """Checks the losses of a model on some rows of a batch; those of a ``train_step``
-    of its own by their gradients. Returns False if there are too few rows.
+    """Checks on some rows of a batch that the losses of a model are means over rows.
+    For a model with its own ``train_step`` the gradients are checked instead. Returns
+    False, without a check, if the batch has fewer than two rows.
 
     Raises:
-        NotImplementedError: One of them is not a mean over rows.
+        NotImplementedError: A loss is not a mean over rows.
     """
     rows = min(_ROWS, batch.rows // 2)
     if not rows:
@@ -92,8 +98,9 @@ def require_means(model: Any, mode: str, batch: Batch) -> bool:
 
 
 def _weighted(batch: Batch) -> Batch:
-    """Gives rows other sample weights, if they have some: where all are zero any loss
-    is a mean, and one that divides by their sum shows if halves differ in it."""
+    """Returns the batch with other sample weights, if it has some: with weights of zero
+    any loss is a mean, and weights that differ between halves reveal a loss that
+    divides by their sum."""
     data = jax.tree.unflatten(batch.treedef, batch.arrays)
     *_, weights = keras.utils.unpack_x_y_sample_weight(data)
     kept = len(batch.arrays) - len(jax.tree.leaves(weights))  # of (x, y, weights)
@@ -108,8 +115,8 @@ def _weighted(batch: Batch) -> Batch:
 
 
 def _losses(model: Any, batch: Batch, slots: Any = None) -> Quantities:
-    """Computes losses as in training, if there is state of the optimizer (which may
-    scale them)."""
+    """Makes a function that computes the losses of a model; as in training if
+    ``slots``, the state of the optimizer (which may scale losses), is given."""
     metrics, training = [v.value for v in model.metrics_variables], slots is not None
 
     def losses(values: Any, state: Any, arrays: Any) -> list[Any]:
@@ -138,7 +145,12 @@ def _gradients(model: Any, batch: Batch) -> Quantities:
 def _require(
     model: Any, what: str, found: Quantities, halves: Sequence[Batch], least: float
 ) -> None:
-    """Checks that what is found in two halves together is its mean over them."""
+    """Checks that the quantities ``found`` of both halves together are the means of the
+    quantities of each half.
+
+    Raises:
+        NotImplementedError: A quantity is not such a mean; the error calls it ``what``.
+    """
     run, rng = jax.jit(found), np.random.default_rng(0)
     trained = [np.asarray(v.value) for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]

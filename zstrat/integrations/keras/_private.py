@@ -1,7 +1,7 @@
-"""The names of Keras that its documentation does not promise.
+"""Uses the names of Keras that its documentation does not promise.
 
-All other files of this package use public names alone. `check` runs when the package
-is imported, and says which Keras to install if one of these is gone:
+All other files of this package use only public names. `check` raises an error that says
+which Keras to install if one of these names is missing:
 
 | name | what it is here |
 |---|---|
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 VERSIONS: Final = "3.10 to 3.15"
-"""The versions that have these names, first and last that were tried."""
+"""The versions that have these names: the oldest and the newest that were tested."""
 
 _METHODS: Final = (
     "_flatten_layers",
@@ -55,17 +55,18 @@ _FUNCTIONS: Final = {
 }
 
 _is_whole: Final[ContextVar[bool]] = ContextVar("zstrat_whole", default=False)
-"""Whether Keras hands over batches as they were given."""
+"""Whether Keras passes batches on as the user gave them, without moving them to
+devices."""
 
 
 @functools.cache
 def check() -> None:
-    """Checks that Keras computes with jax, and has the names of this file; prepares it
-    once for `whole_batches`.
+    """Checks that Keras computes with jax and has the names used in this file. The
+    first call also patches Keras' trainer, so that `whole_batches` has an effect.
 
     Raises:
-        RuntimeError: It computes with something else.
-        ImportError: A name is gone.
+        RuntimeError: Keras uses another backend than jax.
+        ImportError: Keras lacks one of the names.
     """
     if keras.backend.backend() != "jax":
         raise RuntimeError(
@@ -104,8 +105,8 @@ def check() -> None:
 
 @contextlib.contextmanager
 def whole_batches() -> Iterator[None]:
-    """Has Keras hand over batches as they were given, in the block. Otherwise it may
-    move them to devices of jax first, which cuts ids to 32 bits."""
+    """Makes Keras pass batches on as they were given, in the block. Outside of the
+    block Keras may move them to devices of jax first, which cuts ids to 32 bits."""
     token = _is_whole.set(True)
     try:
         yield
@@ -114,9 +115,9 @@ def whole_batches() -> Iterator[None]:
 
 
 def take_over(model: Any, training: Any) -> None:
-    """Has Keras' own `fit`, `evaluate` and `predict` of a model take their steps and
-    state from ``training``: its ``run(mode, iterator)``, ``enter_state()`` and
-    ``leave_state()``."""
+    """Makes `fit`, `evaluate` and `predict` of this model run their steps by
+    ``training.run(mode, iterator)``, and exchange state with Keras' variables by
+    ``training.enter_state()`` and ``training.leave_state()``."""
 
     def state(**wanted: bool) -> tuple[None, ...]:
         # Keras carries the state from step to step, and looks at none of it: it is
@@ -158,23 +159,24 @@ def take_over(model: Any, training: Any) -> None:
 
 
 def training_of(model: Any) -> Any:
-    """Returns what a model was taken over by; None if Keras itself trains it."""
+    """Returns the `Training` that `take_over` gave the model; None if Keras trains
+    it."""
     return vars(model).get("_zstrat_training")
 
 
 def give_back(model: Any) -> None:
-    """Undoes `take_over`."""
+    """Undoes `take_over`: Keras trains the model again."""
     for name in ("_zstrat_training", _LAYOUTS, *_METHODS):
         vars(model).pop(name, None)
 
 
 @contextlib.contextmanager
 def noted_losses(model: Any) -> Iterator[list[Any]]:
-    """Notes what a model adds to its loss, and the loss, where it computes it in the
-    block.
+    """Collects, in the block, the losses that the model computes: those added by its
+    layers (``add_loss``), then the total loss. Yields the list.
 
     Raises:
-        NotImplementedError: An output has a mask.
+        NotImplementedError: An output of the model has a mask.
     """
     from keras.src.backend import get_keras_mask
 
@@ -204,7 +206,7 @@ def noted_losses(model: Any) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def with_shapes(shapes: Iterable[tuple[Any, tuple[int, ...]]]) -> Iterator[None]:
-    """Has variables take arrays of other shapes than theirs, in the block."""
+    """Makes the given variables accept arrays of the given shapes, in the block."""
     given = [(variable, variable._shape, shape) for variable, shape in shapes]
     try:
         for variable, _, shape in given:
@@ -216,10 +218,10 @@ def with_shapes(shapes: Iterable[tuple[Any, tuple[int, ...]]]) -> Iterator[None]
 
 
 def layers_of(model: Any) -> list[Any]:
-    """Returns all layers of a model, those of layers too."""
+    """Returns all layers of a model, nested layers included."""
     return list(model._flatten_layers())
 
 
 def build(model: Any, batch: Any) -> None:
-    """Builds what is not built yet, of a model, its metrics, losses and optimizer."""
+    """Builds what is not built yet: the model, its metrics, losses and optimizer."""
     model._symbolic_build(data_batch=batch)

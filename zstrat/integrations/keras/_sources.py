@@ -1,8 +1,9 @@
-"""Data that Keras does not know: `zs.data.Dataset`, and leased datasets.
+"""Input data of types that Keras does not know: `zs.data.Dataset`, and leased datasets.
 
-Keras gets `Tokens` in their place, a `keras.utils.PyDataset` of nothing, and runs its
-loop over them; the batches of the steps come from here. So the loop ends where the data
-do, whatever Keras knows of their number.
+Keras receives `Tokens`, a `keras.utils.PyDataset` of empty batches, instead of the
+data, and runs its loop over these; the batches of the steps come from the sources here.
+So the loop ends where the data end, whether or not their number of batches was known to
+Keras.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tokens(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
-    """So many batches of nothing; without end if the number is None."""
+    """Yields this number of empty batches; infinitely many if the number is None."""
 
     def __init__(self, count: int | None) -> None:
         super().__init__()
@@ -36,8 +37,9 @@ class Tokens(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
 
 
 class Draw(NamedTuple):
-    """Stands for a batch that a worker draws from a leased dataset; ``specs`` are those
-    of all batches that there are, which differ in their rows."""
+    """Represents a batch that a worker will draw from a leased dataset. ``specs`` are
+    the shapes and dtypes of all batches that may be drawn, which differ only in their
+    number of rows."""
 
     iterator: Any
     specs: tuple[Any, ...]
@@ -53,13 +55,13 @@ class DatasetSource:
         self._read, self._is_over = 0, False
         size = dataset.cardinality()
         self.count: int | None = size if size >= 0 else None
-        """Batches of an epoch; None: unknown, or infinite."""
+        """Number of batches of an epoch; None: unknown, or infinite."""
         # Keras builds a model for a batch, and sees none of these.
         self.example: Any = next(iter(dataset))
 
     def begin(self) -> None:
-        """Begins an epoch. With ``steps_per_epoch`` it continues where the last one
-        ended, and begins again after the last batch."""
+        """Begins an epoch. With ``steps_per_epoch`` an epoch continues where the last
+        one ended; after the last batch of the dataset it begins again."""
         if not self._endless or self._is_over:
             self._batches = None
 
@@ -80,7 +82,8 @@ class LeaseSource:
     """The batches of a leased dataset, which workers read.
 
     Args:
-        repeats: Begins a new pass when the epochs of one are over: for validation.
+        repeats: Whether to begin a new pass over the dataset when its epochs have
+            ended, as validation needs.
     """
 
     def __init__(self, data: LeasedDataset, *, repeats: bool) -> None:
@@ -107,7 +110,7 @@ class LeaseSource:
         """Begins an epoch.
 
         Raises:
-            ValueError: The dataset has no further one.
+            ValueError: The dataset has no further epoch.
         """
         epoch, self._first = self._first, None
         epoch = epoch or next(self._epochs, None)
@@ -129,7 +132,7 @@ class LeaseSource:
 
 
 Source = DatasetSource | LeaseSource
-"""Batches that are read here, or by workers."""
+"""Where batches come from: this process reads them, or workers do."""
 
 
 def _resized(spec: Any, rows: int) -> Any:

@@ -1,11 +1,11 @@
 """Traces a step of a Keras model: its arrays and its look-ups.
 
 Keras' ``train_step(state, data)``, ``test_step`` and ``predict_step`` are public, pure,
-and what users override. They are traced here as they are, except for what happens at
-``self.optimizer.stateless_apply``: the gradients come out, and the optimizer runs where
-the strategy stores the variables.
+and what users override. They are traced here unchanged, except for the call of
+``self.optimizer.stateless_apply``: its gradients become results of the traced step, and
+the optimizer runs where the strategy stores the variables.
 
-`_lookups` puts rows of tables in place of tables.
+`_lookups` replaces tables, as inputs of the step, by the rows that it looks up.
 """
 
 from __future__ import annotations
@@ -41,40 +41,41 @@ _KEEPS: Final = ("convert_element_type", "copy", "reshape", "broadcast_in_dim")
 
 @dataclass(frozen=True)
 class Batch:
-    """The arrays of a batch, and the structure that Keras gave it."""
+    """The arrays of a batch, and the structure (a pytree) in which Keras gave them."""
 
     treedef: Any
     arrays: tuple[Any, ...]
 
     @staticmethod
     def of(data: Any, *, whole: bool = False) -> Batch:
-        """Flattens a batch; its arrays get dtypes that jax has, unless it is kept
-        ``whole``, as ids of 64 bits are.
+        """Flattens a batch to arrays, of dtypes that jax supports. With ``whole``,
+        integers keep their dtype, such as ids of 64 bits.
 
         Raises:
-            TypeError: It has a leaf that is no array, such as a ragged tensor.
+            TypeError: A leaf of the batch is not an array, such as a ragged tensor.
         """
         leaves, treedef = jax.tree.flatten(data)
         return Batch(treedef, tuple([_array(leaf, whole=whole) for leaf in leaves]))
 
     @property
     def key(self) -> Any:
-        """Equal for batches that one traced step serves."""
+        """A key that is equal for batches for which one traced step can be used."""
         dtype_of = jax.dtypes.canonicalize_dtype
         return self.treedef, tuple([(x.shape, dtype_of(x.dtype)) for x in self.arrays])
 
     @property
     def kinds(self) -> list[Kind]:
-        """What a traced step takes."""
+        """Shapes and dtypes of the arrays, as a traced step receives them."""
         return [Kind(shape, dtype.name) for shape, dtype in self.key[1]]
 
     @property
     def rows(self) -> int:
-        """Number of examples."""
+        """Number of rows (examples) of the batch."""
         return next((x.shape[0] for x in self.arrays if x.ndim), 1)
 
     def part(self, start: int, end: int) -> Batch:
-        """Returns some of the rows; all have what has no rows."""
+        """Returns rows ``start`` to ``end`` of the batch; scalars are kept as they
+        are."""
         cut = [x[start:end] if x.ndim else x for x in self.arrays]
         return Batch(self.treedef, tuple(cut))
 
@@ -103,12 +104,13 @@ def _not_dense(found: str) -> TypeError:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step on arrays of given shapes.
+    """A step of a model, traced for arrays of given shapes.
 
-    Its ``inputs`` are the trainable and the other variables of the model, or the rows
-    of ``lookups`` in place of some, then those of the batch. Its results are gradients,
-    the next values of the ``changed`` of the other variables, what the batch adds to
-    the state of the metrics, and what else it returns, with the structure ``returned``.
+    The ``inputs`` are the trainable and then the other variables of the model, where
+    rows of ``lookups`` replace whole tables, then the arrays of the batch. The results
+    are the gradients, the next values of the non-trainable variables numbered in
+    ``changed``, the increments of the state of the metrics, and what the step returned
+    to Keras, flattened from the structure ``returned``.
     """
 
     function: Callable[..., list[Any]]
@@ -120,13 +122,13 @@ class TracedStep:
     returned: Any
 
     def seen(self, results: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """Splits what is left of results without gradients and state: what the batch
-        adds to the metrics, and what the step returned to Keras."""
+        """Splits the results that follow gradients and state into the increments of the
+        metrics' state and what the step returned to Keras."""
         rest = jax.tree.unflatten(self.returned, results[self.metrics :])
         return results[: self.metrics], rest
 
     def program(self) -> StepProgram:
-        """Makes what is sent to workers."""
+        """Makes the program of the step that is sent to workers."""
         return StepProgram(ShippedStep.of(self.function, self.inputs), self.lookups)
 
 
@@ -136,13 +138,15 @@ def trace_step(
     """Traces ``train_step``, ``test_step`` or ``predict_step`` of a model.
 
     Args:
-        tables: Layers whose rows are looked up, by the number of their variable among
-            the trainable and then the other ones.
+        mode: "train", "test" or "predict".
+        tables: Embedding layers whose rows are looked up, by the numbers of their
+            variables: trainable variables are counted first, then the others.
 
     Raises:
-        NotImplementedError: The step does what a strategy cannot follow: it moves
-            trainable variables without ``self.optimizer.stateless_apply``, has a
-            metric that does not add up, or reads a table otherwise; says what to write.
+        NotImplementedError: A strategy cannot run the step: it changes trainable
+            variables without ``self.optimizer.stateless_apply``, has a metric whose
+            state is not a sum, or reads a table without its layer. The error says what
+            to write.
     """
     trained, others = model.trainable_variables, model.non_trainable_variables
     metrics = [] if mode == "predict" else model.metrics_variables
@@ -230,8 +234,14 @@ def _cut(arrays: Sequence[Any], groups: Sequence[int]) -> list[list[Any]]:
 
 
 def _train(model: Any, state: Any, data: Any, after: Sequence[Any]) -> Any:
-    """Runs ``train_step`` with an optimizer that returns ``after``, values and state;
-    returns gradients, the other state, metrics and logs."""
+    """Runs ``train_step`` with an optimizer whose ``stateless_apply`` returns the
+    arrays ``after`` as new values and state. Returns the gradients, the non-trainable
+    state, the state of the metrics and the logs.
+
+    Raises:
+        NotImplementedError: The step does not apply gradients exactly once, or changes
+            trainable variables otherwise.
+    """
     optimizer, count = model.optimizer, len(state[0])
     calls: list[list[Any]] = []
 
@@ -263,7 +273,12 @@ def _train(model: Any, state: Any, data: Any, after: Sequence[Any]) -> Any:
 
 
 def _require_unused(model: Any, jaxpr: Any, inputs: Sequence[Any]) -> None:
-    """Checks that a step computes nothing of what only the optimizer knows."""
+    """Checks that a step does not use ``inputs``, which stand for what the optimizer
+    will return, after the step.
+
+    Raises:
+        NotImplementedError: The step uses one of them.
+    """
     used = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
     used.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     if used.intersection(inputs):
@@ -277,7 +292,12 @@ def _require_unused(model: Any, jaxpr: Any, inputs: Sequence[Any]) -> None:
 
 
 def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> None:
-    """Checks that a batch adds to the state of metrics, whatever it was."""
+    """Checks that a step changes the state of metrics only by adding something that
+    does not depend on the state.
+
+    Raises:
+        NotImplementedError: A metric changes its state otherwise.
+    """
     start = groups[0] + groups[1]
     befores = closed.jaxpr.invars[start : start + groups[2]]
     for number, variable in enumerate(model.metrics_variables[: groups[2]]):
@@ -291,8 +311,8 @@ def _require_sums(model: Any, closed: ClosedJaxpr, first: int, groups: Any) -> N
 
 
 def _adds(jaxpr: Any, var: Any, before: Any, state: Sequence[Any]) -> bool:
-    """Returns whether a variable of a program is ``before``, of the ``state``, plus
-    what does not depend on the state."""
+    """Returns whether the variable ``var`` of a jaxpr is ``before`` plus something that
+    does not depend on ``state``, the inputs to which ``before`` belongs."""
     made, depending = {}, set(state)
     for eqn in jaxpr.eqns:
         made.update(dict.fromkeys(eqn.outvars, eqn))

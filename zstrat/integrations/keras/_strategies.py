@@ -1,23 +1,25 @@
-"""Trains a Keras model by replicas, or on parameter servers.
+"""Trains a Keras model by replicas in step, or on parameter servers.
 
-Replicas compute together. Each replica gets its rows of a batch, and a gradient counts
-as much as its replica has rows, so a step is that of the whole batch, also where a
-batch cannot be divided evenly. The state of a BatchNormalization becomes the mean over
-the replicas, as each sees its own rows; integers (the counters of seeds) advance as in
-the first replica, and the others draw from seeds of their own.
+Replicas compute together. Each replica gets its share of the rows of a batch, and its
+gradient is weighted by its number of rows, so a step equals a step of one device on the
+whole batch, even if the batch cannot be divided evenly. The state of a
+BatchNormalization becomes the mean over the replicas, as each computes it from its own
+rows. Integer state (the counters of random seeds) advances as in the first replica,
+while the other replicas draw from different seeds.
 
-Several processes run the same program, and see the same metrics. Each has to give the
-same batches, of which its replicas take their rows; arrays are shuffled as in the first
-process.
+If several processes train, they run the same program and see the same metrics. Each has
+to give the same batches, of which its replicas take their rows; arrays are shuffled as
+in the first process.
 
 On parameter servers, the variables of the model are variables of the strategy. Each
-step reads them, computes gradients, and pushes these to the optimizer beside the
-variables; what the batch adds to the metrics comes back as the result of the step.
+step reads them, computes gradients, and sends these to the optimizer on the servers
+that store the variables. The increments of the metrics come back as results of the
+step.
 
-What is not trained follows a rule. Floating-point state (the averages of a
+Non-trainable variables follow a rule. Floating-point state (the averages of a
 BatchNormalization) is assigned: of steps that run at the same time, the one that ends
-last counts. Integers (the counters of seeds) advance: each step adds what it has added.
-With one worker both are what Keras does.
+last wins. Integer state (the counters of seeds) is incremented: each step adds its own
+increment. With one worker both rules do what Keras does.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class Ended(NamedTuple):
-    """The results of a step that has ended."""
+    """Holds the results of a step that has already ended, as a `StepResult`."""
 
     results: Any
     is_ready: bool = True
@@ -69,11 +71,12 @@ class Ended(NamedTuple):
 
 
 class ReplicaTraining(Training):
-    """Training of a model under a strategy whose replicas compute in step.
+    """Trains a model under a strategy whose replicas compute each step together.
 
     Raises:
-        NotImplementedError: A loss is not a mean over rows, by which replicas count. It
-            is found by its reduction at once, and by its values at the first step.
+        NotImplementedError: A loss is not a mean over rows, by which replicas are
+            weighted. Its reduction is checked at once, its values before the first
+            step.
     """
 
     def __init__(self, model: Any, strategy: Any) -> None:
@@ -154,7 +157,8 @@ class ReplicaTraining(Training):
     def _traced(
         self, mode: str, batch: Batch, parts: Sequence[Batch]
     ) -> dict[Any, TracedStep]:
-        """Traces the step of each size of a part, if there are several parts."""
+        """Traces the step once for each size of the replicas' parts of a batch, if
+        there are several parts."""
         traced: dict[Any, TracedStep] = {}
         sizes = {part.key: part for part in parts if part.rows and len(parts) > 1}
         for key, part in sizes.items():
@@ -180,7 +184,7 @@ class ReplicaTraining(Training):
         return Ended(prepared(self.learning_rate(), arrays))
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Creates variables of the strategy.
+        """Creates variables of the strategy for those of the model.
 
         Raises:
             NotImplementedError: The model has a `zs.HashTable`.
@@ -208,10 +212,10 @@ class ReplicaTraining(Training):
         return made
 
     def wait(self) -> None:
-        """Does nothing: `start` has waited."""
+        """Does nothing: `start` returned only after its step had ended."""
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """Divides a batch among the replicas of all processes."""
+        """Divides the rows of a batch among the replicas of all processes."""
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return [batch]
@@ -221,7 +225,8 @@ class ReplicaTraining(Training):
 
 
 def _own_seeds(state: Sequence[Any]) -> list[Any]:
-    """Gives each replica other seeds than the first, or all would drop the same."""
+    """Returns the state with seeds that differ between replicas, as all would otherwise
+    drop the same units."""
     context = get_replica_context()
     assert context is not None
     # The fraction of the golden ratio: multiples of it are far from each other, and
@@ -233,7 +238,8 @@ def _own_seeds(state: Sequence[Any]) -> list[Any]:
 def _nothing(
     step: TracedStep, state: Sequence[Any], *, is_predicting: bool
 ) -> list[Any]:
-    """Returns what a step gives for no rows: it moves and adds nothing."""
+    """Returns the results of a step for a part without rows: zero gradients and metric
+    increments, unchanged state, and predictions of no rows."""
     kinds = jax.eval_shape(step.function, *[kind.spec() for kind in step.inputs])
     results: list[Any] = [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
     end = step.gradients + len(step.changed)
@@ -244,7 +250,7 @@ def _nothing(
 
 
 class ServerTraining(Training):
-    """Training of a model under a `ParameterServerStrategy`."""
+    """Trains a model under a `ParameterServerStrategy`."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
         super().__init__(model, strategy)
@@ -297,7 +303,7 @@ class ServerTraining(Training):
         return LeaseSource(data, repeats=mode != "train")
 
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Creates variables of the strategy, and tables of large embeddings."""
+        """Creates variables of the strategy, which for large embeddings are tables."""
         found = embeddings_of(layers_of(self.model), self.keras_variables)
         self.tables = {n: each for n, each in found.items() if self._is_table(n, each)}
         given = {n: each for n, each in found.items() if layer_table(each) is not None}
@@ -318,8 +324,8 @@ class ServerTraining(Training):
         return [made[n] for n in range(len(arrays))]
 
     def _parted(self, variable: Any, array: Any) -> Any:
-        """Creates a table of the rows of an array, in a part on each server or as the
-        partitioner of the strategy says."""
+        """Creates a table with the rows of ``array``, partitioned by the partitioner of
+        the strategy, or else with one part on each server."""
         name = f"{self.model.name}/{variable.path}"
         if self.strategy.variable_partitioner is not None:
             return Variable(array, name=name)
@@ -330,7 +336,9 @@ class ServerTraining(Training):
         return made[0] if len(made) == 1 else ShardedVariable(made, name)
 
     def _is_table(self, number: int, layer: Any) -> bool:
-        """Returns whether the rows of an embedding are looked up."""
+        """Returns whether steps look up rows of this embedding instead of reading all
+        of it. Warns of a large embedding that is read whole because the optimizer also
+        changes rows without gradients."""
         if isinstance(layer, Embedding):
             return True
         variable = self.keras_variables[number]
@@ -380,8 +388,8 @@ class ServerTraining(Training):
             )
 
     def on_servers(self) -> dict[str, Any]:
-        """Returns the variables, which it creates, and the optimizer. The order of
-        variables is the model's, whatever is trainable."""
+        """Returns the variables, in the order of ``model.variables``, and the
+        optimizer, for a checkpoint. Creates them first if needed."""
         self.enter_state(counts=False)
         self._make_optimizer()
         # A checkpoint names variables by their place.
@@ -395,7 +403,12 @@ class ServerTraining(Training):
 
 
 def _require_one_layer_each(layers: Iterable[Any]) -> None:
-    """Checks that no table of any id has two layers: an optimizer moves it once."""
+    """Checks that no two layers look up the same table of any id: in one step the
+    optimizer updates a table once.
+
+    Raises:
+        NotImplementedError: Two layers share a table.
+    """
     found: dict[int, Any] = {}
     for layer in layers:
         other = found.setdefault(id(layer.table), layer)

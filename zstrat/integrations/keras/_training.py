@@ -1,13 +1,13 @@
-"""`Training`: Keras' `fit`, `evaluate` and `predict` of one model, by a strategy.
+"""`Training`: runs Keras' `fit`, `evaluate` and `predict` of one model by a strategy.
 
-Keras runs its own loop over epochs and batches. Each batch becomes a step (`start`),
-which ends later; the steps that have not ended are in a queue, in order. At the end of
-an epoch, and when a callback asks for the model, the queue is emptied and the values
-come back to Keras' variables (`leave_state`); before the next step those that have been
-assigned since then go out again (`enter_state`).
+Keras runs its own loop over epochs and batches. Each batch starts a step (`start`),
+which ends later; steps that have not ended are in a queue, in order. At the end of an
+epoch, and when a callback asks for the model, all queued steps are awaited and Keras'
+variables get the trained values (`leave_state`). Before the next step, values that were
+assigned to Keras' variables since then are sent to the strategy (`enter_state`).
 
-Law of the file: each step is taken from the queue once, and what its batch adds to the
-metrics is added then, so each example counts once.
+Law of the file: each step is taken from the queue once, and the increments of its
+metrics are added at that moment, so each example counts once.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from ._steps import TracedStep
 
 AHEAD: Final = 0.05
-"""Seconds of work that each worker gets in advance."""
+"""Seconds of work that are scheduled on each worker in advance."""
 
 
 _MODES: Final = {"fit": "train", "evaluate": "test", "predict": "predict"}
 
 
 class StepResult(Protocol):
-    """The results of a step, now or later: `zs.RemoteValue`."""
+    """The results of a step that may still run, such as a `zs.RemoteValue`."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -59,8 +59,8 @@ class StepResult(Protocol):
 
 @dataclass(eq=False)
 class Pending:
-    """The steps of one call of Keras' train function, test function or predict
-    function; ``logs`` are there when they have ended."""
+    """The steps of one call of Keras' train, test or predict function. ``logs`` is None
+    until all of them have ended."""
 
     mode: str
     steps: list[tuple[TracedStep, StepResult]]
@@ -77,7 +77,7 @@ class Pending:
 class Call:
     """A call of `fit`, `evaluate` or `predict`; a callback may make one within another.
 
-    ``undelivered`` are steps whose batches the callbacks have not got yet.
+    ``undelivered`` are steps for whose batches the callbacks have not been called yet.
     """
 
     callbacks: InOrder | None = None
@@ -87,12 +87,14 @@ class Call:
 
     @property
     def is_heard(self) -> bool:
-        """Whether a callback, or the progress bar, may look at the logs of batches."""
+        """Whether a callback of the user, or the progress bar, may read the logs of
+        batches."""
         return self.callbacks is not None and not self.callbacks.is_empty
 
 
 class Output:
-    """One of the arrays that a model predicts for some batches, when it is there."""
+    """One of the arrays that a model predicts for some batches. Conversion to a numpy
+    array waits for their steps."""
 
     def __init__(
         self, pending: Pending, leaf: int, complete: Callable[[Pending], None]
@@ -109,7 +111,8 @@ class Output:
 
 
 class MetricSums:
-    """The state of a model's metrics while steps run, in float64."""
+    """The state of a model's metrics while steps run: sums of increments, in
+    float64."""
 
     def __init__(self, model: Any) -> None:
         self._model: Final = model
@@ -118,7 +121,7 @@ class MetricSums:
         self._results: Any = None
 
     def start(self) -> None:
-        """Begins with what Keras' variables have."""
+        """Sets the sums to the present values of Keras' metric variables."""
         if self._results is None:
             self._variables = self._model.metrics_variables
             self._results = jax.jit(self._compute)
@@ -129,17 +132,17 @@ class MetricSums:
         ]
 
     def add(self, parts: Sequence[np.ndarray]) -> None:
-        """Adds what one step has seen."""
+        """Adds the increments of one step to the sums."""
         pairs = zip(self._sums, parts, strict=True)
         self._sums = [total + part for total, part in pairs]
 
     def results(self) -> dict[str, Any]:
-        """Computes the metrics of what was added so far."""
+        """Computes the results of the metrics from the present sums."""
         found: dict[str, Any] = self._results(self._rounded())
         return found
 
     def assign(self) -> None:
-        """Puts the sums into Keras' variables."""
+        """Assigns the sums to Keras' metric variables."""
         for variable, total in zip(self._variables, self._rounded(), strict=True):
             variable.assign(total)
 
@@ -154,14 +157,15 @@ class MetricSums:
 
 
 class Training(abc.ABC):
-    """See the head of the file. Subclasses run steps, and store the values.
+    """Trains one model by a strategy (see the head of the file). Subclasses run the
+    steps and store the values.
 
     Args:
-        model: Is compiled, and perhaps not built.
+        model: A compiled model, which may not be built yet.
     """
 
     workers = 1
-    """Steps that run at a time."""
+    """Number of steps that run at the same time."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
         self.model: Final = model
@@ -175,11 +179,13 @@ class Training(abc.ABC):
         self._took = AHEAD / 2  # seconds between steps, until some have ended
         self.keras_variables: list[Any] = []
         self.variables: list[Any] = []
-        """Those of the strategy, in the order of ``keras_variables``."""
+        """Variables of the strategy, in the order of ``keras_variables``."""
         self.tables: dict[int, Any] = {}
-        """Layers whose rows are looked up, by the number of their variable."""
+        """Embedding layers whose rows are looked up, by the numbers of their
+        variables."""
         self.unread: frozenset[int] = frozenset()
-        """Variables that have no value here."""
+        """Numbers of the variables whose values are stored on servers only, never in
+        Keras' variables: tables of any id."""
         self.optimizer: Optimizer | None = None
         self._known: list[Any] = []
         self._slots: OptimizerState | None = None
@@ -194,28 +200,37 @@ class Training(abc.ABC):
     def prepare(
         self, mode: str, steps: Sequence[tuple[Batch, TracedStep]], *, draws: bool
     ) -> Any:
-        """Makes of a traced step what `start` runs; of several, for batches of
-        different rows, if the step ``draws`` its batch on a worker."""
+        """Makes from a traced step the object that `start` runs. If the step ``draws``
+        its batch on a worker, ``steps`` are the traces for batches with different
+        numbers of rows."""
 
     @abc.abstractmethod
     def start(self, prepared: Any, batch: Batch | Draw) -> StepResult:
-        """Begins a step on a batch; its results are what `TracedStep` returns but for
-        gradients and state, which have been applied then."""
+        """Starts a step on a batch. Its results are those of `TracedStep` without
+        gradients and state, which are applied when the step has ended."""
 
     @abc.abstractmethod
     def create(self, trained: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Creates the variables of the model, with these first values."""
+        """Creates the variables of the strategy with these initial values: the
+        trainable, then the other ones."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Waits until all that was started has ended, on workers too."""
+        """Waits until all started steps have ended, including those on workers."""
 
     def on_servers(self) -> dict[str, Any] | None:
-        """Returns what is on parameter servers, for a `zs.Checkpoint`."""
+        """Returns the objects on parameter servers, for a `zs.Checkpoint`; None without
+        servers."""
         return None
 
     def source_of(self, mode: str, data: Any, *, endless: bool) -> Source | None:
-        """Returns data that Keras does not know, to be read here or by workers."""
+        """Returns a source of batches for data of types that Keras does not know; None
+        for other data.
+
+        Args:
+            endless: Whether epochs continue where the last one ended
+                (``steps_per_epoch``).
+        """
         if isinstance(data, Dataset):
             return DatasetSource(data, endless=endless)
         return None
@@ -223,7 +238,8 @@ class Training(abc.ABC):
     def call(
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Calls `fit`, `evaluate` or `predict` of Keras."""
+        """Calls Keras' own `fit`, `evaluate` or `predict`, with data and callbacks
+        replaced by those that follow the steps."""
         try:
             bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         except TypeError as error:
@@ -248,18 +264,24 @@ class Training(abc.ABC):
             self._call = outer
 
     def learning_rate(self) -> np.float32:
-        """The learning rate of the step that starts now."""
+        """Returns the learning rate for the step that starts now."""
         return np.float32(0) if self._slots is None else self._slots.learning_rate()
 
     def enter_state(self, *, counts: bool) -> None:
-        """Is called before the first step, and after each `leave_state`."""
+        """Sends values assigned to Keras' variables to the strategy. Called before the
+        first step, and before the next one after each `leave_state`.
+
+        Args:
+            counts: Whether the steps will add to metrics.
+        """
         self._push_values()
         self._logs = {}
         if counts:
             self._metrics.start()
 
     def leave_state(self) -> None:
-        """Waits for all steps, and gives Keras' variables the values of now."""
+        """Waits for all steps, then assigns the trained values and metrics to Keras'
+        variables."""
         self._complete_up_to()
         if self._is_counted:
             self._metrics.assign()
@@ -270,13 +292,14 @@ class Training(abc.ABC):
         self.deliver_all()
 
     def restored(self) -> None:
-        """Gives Keras' variables what was assigned to the strategy's otherwise."""
+        """Assigns to Keras' variables the values of the strategy's variables after
+        something else changed those, such as a restore."""
         self._is_moved = True
         self.leave_state()
 
     def run(self, mode: str, iterator: Iterator[Any]) -> Any:
-        """Schedules the next steps of an epoch; returns logs, which are filled in when
-        steps end, or what the model predicts.
+        """Schedules the next steps of an epoch. Returns the logs, which are filled in
+        when the steps end, or the predictions of the model.
 
         Raises:
             StopIteration: The epoch is over.
@@ -318,7 +341,8 @@ class Training(abc.ABC):
         self._deliver()
 
     def _read_sources(self, name: str, given: dict[str, Any]) -> dict[str, Source]:
-        """Replaces data that Keras does not know by tokens, and returns the data."""
+        """Replaces data of types that Keras does not know by `Tokens` in the arguments
+        ``given``; returns sources of these data by mode."""
         modes = {"x": _MODES[name], "validation_data": "test"}
         sources = {}
         for argument, mode in modes.items():
@@ -341,7 +365,8 @@ class Training(abc.ABC):
         return sources
 
     def _scheduled(self, mode: str, data: Any) -> tuple[TracedStep, StepResult]:
-        """Begins a step on a batch; it is traced once for all batches like this one."""
+        """Starts a step on a batch. The step is traced once for all batches of the same
+        structure, shapes and dtypes."""
         draw = data if isinstance(data, Draw) else None
         # A table of any id is looked up by all 64 bits, which jax would cut.
         whole = bool(self.unread)
@@ -359,7 +384,8 @@ class Training(abc.ABC):
         return step, self.start(prepared, batches[0] if draw is None else draw)
 
     def _complete_up_to(self, pending: Pending | None = None) -> None:
-        """Completes steps in order: up to some, or all."""
+        """Waits for the queued steps in order, until ``pending`` has ended; None: for
+        all."""
         while pending in self._queue if pending is not None else self._queue:
             self._complete_first()
 
@@ -388,8 +414,9 @@ class Training(abc.ABC):
             self._logs.update(pending.logs)
 
     def _give_up(self, error: BaseException) -> None:
-        """Drops all steps after one that has failed, and gives Keras' variables what
-        those before it have made. After Ctrl-C nothing is waited for."""
+        """Drops all steps after a failed one, and assigns to Keras' variables what the
+        steps before it have trained. After Ctrl-C it waits for nothing and assigns
+        nothing."""
         self._queue.clear()
         self._call.undelivered.clear()
         # Keras calls `leave_state` in its own handling of the error, which would raise
@@ -403,8 +430,9 @@ class Training(abc.ABC):
                     self._pull_values()
 
     def _deliver(self) -> None:
-        """Calls callbacks for the batches whose steps have ended. A callback may ask
-        for the model, and so come here again: the outer call goes on."""
+        """Calls the callbacks for batches whose steps have ended. If a callback asks
+        for the model, which calls this method again, that inner call returns at once
+        and the outer one delivers the rest."""
         call = self._call
         if call.is_delivering:
             return
@@ -422,7 +450,7 @@ class Training(abc.ABC):
             call.is_delivering = False
 
     def _push_values(self) -> None:
-        """Sends the values of Keras' variables that have been assigned."""
+        """Sends the values that were assigned to Keras' variables to the strategy's."""
         trained = self.model.trainable_variables
         others = self.model.non_trainable_variables
         if list(map(id, [*trained, *others])) != list(map(id, self.keras_variables)):
@@ -441,7 +469,8 @@ class Training(abc.ABC):
                 self._assign_slots()
 
     def _pull_values(self) -> None:
-        """Assigns the trained values to Keras' variables."""
+        """Assigns the trained values, and the optimizer's state, to Keras'
+        variables."""
         self.wait()
         read = [n for n in range(len(self.variables)) if n not in self.unread]
         given = values([self.variables[number] for number in read])
@@ -454,8 +483,8 @@ class Training(abc.ABC):
             self._slots_known = [variable.value for variable in self._slots.variables]
 
     def _create(self, trained: Sequence[Any], others: Sequence[Any]) -> None:
-        """Creates the variables, again if ``trainable`` of a layer has changed: Keras
-        lets such a model be evaluated, but compiles it to train."""
+        """Creates the strategy's variables; again after ``trainable`` of a layer has
+        changed, as Keras then still evaluates the model without another `compile`."""
         self._steps.clear()  # traced steps take variables by their order
         self.optimizer = self._slots = None
         self.keras_variables = [*trained, *others]
@@ -478,7 +507,8 @@ class Training(abc.ABC):
             self._assign_slots()
 
     def _assign_slots(self) -> None:
-        """Sends the state of the optimizer that Keras' variables have."""
+        """Sends the optimizer state that is in Keras' variables to the strategy's
+        optimizer."""
         assert self.optimizer is not None
         assert self._slots is not None
         self._slots_known = [variable.value for variable in self._slots.variables]
@@ -487,7 +517,12 @@ class Training(abc.ABC):
 
 
 def _logs_of(returned: Any, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a step returns, but with the metrics of all steps so far."""
+    """Returns the logs of a step, with its metrics replaced by those of all steps so
+    far.
+
+    Raises:
+        NotImplementedError: The step did not return a dictionary.
+    """
     if not isinstance(returned, dict):
         raise NotImplementedError(
             "train_step and test_step have to return a dictionary of logs; got "

@@ -1,9 +1,10 @@
-"""Callbacks that get the batches in order, each when its step has ended.
+"""Calls callbacks for the batches in order, each when its step has ended.
 
 Keras calls `on_train_batch_end` when a step has been scheduled, which on a cluster is
-long before it has run. The callbacks of the user, and the progress bar, are in one list
-here, which Keras takes for a single callback: the events of an epoch pass at once,
-those of a batch when `Training` says that its step, and all before it, have ended.
+long before it has run. Here, one callback list holds the callbacks of the user and the
+progress bar, and Keras treats that list as a single callback. Events of an epoch are
+passed on at once; events of a batch are passed on when `Training` reports that the step
+of the batch, and all steps before it, have ended.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ _EVENTS: Final[Mapping[str, tuple[Callable[..., None], Callable[..., None]]]] = 
 
 
 class Scheduling(Protocol):
-    """What runs the steps: `Training`, or a test."""
+    """The interface that `InOrder` needs of `Training`, which runs the steps."""
 
     def scheduled(self, begin: int, end: int) -> None:
-        """Is called after a step with the numbers of its first and last batch."""
+        """Called after a step was scheduled, with the numbers of its first and last
+        batch."""
 
     def begin(self, mode: str) -> None:
-        """Is called before the first step of an epoch."""
+        """Called before the first step of an epoch."""
 
     def deliver_all(self) -> None:
-        """Delivers the batches of all steps that were scheduled."""
+        """Waits for all scheduled steps, and calls the callbacks for their batches."""
 
 
 class _Last(Callback):  # type: ignore[misc]  # Keras has no types
-    """Keeps the logs of an epoch as the callbacks before it leave them."""
+    """A callback that keeps the logs of an epoch as the callbacks before it left
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,11 +51,11 @@ class _Last(Callback):  # type: ignore[misc]  # Keras has no types
 
 
 class InOrder(CallbackList):  # type: ignore[misc]
-    """The callbacks of a call of `fit`, `evaluate` or `predict`.
+    """The callbacks of one call of `fit`, `evaluate` or `predict`.
 
     Args:
-        callbacks: Of the user.
-        verbose: As Keras takes it; there is a progress bar unless it is 0.
+        callbacks: The callbacks that the user gave.
+        verbose: As in Keras; unless it is 0 there is a progress bar.
     """
 
     def __init__(self, scheduling: Scheduling, callbacks: Any, verbose: Any) -> None:
@@ -67,7 +70,8 @@ class InOrder(CallbackList):  # type: ignore[misc]
         super().set_params({**params, "verbose": self._verbose} if params else params)
 
     def deliver(self, mode: str, begin: int, end: int, logs: Any) -> None:
-        """Calls what the callbacks have for a batch."""
+        """Calls ``on_*_batch_begin`` and ``on_*_batch_end`` of the callbacks for some
+        batches."""
         on_begin, on_end = _EVENTS[mode]
         on_begin(self, begin)
         on_end(self, end, logs)

@@ -1,8 +1,8 @@
-"""`zs.keras.Embedding`, and which embeddings of a model are tables on servers.
+"""`zs.keras.Embedding`, and the choice of embeddings that are tables on servers.
 
-A step that has an embedding as any other variable reads the whole table, and sends a
-gradient of the same size. A table is looked up instead: the step gets the rows of its
-ids (`_steps`), and gives gradients of these rows.
+A step reads an embedding that is an ordinary variable as a whole, and sends a gradient
+of the same size. If the embedding is a table, the step gets only the rows of its ids
+(`_steps`), and returns gradients of these rows.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 LARGE: Final = 64 << 20
-"""Bytes from which on a `keras.layers.Embedding` is a table, if that changes nothing
-but its cost."""
+"""Size in bytes above which a `keras.layers.Embedding` becomes a table, provided that
+this changes only the cost of training and not its result."""
 
 _STAND_IN_ROWS: Final = 251
-"""Rows of the variable that stands for a `zs.HashTable` in a model: any number above 1
-does, as updates are traced for any number of rows."""
+"""Rows of the variable that Keras has in place of a `zs.HashTable`. Any number above 1
+works, as updates are traced for any number of rows."""
 
 _is_building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
-"""Whether a model is called for its shapes alone."""
+"""Whether a model is only called to compute its shapes."""
 
 
 @keras.saving.register_keras_serializable("zstrat")
 class Embedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
     """An embedding whose gradients are rows, under a `zs.ParameterServerStrategy`.
 
-    A step reads and updates the rows of the ids in its batch. A row without a gradient
-    rests in that step, with what the optimizer keeps for it; optimizers with moments,
-    averages or decay (Adam, RMSprop, weight decay) move such rows in plain Keras. So
-    this class is a choice. Under other strategies, and without one, it is
-    `keras.layers.Embedding`.
+    A step reads and updates the rows of the ids in its batch. A row without a gradient,
+    and the optimizer's state of that row, do not change in that step; in plain Keras,
+    optimizers with moments, averages or decay (Adam, RMSprop, weight decay) would
+    change such rows. So the user has to choose this class. Under other strategies, and
+    without a strategy, it acts as `keras.layers.Embedding`.
 
     Args:
         input_dim: Number of rows; or a `zs.HashTable` with rows of one axis, which has
             a row for any 64-bit id, and is stored on the servers alone. Its ids may be
-            int32 in the model (``keras.Input(dtype="int32")``): whole they are looked
-            up all the same.
-        output_dim: Length of a row; of a table its own.
-        options: Those of `keras.layers.Embedding`; of a table ``name``, ``dtype``,
-            ``trainable``, and ``mask_zero``, for ids of 32 bits.
+            int32 in the model (``keras.Input(dtype="int32")``): look-ups use all 64
+            bits of the ids in the data.
+        output_dim: Length of a row; optional with a table, which has its own.
+        options: Options of `keras.layers.Embedding`; with a table only ``name``,
+            ``dtype``, ``trainable``, and ``mask_zero``, for ids of 32 bits.
 
     Raises:
         TypeError: ``output_dim`` is missing.
         ValueError: The table has rows of several axes or another length, or an option
-            that is the table's own.
+            was given that the table determines.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Embedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no t
             )
         super().__init__(input_dim, output_dim, **options)
         self.table = table
-        """The table of any id; None: the rows are a variable of Keras."""
+        """The `zs.HashTable` of the layer; None: its rows are a variable of Keras."""
 
     def call(self, inputs: Any) -> Any:
-        """Looks up rows, ``inputs.shape + [output_dim]``.
+        """Looks up rows. Returns ``inputs.shape + [output_dim]``.
 
         Raises:
-            RuntimeError: It has a `zs.HashTable`, and this is not a step of `fit`,
-                `evaluate` or `predict`.
+            RuntimeError: The layer has a `zs.HashTable`, and was called outside of
+                `fit`, `evaluate` and `predict`.
         """
         if self.table is None:
             return super().call(inputs)
@@ -97,10 +97,10 @@ class Embedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no t
         return keras.ops.cast(rows, self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what Keras needs to make the layer again.
+        """Returns the arguments from which Keras can create the layer again.
 
         Raises:
-            NotImplementedError: It has a `zs.HashTable`.
+            NotImplementedError: The layer has a `zs.HashTable`.
         """
         if self.table is None:
             config: dict[str, Any] = super().get_config()
@@ -144,7 +144,8 @@ def _require_fitting(
 
 @contextlib.contextmanager
 def building(*, is_on: bool = True) -> Iterator[None]:
-    """Has embeddings of tables of any id give zeros in the block."""
+    """Makes embeddings with a `zs.HashTable` return zeros in the block, as only shapes
+    are needed."""
     token = _is_building.set(is_on)
     try:
         yield
@@ -153,13 +154,19 @@ def building(*, is_on: bool = True) -> Iterator[None]:
 
 
 def is_large(variable: Any) -> bool:
-    """Returns whether a step should not read all of a variable."""
+    """Returns whether a variable is larger than `LARGE`, so that steps should not read
+    it as a whole."""
     size = math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
     return bool(size > LARGE)
 
 
 def warn_of_whole(variables: Sequence[Any], why: str, remedy: str) -> None:
-    """Warns of embeddings that a step reads whole, which costs more than their rows."""
+    """Warns that steps read large embeddings as a whole, which costs more than reading
+    rows.
+
+    Args:
+        why: The reason that rows are not looked up; ``remedy`` says what to change.
+    """
     paths = ", ".join(sorted(repr(each.path) for each in variables))
     size = sum(math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in variables)
     warnings.warn(
@@ -172,13 +179,14 @@ def warn_of_whole(variables: Sequence[Any], why: str, remedy: str) -> None:
 
 
 def layer_table(layer: Any) -> HashTable | None:
-    """Returns the table of any id that a layer has."""
+    """Returns the `zs.HashTable` of a layer; None if it has none."""
     return layer.table if isinstance(layer, Embedding) else None
 
 
 def embeddings_of(layers: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
-    """Returns the embeddings whose rows can be looked up, by the numbers of their
-    variables: those of `Embedding`, and what computes as `keras.layers.Embedding`."""
+    """Returns the layers whose rows can be looked up, by the numbers of their
+    variables: `Embedding`, and subclasses of `keras.layers.Embedding` that do not
+    override ``call``."""
     numbers = {id(variable): n for n, variable in enumerate(variables)}
     plain = keras.layers.Embedding
     found = {}

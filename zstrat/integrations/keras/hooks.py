@@ -1,8 +1,9 @@
-"""Where Keras' methods meet the strategy that is current.
+"""Connects Keras' methods with the current strategy.
 
-The first scope that is entered after keras was imported wraps the methods of
-`keras.Model`. `compile` decides who trains: the strategy whose scope it is called in,
-or else that in whose scope the model was made. Models of other code are left alone.
+Entering a scope for the first time after keras was imported wraps methods of
+`keras.Model`. `compile` decides which strategy trains a model: the one in whose scope
+it is called, or else the one in whose scope the model was created. Models compiled and
+created outside of scopes are not changed.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _IN_STEP: Final = (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrat
 
 # Weak, as a model is freed with the last reference to it.
 _made_in: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
-"""The strategy in whose scope a model was made."""
+"""For each model the strategy in whose scope it was created."""
 
 
 def install() -> bool:
-    """Wraps the methods of `keras.Model`; returns whether they were not yet."""
+    """Wraps the methods of `keras.Model`. Returns False if they were wrapped
+    already."""
     model: Any = keras.Model
     if getattr(model, "_zstrat_is_watched", False):
         return False
@@ -85,7 +87,8 @@ def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_in_step() -> bool:
-    """Returns whether this is a step, to which a compiled model has travelled."""
+    """Returns whether this code runs in a step on a worker, to which a compiled model
+    may have been sent."""
     try:
         get_worker_context()
     except RuntimeError:

@@ -1,14 +1,15 @@
-"""Optimizers of Keras as transformations of optax, by tracing their own code.
+"""Converts Keras optimizers to optax transformations by tracing their own code.
 
-``optimizer.stateless_apply`` is public, and pure: what it does to gradients, values and
-state is traced once, on arrays of the shapes of the model. So whatever Keras computes
-is computed: weight decay, clipping, averages, accumulation, schedules, constraints; and
-optimizers of the user's own. ``after - before`` is added to each value, which is exact
-where an update changes a value by less than its half, and rounds once elsewhere.
+``optimizer.stateless_apply`` is public and pure: its computation on gradients, values
+and state is traced once, on arrays of the shapes of the model. So everything that Keras
+computes is included: weight decay, clipping, averages, accumulation, schedules,
+constraints; also in optimizers that the user wrote. ``after - before`` is added to each
+value, which is exact where an update changes a value by less than half of it, and
+elsewhere adds one rounding error.
 
 A learning rate that is a variable of Keras is not part of the state: the program reads
-it when it schedules a step, and gives it along. What a callback assigns counts from the
-next step on.
+it when it schedules a step, and sends it with the step. A rate that a callback assigns
+takes effect in the next scheduled step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerState:
-    """The variables of an optimizer of Keras, the learning rate apart.
+    """The variables of a Keras optimizer, without the learning rate.
 
     Args:
-        optimizer: Is built for the variables of its model.
+        optimizer: An optimizer that is built for the variables of its model.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -43,8 +44,8 @@ class OptimizerState:
         self._read: tuple[Any, np.float32] = None, np.float32(0)
 
     def learning_rate(self) -> np.float32:
-        """Reads the present learning rate; 0 where the optimizer has a schedule, which
-        is part of its program."""
+        """Reads the current learning rate; 0 if the optimizer has a schedule, which is
+        part of its traced program."""
         if self._rate is None:
             return np.float32(0)
         value = self._rate.value
@@ -57,10 +58,12 @@ class OptimizerState:
         """Traces the optimizer.
 
         Args:
-            trained: The variables of the model that it moves, in its order.
+            trained: The variables of the model that the optimizer updates, in its
+                order.
 
         Raises:
-            NotImplementedError: It computes something that no parameter server can.
+            NotImplementedError: The optimizer uses an operation that parameter servers
+                cannot run.
         """
         kinds = [Kind.of(variable) for variable in trained]
         sizes = [kind.shape[0] if kind.shape else None for kind in kinds]
@@ -78,8 +81,8 @@ class OptimizerState:
         return ShippedUpdate(free, free_first, tuple(rows))
 
     def _owners(self, trained: Sequence[Any]) -> list[int | None]:
-        """Returns for each variable the number of the trained one that it is kept for:
-        of its shape, and after whose path Keras has named it."""
+        """Returns for each optimizer variable the number of the trained variable that
+        it belongs to: the one of the same shape from whose path Keras made its name."""
         paths = [variable.path.replace("/", "_") + "_" for variable in trained]
         owners: list[int | None] = []
         seen: Counter[str] = Counter()
@@ -96,8 +99,13 @@ class OptimizerState:
     def _traced(
         self, trained: Sequence[Any], named: Mapping[int, int]
     ) -> tuple[Operations, tuple[tuple[Kind, Any], ...]]:
-        """Traces the optimizer for arrays of other lengths than those of its variables:
-        ``named`` has them, by the number of the trained variable."""
+        """Traces the optimizer for variables of other lengths. ``named`` has these
+        lengths by the number of the trained variable.
+
+        Returns:
+            The program, and for each optimizer variable its shape, dtype and initial
+            value.
+        """
 
         def kind_of(variable: Any, owner: int | None) -> Kind:
             kind = Kind.of(variable)
@@ -140,8 +148,9 @@ class OptimizerState:
         return program, tuple(zip(state, first, strict=True))
 
     def rests(self, trained: Sequence[Any], number: int) -> bool:
-        """Returns whether a row without a gradient stays as it is, with its state,
-        whatever both are: then it is enough to update the other rows."""
+        """Returns whether the optimizer never changes a row without a gradient, nor the
+        state of that row, whatever their values: then it suffices to update the other
+        rows."""
         update, rng = self.shipped(trained), np.random.default_rng(0)
         rows, optimizer = update.rows[number], self._optimizer
         if rows is None or rows < ROWS or trained[number].constraint is not None:
@@ -169,20 +178,21 @@ class OptimizerState:
         )
 
     def is_fresh(self) -> bool:
-        """Whether `ShippedUpdate.init` gives the present state."""
+        """Whether the optimizer's variables have the values that `ShippedUpdate.init`
+        gives."""
         arrays = [np.asarray(variable.value) for variable in self.variables]
         return all((array == _uniform(array)).all() for array in arrays)
 
 
 def _uniform(array: np.ndarray) -> Any:
-    """Returns the value of all elements; 0 if they differ."""
+    """Returns the value that all elements of an array have; 0 if they differ."""
     first = array.flat[0] if array.size else 0
     return first if (array == first).all() else array.dtype.type(0)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Returns what moves variables: an optimizer, or those of a MultiOptimizer, of
-    which each moves some."""
+    """Returns the optimizers that a MultiOptimizer consists of; of others the optimizer
+    itself."""
     return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
@@ -206,7 +216,7 @@ def _require_possible(optimizer: Any) -> None:
 
 
 def _follows_steps(optimizer: Any) -> bool:
-    """Returns whether the learning rate is computed of the number of the step."""
+    """Returns whether the learning rate is computed from the number of the step."""
     iterations = optimizer.variables[0]
 
     def rate(step: Any) -> Any:

@@ -1,4 +1,5 @@
-"""`zs.keras.ServerCheckpoint`: what a model has on parameter servers, saved by them."""
+"""`zs.keras.ServerCheckpoint`: saves the part of a model that is on parameter
+servers."""
 
 from __future__ import annotations
 
@@ -15,22 +16,26 @@ if TYPE_CHECKING:
 
 
 class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
-    """Saves all that a model has on parameter servers, when `fit` begins and at the end
-    of each epoch: variables, tables of any id with their rows, the optimizer's state.
+    """A Keras callback that saves everything a model has on parameter servers, when
+    `fit` begins and at the end of each epoch: variables, rows of each `zs.HashTable`,
+    and the optimizer's state.
 
-    The servers write it themselves, so nothing passes through this process. With
-    ``on_ps_loss="restore"`` a server that is lost in `fit` is filled from it, and `fit`
-    goes on; steps since the last epoch are lost then, but stay in its metrics.
+    The servers write the files themselves, so no data pass through this process. With
+    ``on_ps_loss="restore"`` a server that is lost in `fit` is restored from the last
+    checkpoint, and `fit` continues; updates since the last epoch are lost then, but
+    remain in the metrics.
 
-    Not saved is what this process has: a learning rate that was assigned, the number of
+    State of this process is not saved: a learning rate that was assigned, the number of
     epochs (``initial_epoch``), and what callbacks assign to the model at the end of the
     same epoch.
 
     Args:
-        directory: All servers have to see it, or each writes to its own disk.
-        max_to_keep: How many epochs are kept.
-        resume: The first `fit` continues from what another program has saved there, if
-            there is something; False: that is an error.
+        directory: Where checkpoints are saved: a folder that all servers share, or one
+            on the disk of each server.
+        max_to_keep: Number of checkpoints that are kept.
+        resume: Whether the first `fit` restores the last checkpoint that another
+            program saved in the directory, if there is one; False: such a checkpoint is
+            an error.
     """
 
     def __init__(
@@ -48,14 +53,15 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         self._training: Any = None
         self._variables: Any = None
         self.manager: CheckpointManager | None = None
-        """Has the paths of what was saved, from `fit` on."""
+        """Knows the paths of the checkpoints; None before `fit`."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Saves what the model begins with, or restores that.
+        """Saves the initial state of the model; or, with ``resume``, restores the last
+        checkpoint of another program.
 
         Raises:
-            ValueError: The model does not train on parameter servers; another program
-                has saved in the directory, and ``resume`` is False.
+            ValueError: The model does not train on parameter servers; or another
+                program has saved in the directory, and ``resume`` is False.
         """
         self._training = training_of(self.model)
         kept = self._training and self._training.on_servers()
@@ -90,11 +96,13 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         self._save()
 
     def restore(self, path: str | None = None) -> str:
-        """Restores what was saved last, or what is at a path, which it returns; on the
-        servers and, but for tables of any id, in the model.
+        """Restores the last checkpoint, or the one at ``path``, and returns its path.
+        It restores the servers and the model's variables in Keras (without rows of a
+        `zs.HashTable`).
 
         Raises:
-            RuntimeError: Nothing was saved yet; ``trainable`` of a layer has changed.
+            RuntimeError: Nothing was saved yet, or ``trainable`` of a layer has
+                changed.
         """
         if self.manager is None or (saved := self.manager.latest_checkpoint) is None:
             raise RuntimeError(
@@ -123,7 +131,8 @@ class ServerCheckpoint(Callback):  # type: ignore[misc]  # Keras has no types
         self.manager.close()
 
     def _save(self) -> None:
-        """Saves under the next number, also in a later `fit`."""
+        """Saves a checkpoint under the next number; numbers continue in later calls of
+        `fit`."""
         assert self.manager is not None
         self._saved += 1
         self.manager.save(self._saved)

@@ -1,12 +1,12 @@
-"""Steps and optimizers of Keras, in a form that travels without Keras.
+"""Steps and optimizers of Keras in a form that runs without Keras.
 
-Workers and parameter servers need not have Keras, or the classes of the model: the
-program traces a step of the model and an update of its optimizer, and sends what was
-traced. So nothing here imports Keras.
+Workers and parameter servers need neither Keras nor the classes of the model: the
+program traces a step of the model and an update of its optimizer, and sends these
+traces. So nothing here imports Keras.
 
 A step is one StableHLO program, `ShippedStep`. An optimizer is a list of operations,
-`ShippedUpdate`: a parameter server has to see what depends on what, because it updates
-each variable by itself.
+`ShippedUpdate`: a parameter server has to see which results depend on which inputs,
+because it updates each variable separately.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer
 
 _PLATFORMS: Final = ("cpu", "cuda", "tpu")
-"""Workers may compute on another kind of device than the program does."""
+"""Platforms a step is lowered for: workers may have other devices than the program."""
 
 _NAMES: Final = {
     id(value): name for name, value in vars(primitives).items() if name.endswith("_p")
 }
 ROWS: Final = 1_000_003
-"""The first of the numbers that stand for lengths in programs of any number of rows."""
+"""The first of the numbers that represent a variable number of rows in the shapes of a
+program."""
 
 _CALLS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters of calls that are replaced by their bodies."""
+"""Parameters of call operations, which are replaced by the bodies of the called
+functions."""
 
 
 class Kind(NamedTuple):
@@ -58,7 +60,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class ShippedStep:
-    """A function of arrays that returns a list of arrays, compiled by its user."""
+    """A function from arrays to a list of arrays, lowered here and compiled by the
+    process that runs it."""
 
     module: bytes
     kept: tuple[int, ...]
@@ -68,11 +71,11 @@ class ShippedStep:
 
     @staticmethod
     def of(function: Callable[..., Any], inputs: Sequence[Any]) -> ShippedStep:
-        """Lowers a function for all kinds of devices, or else for those of this
-        process, if it computes something that others do not have.
+        """Lowers a function for all platforms; if it has an operation that not all
+        support, only for that of this process.
 
         Raises:
-            ValueError, NotImplementedError: It calls Python while it runs
+            ValueError, NotImplementedError: The function calls Python while it runs
                 (`jax.pure_callback`), or a kernel of unknown effects.
         """
         kinds = tuple(map(Kind.of, inputs))
@@ -90,7 +93,7 @@ class ShippedStep:
         )
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Computes, also while a step is traced."""
+        """Runs the function; also allowed while jax traces a step."""
 
         # An exported function of the same signature, and then another module: the
         # serialization of jax needs a package that jax itself does not bring.
@@ -116,18 +119,19 @@ class ShippedStep:
 
 @dataclass(frozen=True)
 class ShippedLookups:
-    """Look-ups of rows that a step needs in place of whole tables.
+    """Look-ups of the rows that a step takes instead of whole tables.
 
     Args:
-        tables: The number of the variable for each look-up.
-        ids: Program of the batch, which gives the ids of each look-up.
+        tables: For each look-up the number of its table among the variables.
+        ids: A program that computes the ids of each look-up from the batch.
     """
 
     tables: tuple[int, ...] = ()
     ids: Operations | None = None
 
     def rows(self, tables: Mapping[int, Any], batch: Sequence[Any]) -> dict[int, Any]:
-        """Looks up the rows of all look-ups, ``[n, row]`` for each table."""
+        """Looks up the rows of all look-ups. Returns ``[n, row]`` for each table, by
+        its number."""
         if self.ids is None:
             return {}
         found: dict[int, list[Any]] = {number: [] for number in tables}
@@ -139,9 +143,10 @@ class ShippedLookups:
 
 
 class StepProgram(NamedTuple):
-    """A step for batches of one kind. It takes the values of the variables, or rows of
-    ``lookups``, and the batch; it returns gradients, the next values of the ``changed``
-    of what is not trained, and the results of the step."""
+    """The program of a step for batches of given shapes and dtypes. The inputs are the
+    values of the variables, or the rows of ``lookups``, and the batch; the results are
+    gradients, next values of the ``changed`` non-trainable variables, and the results
+    of the step."""
 
     step: ShippedStep
     lookups: ShippedLookups
@@ -159,10 +164,12 @@ def step_function(
     """Makes the step function that workers run.
 
     Args:
-        programs: By the shapes and dtypes of a batch.
-        params: What is trained; ``state`` is what is not.
-        optimizer: Gets the gradients; None: there are none.
-        draws: The step draws its batch from an iterator that it is called with.
+        programs: The program for each tuple of shapes and dtypes of a batch.
+        params: The trainable variables.
+        state: The non-trainable variables; ``changed`` are the numbers of those that
+            the step assigns.
+        optimizer: Applies the gradients; None: the step computes none.
+        draws: Whether the step takes an iterator and draws its batch from that.
     """
     variables, trained = [*params, *state], len(params)
     counters = {at for at in changed if state[at].dtype.kind in "iu"}
@@ -179,7 +186,8 @@ def step_function(
         }
 
         def seen(tables: Mapping[int, Any]) -> tuple[Any, list[Any]]:
-            """Runs the step; the gradient of its number is that of the rows."""
+            """Runs the step. Returns its results, and a scalar whose gradient by the
+            rows is the gradient that the step computed."""
             rows = lookups.rows(tables, arrays)
             given = known | jax.tree.map(jax.lax.stop_gradient, rows)
             results = step(*[given.get(n) for n in range(len(variables))], *arrays)
@@ -212,8 +220,8 @@ def step_function(
 
 
 class Operation(NamedTuple):
-    """``results = primitive(*operands)``; an operand is the number of a value, or a
-    constant."""
+    """One operation of a program: ``results = primitive(*operands)``. An operand is the
+    number of a value, or a constant."""
 
     primitive: str
     parameters: dict[str, Any]
@@ -223,10 +231,10 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """A flat program; values are numbered, the inputs first.
+    """A program without nested calls. Its values are numbered, the inputs first.
 
-    A length of `ROWS` or more is no number but a name, for which a user of the program
-    puts in how many there are (`at`).
+    A length of `ROWS` or more in a shape represents an unknown number of rows, which
+    `at` replaces by the actual number.
     """
 
     inputs: int
@@ -235,24 +243,27 @@ class Operations:
 
     @staticmethod
     def of(closed: ClosedJaxpr) -> Operations:
-        """Flattens what jax has traced.
+        """Flattens a jaxpr: calls are replaced by the bodies of the called functions.
 
         Raises:
-            NotImplementedError: It has a loop, or an operation without a public name.
+            NotImplementedError: The jaxpr has a loop, or an operation without a public
+                name.
         """
         flat = _Flattening(len(closed.jaxpr.invars))
         outputs = flat.inline(closed, tuple(range(flat.count)))
         return Operations(len(closed.jaxpr.invars), tuple(flat.steps), tuple(outputs))
 
     def at(self, rows: Mapping[int, int]) -> Operations:
-        """Returns the program for so many rows."""
+        """Returns the program with actual numbers of rows in place of the numbers that
+        represent them, the keys of ``rows``."""
         steps = [
             step._replace(parameters=at(step.parameters, rows)) for step in self.steps
         ]
         return Operations(self.inputs, tuple(steps), self.outputs)
 
     def equals(self, other: Operations) -> bool:
-        """Whether it computes the same."""
+        """Whether two programs compute the same: they are equal in operations and
+        constants."""
         return bool(_form(self) == _form(other))
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -269,7 +280,8 @@ class Operations:
 
 
 def at(given: Any, rows: Mapping[int, int]) -> Any:
-    """Puts numbers of rows into shapes, and what has them."""
+    """Replaces the numbers that are keys of ``rows`` in a shape, or in any structure of
+    shapes, by the actual numbers of rows."""
     match given:
         case bool():
             return given
@@ -289,7 +301,7 @@ def at(given: Any, rows: Mapping[int, int]) -> Any:
 
 
 def _form(given: Any) -> Any:
-    """Returns something that is equal for equal programs."""
+    """Converts a program to a hashable value that is equal for equal programs."""
     match given:
         case Operations():
             return given.inputs, _form(given.steps), _form(given.outputs)
@@ -359,17 +371,17 @@ def _operand(values: dict[Any, Any], var: Any) -> int | np.ndarray:
 
 @dataclass(frozen=True)
 class ShippedUpdate:
-    """An optimizer of Keras as a transformation of optax (`zs.Optimizer`).
+    """A Keras optimizer as an optax transformation, for `zs.Optimizer`.
 
-    Its state is a list: the variables of the optimizer, but for its learning rate,
-    which is given with each update.
+    Its state is a list of the optimizer's variables without the learning rate, which
+    each update is given.
 
     Args:
-        program: Of the gradients, the state, the values and the rate; gives the changes
-            of the values, and the next state.
-        first: The kind of each array of the state, and the value of all its elements.
-        rows: For each value how many rows it has in ``program`` and ``first``, `ROWS`
-            or more if it may have any number; None for one without rows.
+        program: Computes, from gradients, state, values and learning rate, the changes
+            of the values and the next state.
+        first: For each array of the state its shape, dtype and initial value.
+        rows: For each trained variable its number of rows in ``program`` and ``first``:
+            `ROWS` or more if any number is possible; None for a scalar.
     """
 
     program: Operations
@@ -395,13 +407,14 @@ class ShippedUpdate:
 
 
 def traced(function: Callable[..., Any], kinds: Sequence[Any]) -> Any:
-    """Traces a function of arrays."""
+    """Traces a function of arrays of these shapes and dtypes. Returns a ClosedJaxpr."""
     specs = [Kind.of(kind).spec() for kind in kinds]
     return jax.make_jaxpr(function)(*specs)
 
 
 def pruned(closed: ClosedJaxpr, outputs: Sequence[int]) -> Callable[..., list[Any]]:
-    """Returns what was traced as a function that returns some of its results."""
+    """Returns a traced program as a function that only returns the results numbered in
+    ``outputs``."""
     function = jaxpr_as_fun(closed)
 
     def run(*arrays: Any) -> list[Any]:

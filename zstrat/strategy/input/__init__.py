@@ -1,4 +1,4 @@
-"""Datasets that are shared out among workers and replicas."""
+"""Datasets that are distributed over workers and replicas."""
 
 from __future__ import annotations
 

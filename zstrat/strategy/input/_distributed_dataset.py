@@ -1,7 +1,7 @@
-"""A distributed dataset and its iterators: what users get.
+"""Distributed datasets and their iterators, the objects that users get.
 
-Law of the file: a distributed dataset can be iterated and described, nothing else; its
-elements were decided when it was made (`_inputs`).
+Law of the file: a distributed dataset can only be iterated and described; its elements
+were determined when it was made (`_inputs`).
 """
 
 from __future__ import annotations
@@ -31,29 +31,32 @@ _TRANSFORMATIONS: Final = frozenset(
 
 @final
 class DistributedDataset(StepDataset):
-    """The elements that this process draws, step by step. Each ``iter()`` begins a
-    fresh pass, whose iterator may be an argument of a step.
+    """A dataset whose elements, one for each step, go to the replicas of this process.
+    Each ``iter()`` begins a new pass, whose iterator may be an argument of a step.
 
-    It has no transformations: transform the dataset before it is distributed.
+    A distributed dataset has no transformations: transform the dataset before you
+    distribute it.
     """
 
     def __init__(self, feed: DatasetFeed, name: str) -> None:
         self._feed = feed
         self._name = name
         self._waiting: DistributedIterator | None = None
-        """A pass that was begun to describe its elements, for the next reader."""
+        """A pass that was begun only to describe its elements; the next reader gets
+        it."""
         self._begun: weakref.ref[DistributedIterator] | None = None
-        """The last pass that a reader has: its elements can be described."""
+        """The last pass that a reader got, whose elements can be described."""
 
     def __iter__(self) -> DistributedIterator:
-        """Begins a fresh pass, whose elements are made in advance, on a thread.
+        """Begins a new pass, whose elements a thread makes in advance.
 
-        A trace cannot go through it: a step that is called here then runs in Python;
-        see `zs.function`.
+        In a step this loop cannot be traced: the step then runs in Python; see
+        `zs.function`.
 
         Raises:
-            ValueError: In a replica function.
-            LoopsOverData: In a step that is traced; the step function catches it.
+            ValueError: Called in a replica function.
+            LoopsOverData: Called in a step that is traced; the step function catches
+                this.
         """
         if in_real_replica_context():
             raise ValueError(
@@ -70,15 +73,16 @@ class DistributedDataset(StepDataset):
 
     @property
     def element_spec(self) -> Any:
-        """The shapes and dtypes of an element: a pytree of ``jax.ShapeDtypeStruct``, or
-        with several replicas in this process of `PerReplica` of them.
+        """The shapes and dtypes of an element: a pytree of ``jax.ShapeDtypeStruct``,
+        or, with several replicas in this process, of `PerReplica` of these.
 
-        The shapes are those of the first step of any pass. If there is no such step
-        yet, its elements are made: of a pass that is under way, else of one that the
-        next ``iter()`` returns. So a source that can be read only once loses nothing.
+        The shapes are those of the first step of any pass. If there was no step yet,
+        the first elements are made: of a pass that was begun, otherwise of one that the
+        next ``iter()`` returns. So a source that can be read only once loses no
+        element.
 
         Raises:
-            OutOfRangeError: There is no element.
+            OutOfRangeError: The dataset has no elements.
         """
         if self._feed.spec is None:
             return self._under_way().element_spec
@@ -101,11 +105,11 @@ class DistributedDataset(StepDataset):
 
 @final
 class DistributedIterator(StepIterator, CheckpointableIterator):
-    """The iterator of a distributed dataset. A step draws from it, and a loop in
-    Python, which ends with the elements.
+    """The iterator of a distributed dataset. A step can draw from it, and so can a loop
+    in Python, which ends with the elements.
 
-    Its position is a number of steps. All processes save at the same step, and go to it
-    together; one file serves them all.
+    Its position is a number of steps. All processes save it at the same step and
+    restore it together; one file serves all of them.
     """
 
     def __init__(self, source: DatasetPass, name: str) -> None:
@@ -120,11 +124,11 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         return self._pass.spec()
 
     def get_next(self) -> Any:
-        """Draws the next element: of one replica the element itself, else a pytree of
-        the same structure with a `PerReplica` at each leaf.
+        """Draws the next element: for one replica the element itself, otherwise a
+        pytree of the same structure with a `PerReplica` at each leaf.
 
         Raises:
-            ValueError: In a replica function.
+            ValueError: Called in a replica function.
             OutOfRangeError: The pass has ended.
         """
         if in_real_replica_context():
@@ -140,17 +144,17 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         return []
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position in the data, of numbers, texts and lists that JSON
-        has."""
+        """Returns the position in the data, as a structure of numbers, texts and lists
+        that fits into JSON."""
         return self._pass.position(self._drawn).plain
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position that `get_state` of an iterator of the same dataset
+        """Continues at a position that `get_state` of an iterator of the same dataset
         returned.
 
         Raises:
-            InvalidArgumentError: It is the position in another dataset; nothing
-                changed.
+            InvalidArgumentError: ``state`` is a position in another dataset; the
+                iterator has not changed.
             ClosedError: The iterator was closed.
         """
         if self.is_closed:
@@ -175,7 +179,7 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
 
 
 def refuse_attribute(kind: str, name: str) -> NoReturn:
-    """Raises the error of an attribute that a distributed dataset does not have."""
+    """Raises the error for an attribute that a distributed dataset does not have."""
     if name in _TRANSFORMATIONS:
         raise AttributeError(
             f"a {kind} takes no more transformations: call {name}() on the dataset "

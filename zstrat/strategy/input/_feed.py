@@ -1,8 +1,9 @@
-"""A pass over a distributed dataset: source, cut, place, prefetch, pace.
+"""One pass over a distributed dataset: reads sources, divides batches among replicas,
+puts them on devices, prefetches, and synchronizes the end with other workers.
 
 Law of the file: a pass begins in the thread that requests it, so passes begin in the
-order of the requests. Sources are read, cut and placed on the prefetch thread of their
-pass; the workers agree on the end in the thread that draws.
+order of the requests. The prefetch thread of a pass reads its sources, divides batches
+and puts them on devices; the workers agree on the end in the thread that draws.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _NAME: Final = "a distributed dataset"
 
 
 class BegunPass(NamedTuple):
-    """A pass over the sources.
+    """A pass over the sources that has begun.
 
     Args:
-        recipes: Of the sources, begun.
-        order: See `SynchronizedPass`.
+        shares: The shares of the replicas, one for each step.
+        recipes: The passes of the sources.
+        order: Describes the order of the data; see `SynchronizedPass`.
     """
 
     shares: Iterator[Share]
@@ -54,12 +56,12 @@ class BegunPass(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class FeedPosition:
-    """A position in the passes of a distributed dataset.
+    """A position in a pass over a distributed dataset.
 
     Args:
-        steps: Number of steps before it.
-        passes: The pass of each source, in which positions are counted in steps.
-        split: See `FeedSources.split`: the meaning of a step depends on it.
+        steps: Number of steps before the position.
+        passes: For each source, which of its passes this is.
+        split: See `FeedSources.split`: positions with another split count other steps.
     """
 
     steps: int
@@ -68,10 +70,10 @@ class FeedPosition:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> FeedPosition:
-        """Makes the position of which `plain` gave this.
+        """Makes a position from the dictionary that `plain` returned.
 
         Raises:
-            InvalidArgumentError: It is something else.
+            InvalidArgumentError: ``plain`` is not such a dictionary.
         """
         match plain:
             case {
@@ -94,14 +96,15 @@ class FeedPosition:
 @final
 @dataclass(frozen=True, slots=True)
 class FeedSources:
-    """The sources of passes.
+    """The sources of a distributed dataset, and how to begin a pass over them.
 
     Args:
-        begin: Begins a pass, or the rest of one after a position; reads nothing.
-        made: The part of each source that is read here.
-        split: Number of input pipelines, or of pipelines and replicas, if other numbers
-            would make other steps of the same sources.
-        are_alike: Whether all processes have the same operations.
+        begin: Function that begins a pass, or the rest of one after a position; it
+            reads no data yet.
+        made: For each source the part that this process reads.
+        split: The number of input pipelines, or of pipelines and replicas, if steps
+            depend on these numbers.
+        are_alike: Whether all processes apply the same operations.
     """
 
     begin: Callable[[FeedPosition | None], BegunPass]
@@ -110,7 +113,7 @@ class FeedSources:
     are_alike: bool = False
 
     def misfit(self, position: FeedPosition) -> str:
-        """Returns why it is not a position in the passes; "" if it is one."""
+        """Returns why a position does not belong to these sources; "" if it does."""
         if position.split != self.split:
             return (
                 f"its steps are those of {_split(position.split)}, and here are "
@@ -136,11 +139,11 @@ def _split(split: tuple[int, ...]) -> str:
 @final
 @dataclass(slots=True)
 class DatasetFeed:
-    """One distributed dataset, of which passes can begin.
+    """One distributed dataset, over which passes can begin.
 
     Args:
-        where: The user's line that asked for the dataset.
-        spec: The shapes and dtypes of its elements, once a pass has made one.
+        where: The user's line that distributed the dataset, for warnings.
+        spec: The shapes and dtypes of its elements, once a pass has made an element.
     """
 
     where: Where
@@ -153,13 +156,14 @@ class DatasetFeed:
     spec: Any = None
 
     def begin(self, position: FeedPosition | None = None) -> DatasetPass:
-        """Begins a fresh pass, or the rest of one after a position."""
+        """Begins a new pass, or the rest of one after a position."""
         return DatasetPass(self, position)
 
 
 @final
 class DatasetPass:
-    """One pass: its elements as they are drawn, and their shapes and dtypes."""
+    """One pass over a distributed dataset: yields elements, and knows their shapes and
+    dtypes."""
 
     def __init__(self, feed: DatasetFeed, position: FeedPosition | None = None) -> None:
         self.feed: Final = feed
@@ -195,10 +199,11 @@ class DatasetPass:
         return next(self._drawn)
 
     def position(self, steps: int) -> FeedPosition:
-        """Returns the position after so many steps of the whole pass.
+        """Returns the position after this number of steps of the whole pass.
 
         Raises:
-            InvalidArgumentError: Another pass may have another order.
+            InvalidArgumentError: The position cannot be saved, because another pass may
+                have another order.
         """
         passes = [Position.of(recipe, 0) for recipe in self._recipes]
         if self.feed.all_max is not None:
@@ -207,10 +212,11 @@ class DatasetPass:
         return FeedPosition(steps, tuple(passes), self.feed.sources.split)
 
     def spec(self) -> Any:
-        """Returns the shapes and dtypes of an element; may make the first one for that.
+        """Returns the shapes and dtypes of an element; may have to make the first
+        element.
 
         Raises:
-            OutOfRangeError: There is no element.
+            OutOfRangeError: The pass has no elements.
         """
         if self._maker.first is None:
             try:
@@ -227,11 +233,11 @@ class DatasetPass:
 
 @final
 class _Maker:
-    """Makes the elements of a pass, and keeps the first share to describe them.
+    """Makes the elements of a pass, and keeps the first share as their description.
 
     Args:
-        whole: The start of the whole pass of which this is the rest; None if this is
-            whole.
+        whole: The start of the whole pass, if this one is only the rest of it; None if
+            this one is whole.
     """
 
     def __init__(
@@ -241,7 +247,7 @@ class _Maker:
         self._feed: Final = feed
         self._whole: Final = whole
         self.first: Share | None = None
-        """The first share, without its rows."""
+        """The first share of the pass, without its rows."""
         self.spec: Any = None
 
     def elements(self) -> Iterator[Any]:
@@ -262,8 +268,8 @@ class _Maker:
         self.first = share.emptied()
 
     def has_looked_back(self) -> bool:
-        """Returns whether an element before the rest, which has no element, describes
-        all."""
+        """Makes an element from the beginning of the whole pass to describe the
+        elements, if the rest has none. Returns whether the whole pass had one."""
         if self._whole is None:
             return False
         with ending(self._feed.sources.begin(self._whole).shares) as shares:
@@ -273,10 +279,10 @@ class _Maker:
         return share is not None
 
     def empty(self) -> Any:
-        """Makes the element of a worker that has no more data.
+        """Makes an element without rows, for a worker that has no more data.
 
         Raises:
-            ValueError: It never had an element, so its shapes are unknown.
+            ValueError: The worker never had an element, so the shapes are unknown.
         """
         # The rest of a pass may be empty where the whole pass was not.
         if self.first is None:
@@ -291,12 +297,12 @@ class _Maker:
 
 
 def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
-    """Warns of leaves that have lost bits when they were put on the devices: floats, as
-    integers that do not fit stay on the host. Only the first element of a dataset is
-    checked, because its elements are alike.
+    """Warns of leaves of an element whose floats lost bits when they were put on the
+    devices. (Integers that do not fit stay on the host.) Only the first element of a
+    dataset is checked, because its elements are alike.
 
     Warns:
-        DowncastWarning: One for each leaf.
+        DowncastWarning: One warning for each such leaf.
     """
     leaves = jax.tree.leaves(placed, is_leaf=_is_parts)
     given = tree_flatten_with_path(share.parts[0])[0]
@@ -308,8 +314,9 @@ def _warn_of_lost_bits(share: Share, placed: Any, where: Where) -> None:
 
 
 def _spec_of(share: Share, placed: Any) -> Any:
-    """Returns the shapes of the share and the dtypes of the placed element: jax keeps
-    32 of 64 bits unless it is configured otherwise."""
+    """Returns the shapes and dtypes of an element: shapes of the share, and dtypes of
+    the ``placed`` element, as jax keeps 32 of 64 bits unless it is configured
+    otherwise."""
     seen = [_dtype_of(leaf) for leaf in jax.tree.leaves(placed, is_leaf=_is_parts)]
     return leaf_by_leaf([_shaped(part, seen) for part in share.parts])
 

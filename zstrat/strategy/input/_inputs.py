@@ -1,12 +1,12 @@
-"""The input side of a strategy: datasets distributed over workers and replicas.
+"""The input side of a strategy: distributes datasets over workers and replicas.
 
-One `ProcessInputs` describes the replicas that draw in this process and where elements
-go; it makes the distributed datasets of every strategy. The share of each replica is
-decided by numbers (`zstrat.data`); this file connects the stages: source, cut, place,
-prefetch, synchronize. On the coordinator of parameter servers an `UnbuiltDataset`
-stands for a dataset that each worker builds.
+One `ProcessInputs` describes the replicas of this process and where their elements are
+put; it makes the distributed datasets of every strategy. Numbers alone (`zstrat.data`)
+decide the share of each replica; this file connects the stages: read, divide among
+replicas, put on devices, prefetch, synchronize. On the coordinator of parameter servers
+an `UnbuiltDataset` represents a dataset that each worker builds.
 
-Law of the file: it reads nothing itself; an iterator begins a pass (`_feed`).
+Law of the file: it reads no data itself; an iterator begins a pass (`_feed`).
 """
 
 from __future__ import annotations
@@ -64,20 +64,21 @@ _FETCHED: Final = (
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessInputs:
-    """The replicas that draw in this process, and the destination of elements.
+    """Describes the replicas of this process, which draw elements, and where elements
+    are put.
 
     Args:
         context: The index of this input pipeline among all, and the number of all
             replicas.
-        local: Replicas of this process.
-        place: Turns a `Share` into the element of a step, on the prefetch thread, so it
-            may put rows on devices.
-        all_max: Exchanges numbers with the other pipelines; None if there is one
-            pipeline, or if none waits for the others.
-        static_shapes: A step in which a replica has no rows ends the data, instead of
-            giving it an element without rows; and a known batch size has to split
-            evenly. A last batch may be shorter, as in TF, if it has rows for every
-            replica.
+        local: Number of replicas of this process.
+        place: Function that converts a `Share` to the element of a step and may put
+            rows on devices. It is called on the prefetch thread.
+        all_max: Function that returns the largest numbers of all pipelines; None if
+            there is only one, or if pipelines do not wait for each other.
+        static_shapes: Whether a step in which a replica has no rows ends the data
+            (otherwise that replica gets an element without rows), and a known batch
+            size must split evenly. As in TF, a last batch may be shorter if it has rows
+            for every replica.
         per_replica: Whether there may be one input function for each replica.
     """
 
@@ -139,7 +140,7 @@ class ProcessInputs:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Distributes what a function makes; see
+        """Distributes the dataset that a function makes; see
         `Strategy.distribute_datasets_from_function`."""
         chosen = input_options(options)
         require_function(dataset_fn)
@@ -171,8 +172,9 @@ class ProcessInputs:
         return self._fed(_FUNCTION, sources, chosen, self.all_max, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
-        """Returns which last step of a dataset function, one that lacks elements, is a
-        step. Where other processes are waited for every one is, as in TF."""
+        """Returns under which condition a last step with too few elements still counts
+        as a step, for datasets of functions. If other processes are waited for, it
+        always counts, as in TF."""
         if self.static_shapes:
             return ShapePromise.SAME
         if self.all_max is not None or self.local == 1:
@@ -182,7 +184,8 @@ class ProcessInputs:
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
     ) -> DistributedDataset:
-        """Makes one input pipeline for each replica."""
+        """Makes one input pipeline for each replica, by calling the function once for
+        each."""
         if not self.per_replica:
             raise not_per_replica()
         # Each function sees a separate worker, as in TF.
@@ -229,9 +232,9 @@ class ProcessInputs:
     def _read(
         self, begun: Recipe, allotment: Allotment, options: InputOptions, start: int
     ) -> Iterator[Any]:
-        """Yields the elements of a pass from a number on. They are copies if the source
-        reuses its buffers, and dense where all shapes have to be the same on
-        devices."""
+        """Yields the elements of a pass, beginning with element ``start``. The elements
+        are copied if the source reuses its buffers, and made dense if all replicas need
+        the same shapes on devices."""
         elements = begun.without_first(start).elements()
         # The prefetch thread is ahead of the step, and a source that reuses one buffer
         # would overwrite elements that wait.
@@ -252,7 +255,11 @@ class ProcessInputs:
         )
 
     def _require_even(self, batch_size: int | None) -> None:
-        """Refuses batches that cannot give all replicas the same shape."""
+        """Refuses a batch size with which the replicas cannot all have the same shape.
+
+        Raises:
+            ValueError: The number of replicas does not divide the batch size.
+        """
         count = self.context.num_replicas_in_sync
         if batch_size is not None and batch_size % count:
             raise ValueError(
@@ -263,7 +270,7 @@ class ProcessInputs:
 
 
 def not_per_replica() -> NotImplementedError:
-    """Makes the error of an option that only one method has."""
+    """Makes the error for PER_REPLICA, an option that only one method accepts."""
     return NotImplementedError(
         "InputReplicationMode.PER_REPLICA is only supported in "
         "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
@@ -274,7 +281,8 @@ def not_per_replica() -> NotImplementedError:
 def _begun(
     allotments: Sequence[Allotment], position: FeedPosition | None
 ) -> tuple[tuple[Recipe, ...], int]:
-    """Begins the passes; returns them, and how many of their steps to leave out."""
+    """Begins passes over the sources, at a position if one is given. Returns them, and
+    the number of their first steps to skip."""
     if position is None:
         return tuple(allotment.begin() for allotment in allotments), 0
     pairs = zip(allotments, position.passes, strict=True)
@@ -282,7 +290,7 @@ def _begun(
 
 
 def _first(begun: Recipe, count: int) -> Iterator[Any]:
-    """Yields the first elements of a pass."""
+    """Yields the first ``count`` elements of a pass."""
     with ending(begun.elements()) as elements:
         yield from itertools.islice(elements, count)
 
@@ -294,16 +302,16 @@ def _copied(elements: Iterator[Any]) -> Iterator[Any]:
 
 
 def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Share]:
-    """Yields the shares, and closes their source at the end."""
+    """Yields the shares, and closes the source that they are made from at the end."""
     with ending(source):
         yield from shares
 
 
 def input_options(options: InputOptions | None) -> InputOptions:
-    """Returns the options; the defaults for None.
+    """Returns the options, or the defaults for None.
 
     Raises:
-        TypeError: It is not an `InputOptions`.
+        TypeError: ``options`` is not an `InputOptions`.
     """
     if options is None:
         return InputOptions()
@@ -329,7 +337,8 @@ def require_function(dataset_fn: object) -> None:
     """Refuses an argument that cannot be called with an `InputContext`.
 
     Raises:
-        TypeError: It is not a function; names the method that takes a dataset.
+        TypeError: ``dataset_fn`` is not callable; the error names the method that takes
+            a dataset.
     """
     if not callable(dataset_fn):
         raise TypeError(
@@ -343,14 +352,14 @@ def refuse_distributed(dataset: object) -> None:
     """Refuses a dataset that a strategy has distributed already.
 
     Raises:
-        TypeError: It is distributed already.
+        TypeError: The dataset is distributed already.
     """
     if isinstance(dataset, StepDataset):
         raise distributed_already()
 
 
 def distributed_already() -> TypeError:
-    """Makes the error of a dataset that a strategy has distributed already."""
+    """Makes the error for a dataset that a strategy has distributed already."""
     return TypeError(
         "the dataset is distributed already: distribute the dataset that it was made of"
     )
@@ -358,9 +367,10 @@ def distributed_already() -> TypeError:
 
 @final
 class UnbuiltDataset:
-    """A distributed dataset that workers will build.
+    """Describes a distributed dataset that workers will build.
 
-    ``coordinator.create_per_worker_dataset`` takes it, or a function that makes one.
+    ``coordinator.create_per_worker_dataset`` takes this object, or a function that
+    returns one.
 
     Raises:
         NotImplementedError: ``options`` asks for PER_REPLICA.
@@ -390,16 +400,16 @@ class UnbuiltDataset:
         self._is_function: Final = is_function
 
     def __iter__(self) -> Iterator[Any]:
-        """Refused: there are no elements on the coordinator.
+        """Raises an error: the coordinator has no elements.
 
         Raises:
-            ValueError: Always; names the remedy.
+            ValueError: Always; the error names the remedy.
         """
         raise _unbuilt("iter() of")
 
     @property
     def element_spec(self) -> Any:
-        """Refused, as `__iter__`."""
+        """Raises an error, as `__iter__`."""
         raise _unbuilt("the element_spec of")
 
     def __reduce__(self) -> Any:
@@ -414,7 +424,8 @@ class UnbuiltDataset:
 
 
 def _require_dataset(source: object) -> None:
-    """Refuses, before it is sent, a source that each worker would refuse."""
+    """Checks, before a source is sent to workers, that it is a dataset that they
+    accept."""
     if isinstance(source, UnbuiltDataset):
         raise distributed_already()
     refuse_distributed(source)

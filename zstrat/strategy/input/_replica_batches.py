@@ -1,9 +1,9 @@
-"""The batches of replicas, cut out of those of a dataset.
+"""Divides the batches of a dataset among the replicas.
 
 A `Share` keeps neighbouring rows together, so that a whole batch can be put on devices
-at once. It is cut only where the pieces are uneven or not adjacent.
+at once. Rows are separated only where the pieces are uneven or not adjacent.
 
-Law of shares: cutting copies no row, except where a piece extends over the end of a
+Law of shares: dividing copies no row, except where a piece extends over the end of a
 batch, and it uses no thread and no device: a stream of batches in, a stream of shares
 out.
 """
@@ -33,11 +33,13 @@ class Share:
     """The elements of the replicas of this process in one step.
 
     Args:
-        sizes: Rows of the element of each replica; empty for elements that are not cut.
+        sizes: Number of rows of each replica's element; empty if each element is a
+            whole one of the dataset.
         rows: A pytree whose leaves hold the rows of all replicas in replica order, or
             None if the elements are not adjacent.
         apart: The elements, if they are not adjacent.
-        is_fresh: Nothing else uses their memory, which may be given away.
+        is_fresh: Whether nothing else uses the memory of the elements, so that it may
+            be passed to jax.
     """
 
     sizes: tuple[int, ...]
@@ -47,14 +49,15 @@ class Share:
 
     @property
     def whole(self) -> Any:
-        """A pytree with leaves ``[replicas * n, ...]`` if every replica gets ``n`` rows
-        of them in turn, else None. The leaves are the dataset's own, or views."""
+        """A pytree with leaves ``[replicas * n, ...]`` in which each replica in turn
+        has ``n`` rows; None if the shares are not equal. The leaves are the dataset's
+        own, or views."""
         return self.rows if len(set(self.sizes)) == 1 else None
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The element of each replica; one without data has no rows, and the dtypes and
-        row shapes of the others."""
+        """The element of each replica. A replica without data gets one without rows,
+        with the dtypes and row shapes of the others."""
         if self.apart:
             return self.apart
         if len(self.sizes) == 1:
@@ -65,21 +68,21 @@ class Share:
         )
 
     def emptied(self) -> Share:
-        """Returns a share of the same kind without any data."""
+        """Returns a share for the same replicas whose elements have no rows."""
         parts = tuple(map(empty_like, self.parts))
         return Share((0,) * len(parts), apart=parts)
 
 
 def per_replica(share: Share) -> Any:
-    """Returns the element itself for one replica, else one with a `PerReplica` at each
-    leaf, of arrays where they are: for a strategy that does not put elements on
-    devices."""
+    """Returns the element itself if there is one replica, otherwise one with a
+    `PerReplica` at each leaf, whose arrays are not moved: for a strategy that does not
+    put elements on devices."""
     return leaf_by_leaf(share.parts)
 
 
 def leaf_by_leaf(parts: Sequence[Any]) -> Any:
-    """Turns a pytree for each replica into a pytree of `PerReplica`; of one replica,
-    returns the pytree."""
+    """Converts one pytree for each replica to a pytree of `PerReplica`; for one replica
+    returns its pytree."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: PerReplica(leaves), *parts)
@@ -88,20 +91,21 @@ def leaf_by_leaf(parts: Sequence[Any]) -> Any:
 def shares_of_batches(
     batches: Iterator[Any], cutter: Cutter, *, is_partial: bool, is_fresh: bool = False
 ) -> Iterator[Share]:
-    """Cuts the batches for the replicas.
+    """Divides a stream of batches among the replicas: yields a share for each step.
 
     Args:
-        is_fresh: Nothing else uses their memory.
-        is_partial: Whether a step is valid in which a replica has no rows; if not, it
-            ends the data.
+        is_fresh: Whether nothing else uses the memory of the batches.
+        is_partial: Whether a step in which a replica has no rows is valid; if not, such
+            a step ends the data.
 
     Raises (while iterating):
         ValueError: A leaf is a scalar, or the leaves differ in their rows; a step in
-            which a replica has no rows is not valid, and others follow it.
+            which a replica has no rows is not valid, and further batches follow it.
     """
     held: dict[int, Any] = {}
     uneven = 0
-    """The rows of a batch that was not a step, and so has to be the last one."""
+    """Number of rows of a batch that was not a valid step, so it must be the last
+    batch."""
     for number, batch in enumerate(batches):
         rows = batch_rows(batch)
         if uneven and rows:
@@ -127,16 +131,18 @@ def shares_of_elements(
     is_fresh: bool = False,
     before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
-    """Gives each replica one element, as it is, until no pipeline has another one.
+    """Yields shares in which each replica has one whole element, until no pipeline has
+    another element.
 
     Args:
         pipelines: One for each replica; the same one for several gives them its
             elements in turn.
-        promise: Called after the first elements. As in TF, a last step with too few
-            elements is valid, and the other replicas get empty elements, unless all
-            elements are promised the same shapes.
-        is_fresh: Nothing else uses their memory.
-        before: Makes the elements of the pass that precede these.
+        promise: Function, called after the first elements, that returns what is known
+            of the shapes of elements. As in TF, a last step with too few elements is
+            valid, and the other replicas get empty elements, unless all elements are
+            known to have the same shapes.
+        is_fresh: Whether nothing else uses the memory of the elements.
+        before: Function that makes the elements of the pass that precede these.
     """
     nothing = object()
     shapes = _Shapes(promise, before)
@@ -151,8 +157,8 @@ def shares_of_elements(
 
 @final
 class _Shapes:
-    """The shapes of the elements of a pass, where they may decide about its last
-    step."""
+    """Records the shapes of the elements of a pass, if they may decide whether its
+    last, incomplete step is valid."""
 
     def __init__(
         self, promise: Callable[[], ShapePromise], before: Callable[[], Iterable[Any]]
@@ -177,7 +183,8 @@ class _Shapes:
             self._differ |= shapes != self._first
 
     def make_step(self, element: Any) -> bool:
-        """Returns whether this element, and others that are missing, are a step."""
+        """Returns whether a last step that has this element, but not one for each
+        replica, is valid."""
         match self._promise():
             case ShapePromise.AS_MADE:
                 if not self._differ:
@@ -197,7 +204,8 @@ def batch_rows(batch: Any) -> int:
     """Returns the number of rows of a batch: the first axis of all its leaves.
 
     Raises:
-        ValueError: There are no leaves, a leaf is a scalar, or they differ.
+        ValueError: There are no leaves, a leaf is a scalar, or leaves differ in their
+            number of rows.
     """
     shapes = [np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
     if not shapes or () in shapes or len(set(shapes)) > 1:
@@ -206,14 +214,14 @@ def batch_rows(batch: Any) -> int:
 
 
 def sliced(batch: Any, start: int, stop: int) -> Any:
-    """Cuts the rows from ``start`` to ``stop`` out of every leaf; of numpy's arrays
-    they are views."""
+    """Returns a batch of the rows from ``start`` to ``stop`` of every leaf; of numpy
+    arrays these are views."""
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 
 def empty_like(element: Any) -> Any:
-    """Returns the element without rows. A scalar leaf becomes zero, as in TF; a random
-    key stays, as no key means nothing."""
+    """Returns an element like this one without rows. A scalar leaf becomes zero, as in
+    TF; a random key is kept, as there is no empty key."""
 
     def empty(leaf: Any) -> Any:
         if np.ndim(leaf):

@@ -1,12 +1,13 @@
 """The common end of the data of all workers.
 
-Workers end together. Where each has other data (its own files, a dataset function),
-some have less than others. A step needs all workers, so a worker without data continues
-with empty elements as long as any other has some. The workers agree on that: once a
-pass, if all of them know their number of steps, else in every step. If some have data
-without an end, there are no further questions: the others continue with empty elements.
-With the first question they also check that they are at the same pass of data that is
-sharded among them in an order that changes from pass to pass.
+All workers end a pass at the same step. If each has different data (its own files, a
+dataset function), some have less than others. A step needs all workers, so a worker
+without data continues with empty elements as long as any other has data. The workers
+agree on this by exchanging numbers: once a pass if all of them know their number of
+steps, otherwise in every step. If some have data without an end, no further exchange is
+needed: the others continue with empty elements. In the first exchange they also check
+that all are in the same pass, if data are sharded among them in an order that changes
+from pass to pass.
 
 Law: all workers make the same exchanges in the same order, in the thread that draws. So
 the first exchange of a pass always happens, and all else follows from its result, which
@@ -29,23 +30,25 @@ if TYPE_CHECKING:
 
 
 AllMax: TypeAlias = "Callable[[Sequence[int]], list[int]]"
-"""Number by number the largest of all workers; each worker gives as many numbers."""
+"""A function that returns, for each number, the largest value among all workers; each
+worker passes the same number of numbers."""
 
 
 _NEVER: Final = 2**31 - 1
-"""Steps of a pass without an end, where the least of all counts. Some collectives
-reduce in 32 bits."""
+"""Number of steps that an endless pass counts as, where the shortest pass decides. Some
+collectives reduce in 32 bits."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PassLength:
-    """The known length of the passes of a worker, before they begin.
+    """What is known of the length of a worker's passes before they begin.
 
     Args:
-        steps: None: unknown.
-        is_infinite: The data are repeated without an end.
-        is_common: All workers that set this have the same length.
+        steps: Number of steps; None: unknown.
+        is_infinite: Whether the data are repeated without an end.
+        is_common: Whether the length is the same for all workers; all that set this
+            must agree.
     """
 
     steps: int | None = None
@@ -62,16 +65,18 @@ class _EndRule(enum.Enum):
 
 @final
 class SynchronizedPass:
-    """The pass of one worker, which is as long as that of any worker.
+    """The pass of one worker, extended so that all workers' passes are equally long.
 
     Args:
-        elements: The pass over its own data.
-        all_max: Exchanges numbers with the other workers.
+        elements: The pass over this worker's data.
+        all_max: Function that exchanges numbers with the other workers.
         length: What is known of the length of the pass.
-        empty: Makes the elements that follow its own last one.
-        is_partial: Whether there are such elements; if not, all workers stop where the
-            first one does.
-        order: Describes the order of the pass; all workers that have one need the same.
+        empty: Function that makes an empty element, for steps after this worker's last
+            element.
+        is_partial: Whether empty elements are allowed; if not, all workers stop when
+            the first one has no more data.
+        order: Describes the order of the data; all workers with an order must have the
+            same one.
     """
 
     def __init__(
@@ -92,7 +97,8 @@ class SynchronizedPass:
         # The largest of negative numbers is that of the worker that stops first.
         self._sign: Final = 1 if is_partial else -1
         self._end_rule: _EndRule | None = None
-        """None: the workers have not agreed yet."""
+        """How the end of the pass is found; None: the workers have not agreed on it
+        yet."""
         self._is_endless = False
         self._left = 0
 
@@ -178,7 +184,7 @@ class SynchronizedPass:
 
 
 def _unlike(order: str) -> ValueError:
-    """Makes the error of workers whose passes have different orders."""
+    """Makes the error for workers whose passes have different orders."""
     here = f"; this one begins {order} (distribution.pass)" if order else ""
     return ValueError(
         "several workers shard a dataset, and do not all begin the same pass of its "

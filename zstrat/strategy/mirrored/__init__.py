@@ -1,4 +1,5 @@
-"""Variables of which each device, or process, has a copy; and their strategies."""
+"""Variables that have a copy on each device or in each process, and their
+strategies."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """The components of a variable: its copies on several devices, and their updates.
 
-A copy is a separate variable, with the name that TF gives it: ``v``,
-``v/replica_1``, ... What is done to one is done to this copy alone; the copies differ
-from then on.
+A copy is a separate variable, with the name that TF gives it: ``v``, ``v/replica_1``,
+... An update of one copy does not change the others; the copies differ from then on.
 
 In the update context (`updated`) a function changes the components. A variable that all
 replicas share is one array, so the function is called once, with operands that are the
-same for all of them. Where each replica has its own copy, it is called for each
-copy.
+same for all of them. Where each replica has its own copy, it is called for each copy.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """Returns the copies of a variable that this process has, in replica order: the
-    variable itself where there is one copy, as where one device keeps it for all
+    variable itself if there is one copy, as when one device keeps it for all
     replicas."""
     storage = variable.storage
     if not isinstance(storage, DeviceStorage):
@@ -72,9 +70,9 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
 
 
 def as_values(node: Any) -> Any:
-    """Returns the values of the replicas of this process in place of a variable, if
-    each replica or process has a value: `PerReplica` if they may differ, `Mirrored` if
-    not. Anything else comes back as it is."""
+    """Replaces a variable by the values that this process's replicas have of it: by a
+    `PerReplica` if they may differ, by a `Mirrored` if they are equal. Returns a
+    variable that all replicas share, and any other object, unchanged."""
     if not isinstance(node, Variable):
         return node
     storage = node.storage
@@ -96,8 +94,8 @@ def as_values(node: Any) -> Any:
 
 
 def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
-    """Replaces each variable of a pytree by what ``split`` makes of it. A pytree
-    without variables is not copied."""
+    """Replaces each variable of a pytree by the result of ``split``. A pytree without
+    variables is not copied."""
     if isinstance(tree, DistributedValues) and tree.whole is not None:
         return tree  # one array
     if not any(
@@ -111,7 +109,8 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
 
 def reducible(op: ReduceOp, tree: Any) -> Any:
     """Replaces variables in a pytree by their values on each replica, ready to be
-    reduced. For a mean, a mirrored variable is replaced by one of its equal values."""
+    reduced. For a mean, a mirrored variable is replaced by only one of its equal
+    values."""
     result = by_copies(tree)
     if op is not ReduceOp.MEAN:
         return result
@@ -123,13 +122,13 @@ def reducible(op: ReduceOp, tree: Any) -> Any:
 
 
 def container_of(variable: VariableHandle) -> VariableHandle:
-    """Returns the variable that this one is a copy of, or itself."""
+    """Returns the variable of which this one is a copy, or the variable itself."""
     copy = copy_storage(variable)
     return variable if copy is None else copy.container
 
 
 def components_of(variable: AbstractVariable) -> tuple[AbstractVariable, ...]:
-    """Returns the copies of a variable of which each replica has its own, or the
+    """Returns the copies of a variable if each replica has its own; otherwise only the
     variable."""
     if isinstance(variable, Variable) and is_apart(variable):
         return copies_of(variable)
@@ -147,8 +146,8 @@ def updated(
     results.
 
     Raises:
-        ValueError: An argument is a value per replica, or a mirrored one of several
-            values that are not as many as the components.
+        ValueError: An argument is a value per replica, or a `Mirrored` value whose
+            number of values is neither 1 nor that of the components.
     """
     given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
     if any(isinstance(leaf, PerReplica) for leaf in given):
@@ -173,11 +172,12 @@ def updated(
 
 
 def agreed(tree: Any) -> Any:
-    """Returns the one value that all replicas have given. In a trace it is that of the
-    first replica: whether they are equal is not known there.
+    """Replaces values per replica in a pytree by the one value on which all replicas
+    agree. In a trace this is the value of the first replica, as it is not known there
+    whether they are equal.
 
     Raises:
-        ValueError: They have given different values.
+        ValueError: The replicas have different values.
     """
     return jax.tree.map(_agreed_leaf, tree, is_leaf=is_distributed)
 
@@ -202,10 +202,10 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _require_enough(mirrored: DistributedValues, components: int) -> None:
-    """Refuses a mirrored value that has no part for some component.
+    """Refuses a `Mirrored` value that has no value for some component.
 
     Raises:
-        ValueError: It has neither one value nor as many as there are components.
+        ValueError: It has neither one value nor one for each component.
     """
     count = mirrored.replicas
     # One value is for all of them, and one component may have any of several.

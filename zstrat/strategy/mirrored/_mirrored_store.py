@@ -1,7 +1,7 @@
 """Variables of which each process has an equal copy.
 
-All processes create the same variables; the first value is that of rank 0. From then on
-every process makes the same updates, with operands that are equal everywhere.
+All processes create the same variables; the initial values are those of rank 0. From
+then on every process makes the same updates, with operands that are equal everywhere.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ if TYPE_CHECKING:
 
 
 class MirroredVariables(StrategyCreator):
-    """Creates variables on the devices of this process, and knows which it created.
+    """Creates variables on the devices of this process, and records which ones it
+    created.
 
-    A process that joins when the others have made steps creates them without
-    communication, and takes over their values before it first uses one.
+    A process that joins after the others have made steps creates variables without
+    communication, and receives the others' values before it first uses a variable.
 
     Args:
-        devices: Each has the whole value.
+        devices: The devices that keep values; each has the whole value.
         team: The replicas, of this process alone or of several.
         over: A mesh of the devices, if it has more axes than the one of the replicas.
-        store: The device that keeps the values between steps; left out: all of them.
-        names: TF's names of the devices that keep a copy for each replica; left out:
-            those of a program that has one process.
-        is_late: Whether the others have made steps already.
+        store: The device that keeps the values between steps; default: all of them.
+        names: TF's names of the devices that keep a copy for each replica; default: the
+            names in a program of one process.
+        is_late: Whether the other processes have made steps already.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class MirroredVariables(StrategyCreator):
             self.pool = _KeeperDevice(store, devices[0], self.pool)
 
     def take_over(self) -> None:
-        """Gives all processes the values of the one that has made the most steps. All
-        processes call this, or use a variable for the first time.
+        """Gives all processes the values of the process that has made the most steps.
+        All processes must call this, or use a variable for the first time.
 
         Raises:
-            InvalidArgumentError: They have not created the same variables.
+            InvalidArgumentError: The processes have not created the same variables.
             PeerLostError, CollectiveTimeoutError: Another process did not take part.
         """
         if self._channel is None:
@@ -119,14 +120,14 @@ class MirroredVariables(StrategyCreator):
                     self.take_over()
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Returns whether the variable was created here."""
+        """Returns whether this object created the variable."""
         storage = variable.storage
         return isinstance(storage, DeviceStorage) and storage.pool is self.pool
 
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """Creates variables, in one broadcast for all of them.
+        """Creates variables in all processes; one broadcast sends all initial values.
 
         Raises:
             ValueError: A request has no initial value, or a synchronization that
@@ -157,7 +158,7 @@ class MirroredVariables(StrategyCreator):
         return list(variables)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """Returns a number for an optimizer, which runs in the step that uses it."""
+        """Returns an id for an optimizer, which runs in the steps that use it."""
         self._optimizers.append(optimizer)
         return next_id()
 
@@ -198,7 +199,8 @@ class MirroredVariables(StrategyCreator):
 
 
 class _Devices(DevicePool):
-    """Storage on the devices of this process, or of all processes."""
+    """A `DevicePool` that keeps values on the devices of this process, or of all
+    processes."""
 
     def __init__(
         self,
@@ -260,8 +262,8 @@ class _Devices(DevicePool):
 
 
 class _KeeperDevice(DevicePool):
-    """Storage on one device, from which the values travel to others for each step: to
-    ``first``, if there is one replica."""
+    """A `DevicePool` that keeps values on one device, and copies them to other devices
+    for each step: to ``first`` if there is one replica."""
 
     travels = True
 
@@ -293,7 +295,7 @@ class _KeeperDevice(DevicePool):
         return None
 
     def settle(self) -> None:
-        """Does nothing: values of one process come from nowhere else."""
+        """Does nothing: no other process sends values."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
         # No copies where they are stored: a step does not overwrite arrays that travel.

@@ -1,9 +1,10 @@
 """Synchronous training of several processes, with or without one job of XLA.
 
 Every process has a copy of all variables, and runs the same program on its own data. A
-step is compiled around its collectives: a program that ends in gradients, their sum
-over all replicas, a program that applies it (`zstrat.program.stages._stages`). In one
-job of XLA (`_xla_job`) it is one program over the devices of all processes.
+step is compiled in parts between its collectives: a program that computes gradients,
+their sum over all replicas, a program that applies the sum
+(`zstrat.program.stages._stages`). In one job of XLA (`_xla_job`) a step is one program
+over the devices of all processes.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
 
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
-"""Name of the group: processes that make one find each other by it."""
+"""Name of the group: processes that make one with this name find each other."""
 
 _START_TIMEOUT: Final = 300.0
-"""Seconds for all processes to start; the default of jax."""
+"""Seconds for all processes to start; jax has the same default."""
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
@@ -73,23 +74,24 @@ def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collecti
 class MultiWorkerMirroredStrategy(Strategy, Closing):
     """Synchronous training over the processes of a cluster.
 
-    Blocks until all of them are there. Variables created in `scope` are copies of those
-    of the first process; `run` runs on this process's devices, and gradients are summed
-    over all replicas of all processes.
+    The constructor blocks until all processes have made the strategy. Variables created
+    in `scope` start with the values of the first process; `run` runs on this process's
+    devices, and gradients are summed over all replicas of all processes.
 
     Args:
-        cluster_resolver: Knows the tasks of the cluster and which one this is. Left
-            out: TF_CONFIG does; else jax, if `jax.distributed.initialize` was called;
-            else the launcher of the processes (`zs.cluster_resolver.detect`). An empty
-            cluster is this process alone.
-        communication_options: How the processes exchange what they reduce.
-        group: Connects the processes; another function in tests.
+        cluster_resolver: Knows the tasks of the cluster, and which task this process
+            is. Default: one that reads TF_CONFIG; otherwise jax's processes, if
+            `jax.distributed.initialize` was called; otherwise those of the launcher
+            (`zs.cluster_resolver.detect`). In an empty cluster this process trains
+            alone.
+        communication_options: Options of the collectives between processes.
+        group: Function that connects the processes; tests replace it.
 
     Raises:
         ValueError: The cluster does not know this task, or the task does not train; or
             this process is one of several that were started together, and the addresses
             of the others are unknown.
-        CollectiveTimeoutError: A process does not come; names it.
+        CollectiveTimeoutError: A process does not start in time; the error names it.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The one that was given, else one of TF_CONFIG."""
+        """The resolver that was given, or the one that was found."""
         return self._resolver
 
     @property
@@ -142,38 +144,39 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Devices of all processes."""
+        """Number of devices of all processes."""
         return self._team().size
 
     @property
     def extended(self) -> StrategyExtended:
-        """Devices of this process, whether it saves, and values reduced over all
-        processes."""
+        """Devices of this process, whether it saves checkpoints, and reductions over
+        all processes."""
         return self._extended
 
     def reform(self, *, timeout: float | None = None) -> None:
         """Connects the processes again after one was lost, restarted or cut off; blocks
-        until all of them are there.
+        until all processes have called this or made the strategy.
 
         Processes that were not lost call it when a step has raised `PeerLostError`,
         `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
-        A restarted process makes its strategy and its variables as before. All then
-        have the values, and the state of optimizers, of the process that had made the
-        most steps; the restarted one has them before it first uses a variable. All
-        processes, also those that were not lost, begin fresh passes of their datasets
-        (``iter()``) after it: an older iterator waits for answers that the restarted
-        process does not give. Where they shard a dataset that is shuffled again in each
-        pass, they make it again from its ``shuffle`` on and distribute it again: the
-        restarted process begins with its first order, and a pass in different orders is
-        refused.
+        A restarted process makes its strategy and its variables as before. All
+        processes then have the values, and the state of optimizers, of the process that
+        had made the most steps; the restarted one has them before it first uses a
+        variable. Afterwards all processes, including those that were not lost, must
+        begin new passes of their datasets (``iter()``): an older iterator would wait
+        for the restarted process forever. If a dataset is sharded and shuffled
+        differently in each pass, all processes must create it again from its
+        ``shuffle`` on and distribute it again: the restarted process begins with the
+        first order, and a pass with different orders raises an error.
 
         Args:
             timeout: Seconds to wait for all processes.
 
         Raises:
-            RuntimeError: With implementation=XLA: a job of jax cannot be formed again.
-            CollectiveTimeoutError: Not all processes came in time; names the missing
-                ones. It may be called again.
+            RuntimeError: The strategy has implementation=XLA: a job of jax cannot be
+                formed again.
+            CollectiveTimeoutError: Not all processes connected in time; the error names
+                the missing ones. This may be called again.
         """
         if self._channel is None:
             return
@@ -187,8 +190,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         self._variables.take_over()
 
     def close(self) -> None:
-        """Leaves the other processes, whose next collective fails. Closing twice is
-        fine; ``with`` closes at its end."""
+        """Disconnects from the other processes, whose next collective fails. Closing
+        twice is allowed; ``with`` closes at its end."""
         if self._channel is not None:
             self._channel.collective.close()
 
@@ -219,7 +222,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
 
 def _all_max(channel: Channel, numbers: Sequence[int]) -> list[int]:
-    """Reduces numbers with the collective that the processes reduce values with."""
+    """Returns, for each number, the largest value among all processes, by the
+    collective that reduces values."""
     given = [np.array(numbers, np.int64)]
     (largest,) = channel.collective.all_reduce(given, "max")
     return [int(number) for number in largest]
@@ -238,17 +242,19 @@ def _host(address: str) -> str:
 
 
 def _found() -> ClusterResolver:
-    """Returns the resolver of a program that gives none."""
+    """Returns the resolver for a program that gives none."""
     if is_in_job() and not environment().get("TF_CONFIG", "").strip():
         return resolver_of_jax()
     return detect()
 
 
 def _require_alone(env: Mapping[str, str]) -> None:
-    """Refuses to train alone without TF_CONFIG where several processes would.
+    """Refuses to train without TF_CONFIG if several processes were started together,
+    each of which would train alone.
 
     Raises:
-        ValueError: Names the evidence of several processes, and the remedy.
+        ValueError: There are several processes; the error names the evidence and the
+            remedy.
     """
     if env.get("TF_CONFIG", "").strip():
         return  # it defines an empty cluster
@@ -272,7 +278,7 @@ def _require_all(resolver: ClusterResolver) -> None:
     """Refuses a TF_CONFIG that does not name all processes.
 
     Raises:
-        ValueError: The source leaves out processes that would train with this one.
+        ValueError: TF_CONFIG leaves out processes that were started with this one.
     """
     if isinstance(resolver, TFConfigClusterResolver) and resolver.is_sparse:
         raise ValueError(
@@ -283,7 +289,7 @@ def _require_all(resolver: ClusterResolver) -> None:
 
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
-    """Returns the task that this process is, and whether it saves."""
+    """Returns which task this process is, and whether it saves checkpoints."""
     spec = query_cluster_spec(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not spec:

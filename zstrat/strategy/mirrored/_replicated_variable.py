@@ -1,15 +1,15 @@
 """Variables of which each replica has a copy: mirrored ones, and sums over all
 replicas.
 
-The replicas of a `MirroredVariable` are aggregated when it is written, those of a
-`SyncOnReadVariable` when it is read. A replica function counts in the latter (examples
-seen, sums of a metric) without communication; a read outside of replica functions
-returns the sum, the mean, or the first of all values. With several processes such a
-read is a collective: all of them read. A checkpoint stores the aggregate, so all of
-them save.
+Updates of replicas are aggregated when a `MirroredVariable` is written; the copies of a
+`SyncOnReadVariable` are aggregated when it is read. A replica function counts in the
+latter (examples seen, sums of a metric) without communication; a read outside of
+replica functions returns the sum, the mean, or the first of all values. With several
+processes such a read is a collective: all processes must read. A checkpoint stores the
+aggregate, so all processes must save.
 
-Law of the file: it checks arguments as TF does; how an update is aggregated is decided
-in `zstrat.strategy.replica._collective`.
+Law of the file: it checks arguments as TF does; `zstrat.strategy.replica._collective`
+decides how an update is aggregated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedVariable(Variable):
-    """A variable on the devices of a process, or of several. Made by a strategy."""
+    """A variable on the devices of one or several processes. Strategies create it."""
 
     __slots__ = ("_owner", "_team")
     _team: Team
@@ -72,8 +72,8 @@ class ReplicatedVariable(Variable):
         """Makes a handle of a variable that exists already.
 
         Args:
-            team: The replicas that have it.
-            owner: The creator that makes copies of it (`Variable.owner`).
+            team: The replicas that use the variable.
+            owner: The creator that makes copies of the variable (`Variable.owner`).
         """
         variable = object.__new__(cls)
         variable._spec, variable._storage, variable._container = spec, storage, None
@@ -86,13 +86,13 @@ class ReplicatedVariable(Variable):
 
     @property
     def values(self) -> tuple[Variable, ...]:
-        """The copies that this process has, in replica order, each a variable: what
-        ``strategy.experimental_local_results`` gives."""
+        """The copies that this process has, in replica order, each as a variable: the
+        result of ``strategy.experimental_local_results``."""
         return copies_of(self)
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
-        """Creates a variable whose replicas have the values that they have of this one,
-        which may differ."""
+        """Creates a variable in which each replica has the value that it has of this
+        one; these may differ."""
         made = super()._duplicated(value)
         old, new = self._storage, made.components[0].storage
         if isinstance(old, DeviceStorage) and isinstance(new, DeviceStorage):
@@ -100,7 +100,8 @@ class ReplicatedVariable(Variable):
         return made
 
     def _operand(self, value: Any) -> Any:
-        """Returns the operand for every copy: of a mirrored value that of any replica.
+        """Converts the argument of an update to the operand for every copy: of a
+        `Mirrored` value it takes that of any replica.
 
         Raises:
             TypeError: The value differs from replica to replica.
@@ -120,7 +121,7 @@ class ReplicatedVariable(Variable):
 @final
 class MirroredVariable(ReplicatedVariable):
     """A variable whose copies are equal, because all of them get the same updates. With
-    the aggregation NONE each replica updates its own copy, and the copies differ."""
+    aggregation NONE each replica updates its own copy, and the copies may differ."""
 
     __slots__ = ()
 
@@ -131,7 +132,8 @@ class MirroredVariable(ReplicatedVariable):
         return super()._dense(op, value)
 
     def _require_distributed(self, value: complex) -> None:
-        """Refuses to sum a number that is the same on several replicas.
+        """Refuses to sum, over several replicas, a number that is the same on all of
+        them.
 
         Raises:
             ValueError: The number is the same on several replicas.
@@ -164,17 +166,19 @@ _WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
 
 @final
 class SyncOnReadVariable(ReplicatedVariable):
-    """A variable whose synchronization is ON_READ. Made by a strategy."""
+    """A variable whose synchronization is ON_READ: replicas' copies are aggregated by
+    reads. Strategies create it."""
 
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Creates a variable of which each replica has the value that it has of this
-        one. Where there are several processes, all copy it, at the same place of the
-        program.
+        """Creates a variable in which each replica has the value that it has of this
+        one. If there are several processes, all must copy the variable, at the same
+        point of the program.
 
         Raises:
-            RuntimeError: A step is being traced; or in the scope of another strategy.
+            RuntimeError: A step is being traced; or called in the scope of another
+                strategy.
         """
         if recorder.get() is not None:
             # It reads the value, which raises while a step is traced.
@@ -189,19 +193,20 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     @property
     def local_value(self) -> np.ndarray:
-        """The value of this process: the aggregate of its replicas."""
+        """The value of this process: the aggregate of its replicas' copies."""
         return self._storage.read(self)
 
     def saved_value(self) -> np.ndarray:
-        """Returns the value for a checkpoint: that of all replicas of all processes;
-        without an aggregation (NONE) that of the first replica here.
+        """Returns the value for a checkpoint: the aggregate of all replicas of all
+        processes; with aggregation NONE the value of the first replica of this process.
 
-        Cost: a collective, if there are several processes: all of them call this.
+        Cost: a collective, if there are several processes: all processes must call
+        this.
 
         Raises:
             DataLossError: The value of this process is lost.
-            PeerLostError, CollectiveTimeoutError: Another one did not take part; a note
-                names the variable.
+            PeerLostError, CollectiveTimeoutError: Another process did not take part; a
+                note names the variable.
         """
         if self.aggregation is VariableAggregation.NONE:
             return self._storage.read(self)
@@ -270,9 +275,10 @@ class SyncOnReadVariable(ReplicatedVariable):
         """Combines the values of all processes in one collective.
 
         Args:
-            value: Returns the aggregate of the replicas of this process.
-            copies: Returns the values of each of them, ``[replicas, ...]``.
-            across: Combines arrays of all processes.
+            value: Function that returns the aggregate of this process's replicas.
+            copies: Function that returns the values of these replicas, ``[replicas,
+                ...]``.
+            across: Function that combines arrays of all processes.
         """
         is_mean = self.aggregation is VariableAggregation.MEAN
         if is_mean and self.dtype.kind in "iu":
@@ -319,9 +325,9 @@ class SyncOnReadVariable(ReplicatedVariable):
         )
 
     def _for_each(self, op: UpdateOp, value: Any) -> Any:
-        """Returns the operand for the value of each process, from one for the whole; of
-        integers, with several replicas here, those of their copies ``[replicas,
-        ...]``."""
+        """Returns the operand with which this process updates its value, from the
+        operand ``value`` for the whole variable; for integers with several replicas in
+        this process, one for each of their copies, ``[replicas, ...]``."""
         if self.aggregation is not _SUM or self._team.size == 1:
             return value
         if op is UpdateOp.ASSIGN:
@@ -338,7 +344,8 @@ class SyncOnReadVariable(ReplicatedVariable):
 
     @property
     def _is_of_this_replica(self) -> bool:
-        """Whether a read means the value of the replica that runs."""
+        """Whether a read returns the value of the replica that runs, not the
+        aggregate."""
         return in_real_replica_context() or self._team.size == 1
 
     def _require_readable(self) -> None:

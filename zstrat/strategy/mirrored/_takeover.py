@@ -1,14 +1,15 @@
-"""A process that joins late takes over the values of the others.
+"""Gives a process that joins late the values of the other processes.
 
-The variables of a strategy are created in the same order in every process, so a number
-identifies a variable, or an optimizer, everywhere. The process that has made the most
-steps lists its values and broadcasts them: after a lost process some may have made one
-step more. A process that has lost a value, because a step failed in the middle, counts
-as restarted.
+The variables of a strategy are created in the same order in every process, so its
+number identifies a variable, or an optimizer, in all processes. The process that has
+made the most steps lists its values and broadcasts them: after the loss of a process
+some may have made one step more than others. A process that has lost a value, because a
+step failed in the middle, counts as restarted.
 
 Law of the file: all processes call `taken_over` together, and make the same collectives
-whatever values each of them has. The value of a storage is read with `shown` here, not
-with its plain getters: those settle the storage first, which calls `taken_over`.
+whatever values each of them has. Here the value of a storage is read by `shown`, not by
+its other getters, which would first wait for values of other processes and so call
+`taken_over` again.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ def taken_over(
     variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
 ) -> int:
-    """Gives every process the values and slots of one; returns the number of steps that
-    it had made.
+    """Gives every process the values and optimizer slots of the process that has made
+    the most steps; returns that number of steps.
 
     Args:
         steps: Number of steps that this process has made; negative if it was restarted.
-        variables: By the order of their creation; None for one that this process has
-            dropped.
-        optimizers: In the order of their creation.
+        variables: The variables by their number in the order of creation; None for one
+            that this process has dropped.
+        optimizers: The optimizers in the order of their creation.
 
     Returns:
-        Negative if all were restarted: then nothing has changed.
+        The number of steps; negative if all processes were restarted, and no value has
+        changed.
 
     Raises:
         DataLossError: A value of this process is lost, and all others were restarted or
-            have lost one too.
+            have lost a value too.
         InvalidArgumentError: This process has created other variables than the source
             of the values. PeerLostError, CollectiveTimeoutError: Not all processes take
             part.
@@ -87,8 +89,8 @@ def taken_over(
 def _lost(
     variables: Mapping[int, VariableHandle | None],
 ) -> tuple[DeviceStorage, str] | None:
-    """Returns a variable whose value another process would have to give, if there is
-    one."""
+    """Returns the storage and the name of a variable whose lost value another process
+    has to send; None if there is no such variable."""
     for variable in variables.values():
         if variable is None:
             continue
@@ -125,7 +127,8 @@ def _list(
 
 
 def _is_own(variable: VariableHandle) -> bool:
-    """Returns whether other processes have no part in the value of a variable."""
+    """Returns whether the variable's value in each process is independent of other
+    processes."""
     return variable.synchronization is VariableSynchronization.ON_READ and (
         variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
     )
@@ -148,8 +151,8 @@ def _arrays(
     variables: Mapping[int, VariableHandle | None],
     optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
-    """Returns the values and leaves of slots of the list; zeros of the right shape
-    where this process has none."""
+    """Returns the values and slots of all variables in the list; zeros of the right
+    shape where this process has none."""
     arrays: list[Any] = []
     for entry in listed:
         storage = _storage(entry, variables)
@@ -199,8 +202,8 @@ def _put(
 def _state_of(
     storage: DeviceStorage | LocalStorage,
 ) -> tuple[np.ndarray, dict[int, SlotValues]]:
-    """Returns the value, and the slots by id of the optimizer; zeros and no slots in
-    place of what is lost."""
+    """Returns the value, and the slots by id of the optimizer; if they are lost, zeros
+    and no slots."""
     if isinstance(storage, LocalStorage):
         return storage.taken()
     if storage.is_lost:
@@ -212,11 +215,12 @@ def _state_of(
 def _storage(
     entry: Sequence[Any], variables: Mapping[int, VariableHandle | None]
 ) -> DeviceStorage | LocalStorage | None:
-    """Returns where this process keeps a variable of the list; None if it has dropped
-    it.
+    """Returns the storage of a listed variable in this process; None if the process has
+    dropped the variable.
 
     Raises:
-        InvalidArgumentError: It has created none, or another one, at this number.
+        InvalidArgumentError: This process has created no variable, or another one, with
+            that number.
     """
     number, name, shape, dtype, _ = entry
     words = f"variable {name!r} ({dtype}{shape})"
@@ -241,8 +245,8 @@ def _storage(
 
 
 def _described(slots: SlotValues) -> list[Any]:
-    """Returns name, shape and dtype of each, and whether it has the rows of the
-    variable."""
+    """Returns for each slot its name, shape and dtype, and whether its first axis is
+    that of the variable."""
     return [
         [name, list(array.shape), array.dtype.name, has]
         for name, array, has in slots.items()

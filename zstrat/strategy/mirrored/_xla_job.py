@@ -1,11 +1,11 @@
 """One job of XLA over the devices of several processes.
 
-Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its address in
-the cluster and announces it through the group. That port does not authenticate anyone,
-so the address must not be reachable from the internet.
+Rank 0 is the coordinator of `jax.distributed`: it listens on a free port of its address
+in the cluster and announces the port to the group of processes. That port does not
+authenticate anyone, so the address must not be reachable from the internet.
 
-Where the program has initialized jax.distributed itself, the processes learn of each
-other through jax, and need no other cluster.
+If the program has initialized jax.distributed itself, the processes find each other
+through jax, and need no other cluster.
 
 Law: jax.distributed is initialized once in a process, before its first use of any
 device; the job cannot be formed again while the process lives.
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 _MAX_ANNOUNCED_BYTES: Final = 1024
-"""Bytes of an announcement: more than an address, or an error, has."""
+"""Maximum size in bytes of an announcement, which is an address or an error."""
 
 
 _NOWHERE: Final = (
     (socket.AF_INET, "192.0.2.1"),
     (socket.AF_INET6, "2001:db8::1"),
 )
-"""Reserved addresses (RFC 5737, RFC 3849): the route there starts as the route to the
-others does."""
+"""Reserved addresses (RFC 5737, RFC 3849), to which nothing is sent: the route to them
+tells from which own address packets to other hosts are sent."""
 
 
 _REFUSAL: Final = "!"
-"""The prefix of an error, which no address begins with."""
+"""The prefix of an announced error; no address begins with it."""
 
 
 def is_in_job() -> bool:
@@ -55,7 +55,8 @@ def is_in_job() -> bool:
 
 def resolver_of_jax() -> ClusterResolver:
     """Returns the cluster of the processes that jax has connected: all are workers, in
-    the order of jax. Each takes a free port and announces it; all have to call this."""
+    the order of jax. Each process takes a free port and announces it, so all processes
+    must call this."""
     host = _own_address()
     (port,) = free_ports(1, "::" if ":" in host else "0.0.0.0")
     gathered = multihost_utils.process_allgather(
@@ -71,8 +72,8 @@ def resolver_of_jax() -> ClusterResolver:
 
 
 def _own_address() -> str:
-    """Returns the address of this host that it sends from, where others reach it. Sends
-    nothing."""
+    """Returns the address from which this host sends, where other hosts can reach it.
+    Sends nothing."""
     for family, nowhere in _NOWHERE:
         # No route by IPv4, or no IPv6 at all: try the other family, or use the
         # loopback.
@@ -99,17 +100,17 @@ def _received(row: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
 
 
 def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
-    """Forms the job, or takes the existing one; returns the devices of all processes,
-    one row for each rank.
+    """Starts the job of XLA, or uses the existing one. Returns the devices of all
+    processes, one row for each rank.
 
     Args:
-        host: Where rank 0 listens.
+        host: The address on which rank 0 listens.
         timeout: Seconds to wait for the other processes.
 
     Raises:
-        ValueError: The address is not a loopback or private one. Raised in every
-            process.
-        OSError: Rank 0 cannot listen there. Raised in rank 0.
+        ValueError: The address is not a loopback or private one. All processes raise
+            this.
+        OSError: Rank 0 cannot listen on the address. Only rank 0 raises this.
         RuntimeError: jax was used before, or another job has been formed, or the
             processes have different numbers of devices.
     """
@@ -131,7 +132,7 @@ def require_private(host: str) -> None:
     """Refuses an address that is reachable from the public internet.
 
     Raises:
-        ValueError: It is public, or cannot be resolved.
+        ValueError: The address is public, or cannot be resolved.
     """
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
@@ -150,7 +151,8 @@ def require_private(host: str) -> None:
 
 
 def _broadcast_address(collective: Collective, host: str) -> str:
-    """Sends the address of the coordinator from rank 0, or why there is none."""
+    """Sends the address of the coordinator from rank 0 to all processes, or the reason
+    why there is none."""
     refused: Exception | None = None
     text = ""
     if collective.rank == 0:

@@ -1,4 +1,5 @@
-"""Reductions of the values of replicas: on one device, over several, over processes."""
+"""Reductions of the values of replicas: on one device, across devices, across
+processes."""
 
 from __future__ import annotations
 

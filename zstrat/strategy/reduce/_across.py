@@ -1,9 +1,9 @@
 """Reduces and gathers values across processes.
 
-A value that is not distributed is that of this process, as in TF: two processes with
-1.0 have a sum of 2.0. First the values of this process are combined, then, in one
-collective, those of all processes. In a step this is part of the program; elsewhere it
-happens at once, on arrays of numpy, which keep their dtype.
+As in TF, a value that is not distributed counts as the value of this process: two
+processes with 1.0 have a sum of 2.0. First the values within each process are combined,
+then, in one collective, those of all processes. In a step both are part of the program;
+elsewhere they happen at once, on numpy arrays, which keep their dtype.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
-    """Reduces every leaf of a pytree over all replicas, and over ``axis`` first. Of
-    `IndexedSlices` the rows of rank 0 come first; duplicates are kept.
+    """Reduces every leaf of a pytree over all replicas, and before that over ``axis``.
+    `IndexedSlices` are concatenated, the rows of rank 0 first; duplicates are kept.
 
     Cost: one collective for all arrays, and one for all `IndexedSlices`, if there are
     any.
@@ -80,7 +80,7 @@ def _sums_across(
     columns: Sequence[Column],
     axes: tuple[int, ...] | None,
 ) -> list[Any]:
-    """Sums or averages each column of arrays with those of the other processes."""
+    """Sums or averages each column of arrays over the replicas of all processes."""
     is_mean = op is ReduceOp.MEAN
     local = [total_of(parts, axes, mean=is_mean) for parts in columns]
     sums = [total for total, _ in local]
@@ -96,7 +96,7 @@ def _sums_across(
 def _slices_across(
     channel: Channel, op: ReduceOp, columns: Sequence[Column]
 ) -> list[IndexedSlices]:
-    """Concatenates the rows of each column of IndexedSlices with those of the other
+    """Concatenates the rows of each column of IndexedSlices over the replicas of all
     processes."""
     # Added without a mean: it is divided once, by the replicas of all processes.
     local = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
@@ -113,13 +113,14 @@ def _slices_across(
 
 
 def gather_across(team: Team, value: Any, axis: Any) -> Any:
-    """Concatenates the parts of each leaf along ``axis``, those of rank 0 first. Their
-    lengths may differ, but in a step, where each process gives as many.
+    """Concatenates the parts of each leaf along ``axis``, those of rank 0 first.
+    Lengths may differ outside of steps; in a step all processes must have the same
+    length.
 
     Raises:
         TypeError: ``axis`` is not an integer.
         NotImplementedError: A leaf is an IndexedSlices.
-        ValueError: A part has rank 0, or other dimensions than the first one has.
+        ValueError: A part has rank 0, or other dimensions than the first part.
     """
     channel, along = team.channel, as_axis(axis, "gather")
     assert channel is not None
@@ -140,7 +141,7 @@ def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
 
 
 def _concatenated(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
-    """Concatenates the rows that all processes have of these arrays, those of rank 0
+    """Concatenates the arrays of all processes along the first axis, those of rank 0
     first."""
     if not fronts:
         return []
@@ -151,7 +152,7 @@ def _concatenated(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
-    """Sums the arrays over all processes."""
+    """Sums each array over all processes."""
     if not arrays:
         return []
     if _is_in_program():
@@ -160,8 +161,9 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _mean(total: Any, count: Any, local: Any) -> Any:
-    """Divides in the dtype that the mean has in one process. ``local`` is the sum of
-    this one, of jax or of numpy, whose rules for dtypes differ."""
+    """Divides a sum by a count, in the dtype that the mean has within one process.
+    ``local`` is this process's sum, a jax or numpy array, whose rules for dtypes
+    differ."""
     if isinstance(total, jax.core.Tracer):
         return total / count
     if isinstance(local, jax.Array):
@@ -173,5 +175,5 @@ def _mean(total: Any, count: Any, local: Any) -> Any:
 
 
 def _is_in_program() -> bool:
-    """Returns whether this becomes part of a program."""
+    """Returns whether the operation becomes part of a program that is being traced."""
     return recorder.get() is not None or is_staging()

@@ -1,13 +1,13 @@
 """Reductions over the local devices of one process, with the hooks of TF.
 
-XLA reduces inside of steps; ``strategy.extended`` calls these outside of them. As for
-TF, a program may write a class with the hooks and pass it to the strategy. The classes
-of TF follow.
+XLA reduces inside of steps; outside of steps ``strategy.extended`` calls these classes.
+As in TF, a user may write a class with the hooks and pass it to the strategy. The file
+also has TF's classes.
 
 Laws of the file. Arguments are checked before a hook is called; a hook decides how to
-reduce, and what it returns is the result. All classes of ours, and ``strategy.reduce``,
-give the same result, up to the order in which numbers are added. Arrays of numpy on all
-replicas are reduced by numpy, and not downcast.
+reduce, and its return value is the result. All classes of zstrat, and
+``strategy.reduce``, give the same result, up to the order in which numbers are added.
+Arrays of numpy on all replicas are reduced by numpy, and not downcast.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 
 class CrossDeviceOps(abc.ABC):
-    """Base of classes that reduce values of several devices; write
-    `reduce_implementation`, and override the other two hooks where they can do more."""
+    """Base of classes that reduce values of several devices. Subclasses define
+    `reduce_implementation`, and may override the other two hooks to do several values
+    at once."""
 
     def reduce(
         self,
@@ -56,11 +57,12 @@ class CrossDeviceOps(abc.ABC):
         """Reduces the values of the replicas to one.
 
         Args:
-            destinations: Where the result goes: a value per replica or a variable
-                (where it is stored), an array, or TF's name of a device. The result is
-                `Mirrored` on several devices, and for a value of several replicas: one
-                value for each.
-            options: `CommunicationOptions` for the hook; left out: the default ones.
+            destinations: Where to put the result: on the devices of a value per
+                replica, of a variable, or of an array, or on the device of a TF name.
+                The result is `Mirrored` if these are several devices, or if the
+                destination is a value of several replicas: then it has one value for
+                each.
+            options: `CommunicationOptions` for the hook; default: the default options.
 
         Raises:
             ValueError: ``destinations`` is not one of these, or there is no value.
@@ -78,7 +80,8 @@ class CrossDeviceOps(abc.ABC):
         value_destination_pairs: Pairs,
         options: object = None,
     ) -> list[Any]:
-        """Reduces several values as `reduce` does, in order; dense ones go together.
+        """Reduces several values as `reduce` does; returns the results in order. Dense
+        values are reduced together.
 
         Raises:
             ValueError: As `reduce`, or the argument is not a list of pairs.
@@ -94,12 +97,12 @@ class CrossDeviceOps(abc.ABC):
     def reduced(
         self, op: ReduceOp, pairs: Pairs, replicas: int, options: object = None
     ) -> list[Any]:
-        """Reduces pytrees as `batch_reduce` does. Leaves that are not distributed are
-        the same on all replicas.
+        """Reduces pytrees as `batch_reduce` does. Leaves that are not distributed count
+        as equal on all replicas.
 
         Raises:
-            ValueError: As `reduce`, or the reduction of such a leaf over several
-                replicas is SUM.
+            ValueError: As `reduce`, or a leaf that is not distributed is to be summed
+                over several replicas.
         """
         trees: list[Any] = []
         # Where each value of the batch goes: number of the pair, number of the leaf.
@@ -125,7 +128,8 @@ class CrossDeviceOps(abc.ABC):
         return [treedef.unflatten(leaves) for leaves, treedef in trees]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copies the value to its destination: for a value per replica one for each.
+        """Copies a value to a destination; to a value per replica as the destination,
+        one copy for each replica.
 
         Raises:
             ValueError: ``destinations`` is not a destination.
@@ -145,31 +149,31 @@ class CrossDeviceOps(abc.ABC):
 
         Args:
             reduce_op: SUM or MEAN.
-            per_replica_value: Arrays or `IndexedSlices`, one for each replica, where
-                they are; of one replica for a value that was not distributed.
+            per_replica_value: Arrays or `IndexedSlices`, one for each replica, on their
+                devices; only one for a value that was not distributed.
             options: `CommunicationOptions`.
         """
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
     ) -> list[Any]:
-        """Reduces several values, the hook of `batch_reduce`: calls
-        `reduce_implementation` for each, if it is not overridden."""
+        """Reduces several values: the hook of `batch_reduce`. By default it calls
+        `reduce_implementation` for each value."""
         return [
             self.reduce_implementation(reduce_op, value, destination, options)
             for value, destination in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a value, the hook of `broadcast`."""
+        """Copies a value: the hook of `broadcast`."""
         return for_each(put(tensor, places(destinations)), destinations)
 
 
 def checked_pairs(pairs: Pairs) -> Pairs:
-    """Returns the pairs, checked.
+    """Checks and returns a list of pairs of values and destinations.
 
     Raises:
-        ValueError: They are not a list of pairs.
+        ValueError: ``pairs`` is not a list of pairs.
     """
     if not isinstance(pairs, list | tuple) or any(
         not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
@@ -182,8 +186,8 @@ def checked_pairs(pairs: Pairs) -> Pairs:
 
 
 def _per_replica(value: Any) -> DistributedValues:
-    """Returns a value per replica; a value that is not distributed is that of one
-    device."""
+    """Returns a value per replica unchanged; any other value as the value of one
+    replica."""
     if not isinstance(value, DistributedValues):
         return PerReplica((value,))
     if not value.replicas:
@@ -203,11 +207,12 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Args:
         reduce_to_device: TF's name of a device of this process, or a device, or its
-            number among the local ones; left out: that of the first value.
-        accumulation_fn: Sums a list of arrays; left out: addition.
+            number among the local ones; default: the device of the first value.
+        accumulation_fn: Function that sums a list of arrays; default: addition.
 
     Raises:
-        ValueError: There is no such device in this process; lists the devices.
+        ValueError: There is no such device in this process; the error lists the
+            devices.
     """
 
     def __init__(
@@ -243,9 +248,9 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 class _AllReduce(CrossDeviceOps):
-    """Leaves the reduction to XLA, in one program for all the devices, where the value
-    of each replica is on a different device. All else goes to `ReductionToOneDevice`.
-    """
+    """Base of reductions by XLA: one program for all devices, if the value of each
+    replica is on a different device. Other values are reduced by
+    `ReductionToOneDevice`."""
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -280,32 +285,32 @@ class _AllReduce(CrossDeviceOps):
 
 @final
 class NcclAllReduce(_AllReduce):
-    """An all-reduce by XLA, which is NCCL's on GPUs.
+    """Reduces by an all-reduce of XLA, which on GPUs is NCCL's.
 
-    Values that `run` returned, and others whose parts are arrays of jax on different
-    devices, are reduced by one program on these devices, whatever the destination: a
-    result for other devices is copied there. `IndexedSlices` are concatenated, and all
-    else (numpy, values in a step, several on one device) is summed where the first
-    value is.
+    Values that `run` returned, and others whose parts are jax arrays on different
+    devices, are reduced by one program on these devices; the result is then copied to
+    the destination if that is elsewhere. `IndexedSlices` are concatenated, and all
+    other values (numpy arrays, values in a step, several values on one device) are
+    summed on the device of the first one.
 
     Args:
-        num_packs: TF's. Changes nothing: XLA combines what travels.
+        num_packs: An argument of TF. Has no effect: XLA combines transfers itself.
 
     Raises:
-        ValueError: It is negative.
+        ValueError: ``num_packs`` is negative.
     """
 
 
 @final
 class HierarchicalCopyAllReduce(_AllReduce):
-    """An all-reduce by XLA, which knows how the devices are connected: the same as
-    `NcclAllReduce`, under TF's other name.
+    """Reduces by an all-reduce of XLA, which knows how the devices are connected. It is
+    the same as `NcclAllReduce`, under TF's other name.
 
     Args:
-        num_packs: TF's. Changes nothing: XLA combines what travels.
+        num_packs: An argument of TF. Has no effect: XLA combines transfers itself.
 
     Raises:
-        ValueError: It is negative.
+        ValueError: ``num_packs`` is negative.
     """
 
 
@@ -328,7 +333,7 @@ def _added(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _parts(value: DistributedValues, op: ReduceOp) -> list[Any]:
-    """Returns the values of the replicas in a form that can be added."""
+    """Returns the values of the replicas as arrays that can be added."""
     parts = value.values
     remedy = "reduce each of them along its axis first"
     require_alike("`per_replica_value`", parts, remedy)

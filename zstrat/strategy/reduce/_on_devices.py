@@ -1,17 +1,17 @@
 """Destinations of values, and reductions on the devices of one process.
 
-A destination is a value per replica or a variable (where it is stored), an array, or
-the TF name of a device. A value that is not in the memory of a device of this process
-(in numpy, a variable on a parameter server, a name of another task) has no device:
-values for it stay where they are.
+A destination is a value per replica, a variable or an array, which mean the devices
+where it is stored, or the TF name of a device. A destination that is not on a device of
+this process (a numpy array, a variable on a parameter server, a name of another task)
+has no device: values for it are not moved.
 
-Values of which each device has the part of its replica are reduced there
-(`all_reduced`): one program for all values and all their devices adds them by one
-all-reduce, which XLA carries out as the devices are connected. Then each device has the
-result, and nothing is copied but to devices that had no value.
+If each device has the part of its replica, values are reduced on these devices
+(`all_reduced`): one program for all values and devices adds them by one all-reduce, for
+which XLA uses the connections of the devices. Then each of these devices has the
+result, and copies are made only to other devices.
 
-Laws of `all_reduced`: no value is brought to another device to be reduced there; a
-value whose parts share a device is not reduced here.
+Laws of `all_reduced`: no value is moved to another device to be reduced there; a value
+whose parts share a device is not reduced by it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ _TASK: Final = re.compile(r"/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:\d+)?/?")
 
 
 def places(destination: Any) -> tuple[jax.Device, ...]:
-    """Returns the devices of a destination, each once, in the order of the replicas.
+    """Returns the devices of a destination, each device once, in the order of the
+    replicas.
 
     Raises:
-        ValueError: It is not a destination, or names a device that does not exist.
+        ValueError: ``destination`` is not a destination, or names a device that does
+            not exist.
     """
     match destination:
         # Before `values`, which would make a view for each replica.
@@ -83,8 +85,8 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
 
 
 def for_each(placed: Any, destination: Any) -> Any:
-    """Converts a result of `put` to the form of its destination: for a value per
-    replica one value for each replica, however many of them share a device."""
+    """Converts a result of `put` to the form of its destination: if that is a value per
+    replica, to one value for each replica, even if several share a device."""
     # A destination of one replica takes the result as it is.
     if not isinstance(destination, DistributedValues) or destination.replicas < 2:
         return placed
@@ -101,10 +103,10 @@ def for_each(placed: Any, destination: Any) -> Any:
 
 
 def put(value: Any, devices: Sequence[jax.Device]) -> Any:
-    """Copies the value to these devices: `Mirrored` on several; without devices it
-    stays as it is.
+    """Copies a value to devices; returns a `Mirrored` for several devices. Without
+    devices the value is not moved.
 
-    Integers of numpy that jax would cut stay on the host as they are.
+    Numpy integers that jax would truncate stay on the host, unchanged.
     """
     if not devices or _is_traced(value):
         return value
@@ -166,8 +168,9 @@ def _is_traced(value: Any) -> bool:
 def all_reduced(
     op: ReduceOp, values: Sequence[DistributedValues]
 ) -> dict[int, Mirrored]:
-    """Sums or averages the values of which each part is on a different device, there;
-    returns the results by number. Values on the same devices are one program."""
+    """Sums or averages those values of which each part is on a different device, on
+    these devices. Returns their results by the number of the value. All values on the
+    same devices are reduced by one program."""
     groups: dict[Mesh, dict[int, Spread]] = {}
     for number, value in enumerate(values):
         if (apart := spread_out(value)) is not None:
@@ -185,8 +188,9 @@ def all_reduced(
 
 
 def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
-    """Copies a result of `all_reduced` to these devices: `Mirrored` on several, one
-    array on one; without devices it is where the first replica is."""
+    """Copies a result of `all_reduced` to devices: `Mirrored` for several, one array
+    for one device. Without devices, returns the result on the device of the first
+    replica."""
     there = places(total)
     if tuple(devices) == there:
         return total
@@ -203,10 +207,10 @@ def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
 
 
 def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
-    """Returns the value as one array over its devices, and these; None if not each
-    replica has an array of the same kind on a different device, or if this becomes
-    part of a program, which knows by itself where things are. Cost: no copy but of
-    scalars."""
+    """Returns the value of all replicas as one array over its devices, and the devices'
+    mesh. None if not each replica has an array of the same kind on a different device,
+    or if the operation becomes part of a program, which decides itself where values
+    are. Cost: copies only scalars."""
     if value.replicas < 2 or is_staging():
         return None
     whole = value.whole
@@ -246,14 +250,14 @@ def _memory(array: jax.Array) -> str | None:
 
 
 def _is_laid_out(whole: jax.Array, mesh: Mesh) -> bool:
-    """Returns whether each device has the rows of its replica, in the memory that it
-    computes with."""
+    """Returns whether each device of the mesh has the rows of its replica, in the kind
+    of memory that it computes with."""
     return bool(whole.sharding.is_equivalent_to(rows_over(mesh), whole.ndim))
 
 
 def _is_addable(array: jax.Array) -> bool:
-    """Returns whether it has numbers of a kind that collectives know: not random keys,
-    nor float8 or int4."""
+    """Returns whether the array has numbers that collectives can add: not random keys,
+    float8 or int4."""
     dtype = array.dtype
     if not array.size or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
@@ -263,8 +267,8 @@ def _is_addable(array: jax.Array) -> bool:
 def _reduced(
     arrays: Sequence[jax.Array], mesh: Mesh, stacked: tuple[bool, ...], mean: bool
 ) -> list[jax.Array]:
-    """Adds up arrays of which each device has its replica's part; each device gets the
-    sum or the mean."""
+    """Sums or averages arrays of which each device has its replica's part; each device
+    gets the result."""
     team = Team(mesh.size)
 
     def on_each(_: Any, __: Any, parts: Sequence[jax.Array]) -> tuple[Any, Any]:

@@ -1,9 +1,9 @@
 """Reduces and gathers the values of all replicas.
 
 Law of the file: pure functions of values; the strategies check the context. They take
-traced arrays inside a step, arrays of numpy, and values of all replicas that are one
-array over the devices: that takes one program, and gathered along axis 0 it is the
-array itself.
+traced arrays inside a step, numpy arrays, and values of all replicas that are one array
+over the devices: such an array is reduced by one program, and gathering along axis 0
+returns the array itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_one_array(node: Any) -> TypeGuard[DistributedValues]:
 
 
 def _part_shape(value: DistributedValues) -> tuple[int, ...]:
-    """Returns the shape of the value of each replica."""
+    """Returns the shape of each replica's value."""
     rows, *rest = value.whole.shape
     return tuple(rest) if value.is_stacked else (rows // value.replicas, *rest)
 
@@ -58,7 +58,8 @@ def _part_shape(value: DistributedValues) -> tuple[int, ...]:
 def reduce_whole(
     op: ReduceOp, value: DistributedValues, axes: tuple[int, ...] | None
 ) -> jax.Array:
-    """Sums or averages over the replicas, and over ``axes`` of the value of each.
+    """Sums or averages values of replicas that are one array, over the replicas and
+    over ``axes`` of each value.
 
     Raises:
         ValueError: The values have no such axis.
@@ -97,7 +98,7 @@ _summed_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_sum
 
 
 def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
-    """Concatenates the values of the replicas along ``axis``.
+    """Concatenates, along ``axis``, values of replicas that are one array.
 
     Raises:
         ValueError: The values are scalars, or have no such axis.
@@ -132,7 +133,7 @@ def reduction(op: ReduceOp | str) -> ReduceOp:
     """Returns the reduction of values of replicas by its name in any case: SUM or MEAN.
 
     Raises:
-        ValueError: Anything else; lists the reductions.
+        ValueError: ``op`` is something else; the error lists the reductions.
     """
     result = ReduceOp.of(op)
     if result not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -145,22 +146,22 @@ def reduction(op: ReduceOp | str) -> ReduceOp:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """The argument of the function that
-    ``experimental_distribute_values_from_function`` calls."""
+    """The context that ``experimental_distribute_values_from_function`` passes to the
+    function, for each replica."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
 
 
 def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
-    """Reduces every leaf of a pytree over the replicas, and over ``axis`` first.
+    """Reduces every leaf of a pytree over the replicas, and before that over ``axis``.
 
     A mean over ``axis`` divides the sum of all sums by the number of all elements, so
     that uneven replicas weigh correctly. Means of integers are floats.
 
     Raises:
-        ValueError: The reduction of a value that is not distributed over several
-            replicas is SUM; ``axis`` is outside the rank; replicas differ in structure.
+        ValueError: A value that is not distributed is to be summed over several
+            replicas; ``axis`` is outside the rank; replicas differ in structure.
         TypeError: ``axis`` is not an integer or a sequence of integers.
     """
     axes = as_axes(axis)
@@ -183,12 +184,12 @@ def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
 def gather_values(value: Any, axis: Any, replicas: int) -> Any:
     """Concatenates the parts of each leaf of a pytree along ``axis``.
 
-    Along axis 0 one array over the devices is the result as it is.
+    If the parts are one array over the devices, the result along axis 0 is that array.
 
     Raises:
         TypeError: ``axis`` is not an integer.
         NotImplementedError: A leaf is an IndexedSlices.
-        ValueError: A part has rank 0 or other dimensions than the first one has, or a
+        ValueError: A part has rank 0 or other dimensions than the first part, or a
             value that is not distributed is gathered over several replicas.
     """
     along = as_axis(axis, "gather")
@@ -225,12 +226,14 @@ def require_gatherable(value: Any) -> None:
 
 
 def is_whole(node: object) -> bool:
-    """Returns whether a value of the replicas is a leaf here, not its members."""
+    """Returns whether this is a value that functions here treat as one leaf, not as a
+    pytree of its members."""
     return isinstance(node, DistributedValues | IndexedSlices)
 
 
 def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> Any:
-    """Calls ``join`` with the parts, leaf by leaf if they are pytrees."""
+    """Calls ``join`` with the parts of all replicas, for each leaf if they are
+    pytrees."""
     return jax.tree.map(lambda *parts: join(parts), *value.values, is_leaf=is_whole)
 
 
@@ -243,8 +246,8 @@ def as_array(value: Any) -> Any:
 
 
 def computable(arrays: Sequence[Any]) -> list[Any]:
-    """Returns arrays that can be computed with together: on one device, or all of them
-    numpy's if one has integers that jax would cut."""
+    """Returns the arrays so that one operation can use all of them: on one device, or
+    all as numpy arrays if one has integers that jax would truncate."""
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     # A trace has no values for numpy.
     if any(map(is_integer_downcast, arrays)) and not is_traced:
@@ -253,10 +256,11 @@ def computable(arrays: Sequence[Any]) -> list[Any]:
 
 
 def as_axes(axis: Any) -> tuple[int, ...] | None:
-    """Returns the axes of a reduction, one, several or None, as integers.
+    """Returns the axes of a reduction (one, several or None) as a tuple of integers, or
+    None.
 
     Raises:
-        TypeError: It is not an integer or a sequence of integers.
+        TypeError: ``axis`` is not an integer or a sequence of integers.
     """
     if axis is None:
         return None
@@ -266,11 +270,12 @@ def as_axes(axis: Any) -> tuple[int, ...] | None:
 
 
 def as_axis(axis: Any, operation: str) -> int:
-    """Returns the axis as an integer, also from an integer array without dimensions.
+    """Returns the axis as an integer; ``axis`` may be an integer array without
+    dimensions.
 
     Raises:
-        TypeError: It is not an integer. The error is that of jax if the axis is known
-            only when a step runs, so that replicas run sequentially if they can.
+        TypeError: ``axis`` is not an integer. The error is that of jax if the axis is
+            known only when a step runs, so that replicas run sequentially if they can.
     """
     if not isinstance(axis, bool):  # which Python takes for an index
         try:
@@ -294,7 +299,8 @@ def _reduce(op: ReduceOp, parts: Column, axes: tuple[int, ...] | None) -> Any:
 
 
 def require_no_axes(axes: tuple[int, ...] | None) -> None:
-    """Refuses to reduce rows of a larger array over axes.
+    """Refuses axes for a reduction of `IndexedSlices`, whose rows belong to a larger
+    array.
 
     Raises:
         ValueError: There are axes.
@@ -309,8 +315,9 @@ def require_no_axes(axes: tuple[int, ...] | None) -> None:
 def total_of(
     parts: Column, axes: tuple[int, ...] | None, *, mean: bool
 ) -> tuple[Any, int]:
-    """Sums the parts, each over ``axes`` first; returns also how many numbers were
-    summed for each element. For a mean the sum has a dtype that holds it.
+    """Sums the parts, each over ``axes`` first. Returns the sum, and how many numbers
+    were summed for each of its elements. For a mean the sum has a dtype that can
+    represent it.
 
     Raises:
         ValueError: A part has no such axis; sums of parts differ in shape.
@@ -333,8 +340,8 @@ def total_of(
 
 
 def _widens(op: ReduceOp, value: Any) -> bool:
-    """Returns whether even the result for one array has another dtype; numbers have no
-    dtype."""
+    """Returns whether the reduction changes the dtype even of a single array; Python
+    numbers have no dtype."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic | AbstractVariable):
         return False
     kind = getattr(value.dtype, "kind", "b")  # keys have none, and are refused then
@@ -342,7 +349,11 @@ def _widens(op: ReduceOp, value: Any) -> bool:
 
 
 def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
-    """Reduces a value that is the same on several replicas, by the rules of TF."""
+    """Reduces a value that is the same on several replicas, by TF's rules.
+
+    Raises:
+        ValueError: The value is to be summed, and is not zero.
+    """
     # Zeros have the same sum on any number of replicas. Nothing has no mean.
     if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):
         return _reduce(op if np.size(value) else ReduceOp.SUM, [value], axes)
@@ -374,13 +385,13 @@ def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
 
 
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
-    """Concatenates along ``axis``, which may count from the end: on the device if one
-    of the parts is there, else with numpy.
+    """Concatenates parts along ``axis``, which may count from the end: on a device if
+    one of the parts is on a device, otherwise by numpy.
 
     Raises:
-        NotImplementedError: There are IndexedSlices among them.
-        ValueError: One is a scalar or has no such axis, or they differ in another
-            dimension.
+        NotImplementedError: A part is an IndexedSlices.
+        ValueError: A part is a scalar or has no such axis, or the parts differ in
+            another dimension.
     """
     if is_sparse(parts):
         raise _no_gather_of_slices()

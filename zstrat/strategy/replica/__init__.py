@@ -1,4 +1,4 @@
-"""The replicas of one process: one program of all of them, or one after the other."""
+"""Runs the replicas of one process: as one program for all, or one after the other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What sequential replicas do together: the barriers of merges, reductions and updates.
+"""Barriers of sequential replicas: where they wait for each other to merge, reduce or
+update.
 
-A barrier computes a result from all replicas' values. Results are the same as in one
-program: the algorithms are those of `_collective`, on columns whose parts are all in
-this process.
+A barrier computes a result from all replicas' values. Results are the same as when the
+replicas are one program: the algorithms are those of `_collective`, on columns whose
+parts are all in this process.
 
-Law of barriers: every replica gets the same result, or its part of the same.
+Law of barriers: every replica gets the same result, or its part of one result.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ def merging(
     kwargs: Mapping[str, Any],
 ) -> ReplicaBarrier:
     """Makes the barrier of ``merge_call``: ``merge_fn`` is called once, with the values
-    of all replicas. Each replica computes with its part of the result, which is moved
-    to its device."""
+    of all replicas. Each replica gets its part of the result, moved to its device."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         merged, named = regroup(values, PerReplica)
@@ -66,8 +66,9 @@ def merging(
 
 
 def to_device(tree: Any, device: jax.Device) -> Any:
-    """Moves arrays of a pytree that are bound to a device to this one. On a CPU the
-    result is bound to no device, so it can be combined with arrays of others."""
+    """Moves arrays of a pytree that are bound to a device to ``device``. On a CPU the
+    results are bound to no device, so they can be combined with arrays of other
+    devices."""
     return jax.tree.map(
         lambda x: _array_to_device(x, device) if is_concrete(x) and x.committed else x,
         tree,
@@ -84,7 +85,8 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
     """Makes the barrier of ``all_reduce``: every replica gets the sum or mean of a
     pytree; see `Team.all_reduce`.
 
-    ``join`` raises ValueError if their structures or shapes differ.
+    ``join`` of the barrier raises ValueError if structures or shapes of the replicas'
+    values differ.
     """
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -99,8 +101,8 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaBarrier:
 
 
 def gathering(team: Team, tree: Any, axis: int) -> ReplicaBarrier:
-    """Makes the barrier of ``all_gather``: every replica gets the arrays of all,
-    concatenated along an axis."""
+    """Makes the barrier of ``all_gather``: every replica gets the arrays of all
+    replicas, concatenated along an axis."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = columns_of(values)
@@ -135,8 +137,8 @@ def updating(
 def optimizing(
     team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
 ) -> ReplicaBarrier:
-    """Makes the barrier of gradients: those of all replicas are combined and applied
-    once; see `Team.aggregate_call`."""
+    """Makes the barrier of ``apply_gradients``: the gradients of all replicas are
+    combined and applied once; see `Team.aggregate_call`."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         calls = [call.with_arrays(arrays) for arrays in values]
@@ -152,9 +154,8 @@ def optimizing(
 
 
 def own(tree: Any) -> Any:
-    """Copies arrays that all replicas are given to the device of this replica. They are
-    distinct objects from those of the others, and have the dtype that they have
-    together."""
+    """Copies arrays that are given to all replicas to the device of this replica. The
+    copies are distinct objects in each replica, and strongly typed."""
     return jax.tree.map(_own, tree)
 
 
@@ -174,8 +175,8 @@ def _options_of(team: Team) -> str:
 
 @final
 class SequentialReduction(TeamReduction):
-    """Reduces the values of sequential replicas: a column has the parts of all replicas
-    in this process, and these are moved to the device of the first one."""
+    """Reduces the values of sequential replicas. A column has the parts of all replicas
+    in this process, and the parts are moved to the device of the first replica."""
 
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
         totals: list[jax.Array] = []

@@ -1,16 +1,17 @@
-"""The dependencies of a Python function besides its arguments.
+"""Finds and compares what a Python function depends on besides its arguments.
 
 A function is identified by its place in the source, which is the identity of its code,
-and by *fingerprints* of its cells and defaults. A value that consists of its parts
-has their fingerprint: numbers, also those of numpy, text, and immutable containers
-(tuples, slices, functions, methods, partials). Any other value has its identity as
-fingerprint. So a lambda that is made again at each call is the same function. Law of
-fingerprints: they are made at each call of ``run``, and look at nothing of a value but
-its type.
+and by *fingerprints* of its cells and defaults. The fingerprint of an immutable value
+is made from its content: numbers, including those of numpy, text, and immutable
+containers (tuples, slices, functions, methods, partials). Any other value has its
+identity as fingerprint. So a lambda that is made again at each call is the same
+function. Law of fingerprints: they are made at each call of ``run``, and read nothing
+of a value that is compared by identity but its type.
 
-Everything else that a function depends on has a fixed place (`FunctionDependencies`):
-globals, and the cells, defaults and codes of the functions of its module that it may
-call. Those are helpers, whatever decorates them, and the methods of classes.
+Everything else that a function depends on is stored in a fixed place
+(`FunctionDependencies`): globals, and the cells, defaults and codes of the functions of
+its module that it may call: helper functions, whatever decorates them, and methods of
+classes.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of values that are compared by value, never by identity."""
 
 NOT_BOUND: Final = object()
-"""The value of a name, or of a cell, that is not bound."""
+"""Marks a name or a cell that is not bound to a value."""
 
 _MAX_ITEMS: Final = 32
-"""Largest number of items of a tuple that is compared at a call: a shape has fewer."""
+"""Largest number of items of a tuple whose items are compared at each call; a shape has
+fewer."""
 
 _DEPTH: Final = 3
-"""Levels of functions in cells of functions whose fingerprint is made of their
-parts."""
+"""How deeply nested functions, in cells of functions, are compared by their content."""
 
 _MAX_REACHED: Final = 100_000
-"""Largest number of objects that are searched for functions that one may call."""
+"""Largest number of objects in which functions that a function may call are
+searched."""
 
 # Code that runs again makes these again, so their identity would differ at each call.
 _OF_PARTS: Final = frozenset(
@@ -58,13 +60,13 @@ _LASTING: Final = (
     types.BuiltinFunctionType,
     types.CodeType,
 )
-"""Types of objects that mostly live as long as their module: they need no weak
+"""Types of objects that mostly live as long as their module, so they need no weak
 reference."""
 
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 _MAX_NAMED: Final = 1024
-"""Number of codes whose names are cached."""
+"""Number of code objects whose names are cached."""
 
 
 def identified(
@@ -73,12 +75,13 @@ def identified(
     compared: list[types.FunctionType],
     depth: int = 0,
 ) -> tuple[int, Hashable]:
-    """Returns the place of a function in the source, and a fingerprint of what it has
-    captured.
+    """Returns the place of a function in the source, and a fingerprint of the values
+    that it has captured.
 
     Args:
-        captured: Objects that are compared by identity are appended.
-        compared: Functions that are compared by what they captured are appended.
+        captured: A list to which objects that are compared by identity are appended.
+        compared: A list to which functions that are compared by their captured values
+            are appended.
     """
     if type(fn) is types.FunctionType:
         # What it captured decides, not the function object: a lambda in a loop is a new
@@ -142,8 +145,8 @@ def _fingerprint(
 def _fingerprint_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """Fingerprints a value that may be created again, of the same parts, at each
-    call."""
+    """Fingerprints a value by its content, as an equal value may be created again at
+    each call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
@@ -161,7 +164,8 @@ def _fingerprint_of_parts(
 
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
-    """Returns the values that the function has captured, always in the same order."""
+    """Returns the values that the function has captured, always in the same order:
+    cells, defaults, then globals."""
     result = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):
@@ -172,7 +176,7 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
 
 
 def own_values(fn: types.FunctionType) -> list[Any]:
-    """Returns the values that a function has captured but for globals: cells and
+    """Returns the values that a function has captured, except globals: cells and
     defaults."""
     result = [_contents(cell) for cell in fn.__closure__ or ()]
     if fn.__defaults__:
@@ -190,7 +194,8 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns names that may be globals, in the function and those defined in it."""
+    """Returns the names that may be globals, in the code of a function and of functions
+    that it defines."""
     known = _named.get(id(code))
     # An entry holds its code, so this id cannot have passed to another one.
     if known is None:
@@ -215,7 +220,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 def innermost(fn: Any) -> types.FunctionType | None:
     """Returns the Python function of a callable: the one that it wraps or binds, or the
-    method that its class has for calls; None if there is none."""
+    ``__call__`` method of its class; None if there is none."""
     match fn:
         case Function():
             return innermost(fn.body)
@@ -233,7 +238,8 @@ def innermost(fn: Any) -> types.FunctionType | None:
 
 
 def wrapped_in(value: Any) -> Any:
-    """Returns the function that ``functools.wraps``, or jax, has recorded."""
+    """Returns the function that ``functools.wraps``, or jax, has recorded as wrapped by
+    this object."""
     try:
         wrapped = vars(value).get("__wrapped__")
     except TypeError:  # no __dict__
@@ -242,19 +248,21 @@ def wrapped_in(value: Any) -> Any:
 
 
 def is_global(fn: types.FunctionType) -> bool:
-    """Returns whether its module has this very function under its name."""
+    """Returns whether the module of the function has this very function under its
+    name."""
     return fn.__globals__.get(fn.__name__) is fn
 
 
 def is_partial(fn: Any) -> bool:
-    """Returns whether it is a partial that calls as any other, such as one of jax."""
+    """Returns whether this is a ``functools.partial`` that behaves like any other, such
+    as one of jax."""
     partial = functools.partial
     return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
 
 
 def captured_words(fn: Any) -> Iterator[tuple[str, Hashable, str]]:
-    """Yields each place of what ``fn`` has captured, with the fingerprint and
-    a description of the value there."""
+    """Yields each place where ``fn`` has captured a value, with the value's fingerprint
+    and a description."""
     for place, value in _captured(fn):
         yield place, _fingerprint(value, [], [], 0), _description(value)
 
@@ -301,10 +309,10 @@ def _description(value: Any) -> str:
 
 
 def dependencies(fn: Any) -> list[types.FunctionType]:
-    """Lists the functions of its module that ``fn`` may call, and closures of other
-    modules of a user.
+    """Lists the functions that ``fn`` may call: those of its module, and closures of
+    other modules of the user.
 
-    A wrapper that another module has made counts for what it wraps.
+    For a wrapper made by another module, the function that it wraps is listed.
     """
     called = innermost(fn)
     module = None if called is None else called.__globals__
@@ -325,11 +333,11 @@ def _is_closure(fn: types.FunctionType) -> bool:
 
 
 class FunctionDependencies:
-    """The dependencies of a function in fixed places: the globals of some functions,
-    and the cells, defaults and codes of those that are not compared by their
-    fingerprints at each call.
+    """The dependencies of a function that are read from fixed places: the globals of
+    the functions that it may call, and the cells, defaults and codes of those that are
+    not fingerprinted at each call.
 
-    A name that is not bound counts, too: it may hide a builtin later.
+    A global name that is not bound is included, as it may hide a builtin later.
     """
 
     __slots__ = ("_functions", "_held", "_places")
@@ -358,7 +366,7 @@ class FunctionDependencies:
         self._held = CapturedObjects(held)
 
     def are_same(self) -> bool:
-        """Returns whether each place still has its value, or one with an equal
+        """Returns whether each place still has the same value, or one with an equal
         fingerprint."""
         # Assigning to these attributes changes what the function does, and no cell or
         # global shows it.
@@ -375,13 +383,13 @@ class FunctionDependencies:
         return self._held.are_there()
 
     def may_return(self) -> bool:
-        """Returns whether all objects that were found still exist: only then can the
-        places have the same values again."""
+        """Returns whether all objects found in the places still exist: only then can
+        the places have the same values again."""
         return self._held.are_there()
 
 
 def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
-    """Readers of the cells and the keywords' defaults of a function."""
+    """Returns functions that read the cells and the keyword defaults of a function."""
     for cell in fn.__closure__ or ():
         yield functools.partial(_contents, cell)
     code = fn.__code__
@@ -394,10 +402,11 @@ def _own_places(fn: types.FunctionType) -> Iterator[Callable[[], Any]]:
 
 
 class CapturedObjects:
-    """Objects that are compared by identity. When one is freed, another object may get
-    its id.
+    """Keeps track of objects that are compared by identity, as another object may get
+    the id of an object that was freed.
 
-    References are weak where possible, so that no object lives longer because of this.
+    References are weak where possible, so that no object lives longer because of this
+    one.
     """
 
     __slots__ = ("_gone", "_strongly", "_weakly")
@@ -418,5 +427,5 @@ class CapturedObjects:
                 self._strongly.append(each)
 
     def are_there(self) -> bool:
-        """Returns whether all objects still exist."""
+        """Returns whether all of these objects still exist."""
         return not self._gone

@@ -1,9 +1,9 @@
-"""Collectives of replicas: those of this process, and those of other processes.
+"""Collectives among the replicas of this process and of other processes.
 
-The replicas of one process either are one program over a named axis (`_regions`),
-or they run sequentially (`_fibers`). Either way their values are combined in this
-process first, and then once with those of the other processes, which may run their
-replicas the other way (`zstrat.program.stages._cross`).
+The replicas of one process either are one program over a named axis (`_regions`), or
+they run sequentially (`_fibers`). Either way their values are combined in this process
+first, and then once with those of the other processes, which may run their replicas the
+other way (`zstrat.program.stages._cross`).
 
 Law of the file: every replica gets the same result, and the arguments alone decide the
 order of collectives.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ._columns import Column
 
 AXIS: Final = "replica"
-"""Name of the mapped axis."""
+"""Name of the axis over which replicas that are one program are mapped."""
 
 # jax's stubs leave it untyped.
 _psum: Final[Any] = jax.lax.psum
@@ -60,11 +60,11 @@ _FACTORS: Final = (UpdateOp.SCATTER_MUL, UpdateOp.SCATTER_DIV)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Team:
-    """The replicas that compute together: ``local`` of them in this process, and as
-    many in each other process of ``channel``, if there is one.
+    """The replicas that compute together: ``local`` replicas in this process, and the
+    same number in each other process of ``channel``, if there is one.
 
     The methods that combine values are for replicas that are one program, and are
-    called inside of it.
+    called inside of that program.
     """
 
     local: int
@@ -77,16 +77,17 @@ class Team:
 
     @property
     def first(self) -> int:
-        """The number of the first replica of this process."""
+        """The id of the first replica of this process."""
         return 0 if self.channel is None else self.channel.rank * self.local
 
     def replica_id(self) -> int | jax.Array:
-        """Returns the number of the replica that runs, from 0; int32 where several
+        """Returns the id of the replica that runs, from 0; a traced int32 where several
         replicas are one program."""
         return self.id_of(0 if self.local == 1 else jax.lax.axis_index(AXIS))
 
     def id_of(self, replica: int | jax.Array) -> int | jax.Array:
-        """Returns the number that a replica of this process has among all replicas."""
+        """Returns the id, among all replicas, of replica number ``replica`` of this
+        process."""
         if within_mesh.get():
             # One program for all processes: a constant in it would be the same number
             # in each of them, so the number of the process is an index of the mesh.
@@ -94,7 +95,7 @@ class Team:
         return self.first + replica
 
     def all_reduce(self, tree: Any, *, mean: bool) -> Any:
-        """Sums (or averages) the pytree; every replica gets the result.
+        """Sums (or averages) a pytree over the replicas; every replica gets the result.
 
         `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
         their values are divided by the number of replicas.
@@ -104,7 +105,8 @@ class Team:
         return jax.tree.unflatten(treedef, reduced)
 
     def all_gather(self, tree: Any, axis: int) -> Any:
-        """Concatenates the arrays of the replicas along ``axis``, in replica order."""
+        """Concatenates the arrays of the replicas along ``axis``, in replica order;
+        every replica gets the result."""
         leaves, treedef = jax.tree.flatten(tree)
         gathered = MappedReduction(self).gathered([(x,) for x in leaves], axis)
         return jax.tree.unflatten(treedef, gathered)
@@ -112,22 +114,24 @@ class Team:
     def aggregate(
         self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Combines the operands of all replicas into those of one update; raises as
-        `TeamReduction.aggregated`."""
+        """Combines the operands that all replicas pass to an update into those of one
+        update; raises as `TeamReduction.aggregated`."""
         return MappedReduction(self).aggregated(variable, op, [operands])
 
     def aggregate_call(self, call: GradientCall) -> GradientCall:
-        """Combines the gradients of all replicas; see
+        """Combines the gradients of all replicas into one call; see
         `TeamReduction.aggregated_call`."""
         return MappedReduction(self).aggregated_call([call])
 
 
 class TeamReduction(abc.ABC):
-    """Combines the values of the replicas of a team, whichever way they run.
+    """Combines the values of the replicas of a team, whether they are one program or
+    run sequentially.
 
-    Arrays come as columns (`_columns`). Two subclasses define how a column becomes one
-    array in this process, in the first three methods. All else is the same for both, so
-    processes of one kind can compute with processes of the other.
+    Arrays are passed as columns (`_columns`). Two subclasses define, in the first three
+    methods, how a column becomes one array in this process. Everything else is the same
+    for both, so processes whose replicas are one program can compute with processes
+    whose replicas run sequentially.
     """
 
     def __init__(self, team: Team) -> None:
@@ -135,28 +139,28 @@ class TeamReduction(abc.ABC):
 
     @property
     def _axis(self) -> str | None:
-        """Name of the axis that several replicas are mapped over."""
+        """Name of the axis over which several replicas are mapped."""
         return None
 
     @abc.abstractmethod
     def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """Sums each column of arrays of one shape."""
+        """Sums the arrays of each column, which have the same shape."""
 
     @abc.abstractmethod
     def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
         """Concatenates the arrays of each column.
 
         Raises:
-            ValueError: They have no such axis, or differ in another dimension.
+            ValueError: Arrays have no such axis, or differ in another dimension.
         """
 
     @abc.abstractmethod
     def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """Returns the array of the first replica of this process, for each column."""
+        """Returns, for each column, the array of the first replica of this process."""
 
     def reduced(self, columns: Sequence[Column], mean: bool) -> list[jax.Array]:
-        """Sums or averages each column, in one collective. Means of integers are
-        floats."""
+        """Sums or averages each column over all replicas, in one collective. Means of
+        integers are floats."""
         totals = self._added(
             [[summable(jnp.asarray(x), mean=mean) for x in each] for each in columns]
         )
@@ -167,10 +171,11 @@ class TeamReduction(abc.ABC):
         return [x / self._team.size for x in totals] if mean else totals
 
     def gathered(self, columns: Sequence[Column], axis: int = 0) -> list[jax.Array]:
-        """Concatenates the arrays of each column along ``axis``, in one collective.
+        """Concatenates the arrays of each column over all replicas along ``axis``, in
+        one collective.
 
         Raises:
-            ValueError: They have no such axis, or differ in another dimension.
+            ValueError: Arrays have no such axis, or differ in another dimension.
         """
         whole = self._concatenated(
             [[jnp.asarray(x) for x in column] for column in columns], axis
@@ -183,13 +188,13 @@ class TeamReduction(abc.ABC):
         return [_moved(x, 0, axis) for x in whole]
 
     def firsts(self, columns: Sequence[Column]) -> list[jax.Array]:
-        """Returns the array of replica 0, for each column."""
+        """Returns, for each column, the array of replica 0 of all processes."""
         local, channel = self._of_first(columns), self._team.channel
         return local if channel is None else first_of(channel, local)
 
     def joined(self, column: Sequence[IndexedSlices], mean: bool) -> IndexedSlices:
-        """Concatenates the rows of all replicas; for a mean, divides them by the number
-        of replicas."""
+        """Concatenates the rows of a column of `IndexedSlices` over all replicas; for a
+        mean, divides the values by the number of replicas."""
         parts = [x.values for x in column], [x.indices for x in column]
         # Rows and their indices travel in one collective.
         values, indices = self.gathered(parts)
@@ -197,8 +202,8 @@ class TeamReduction(abc.ABC):
         return IndexedSlices(values, indices, column[0].dense_shape)
 
     def all_reduced(self, columns: Sequence[Column], mean: bool) -> list[Any]:
-        """Sums or averages each column: arrays in one collective, of which XLA makes
-        one all-reduce; `IndexedSlices` as `joined` says."""
+        """Sums or averages each column: arrays in one collective, which XLA executes as
+        one all-reduce; `IndexedSlices` as in `joined`."""
         return by_kind(
             columns,
             is_sparse,
@@ -212,14 +217,14 @@ class TeamReduction(abc.ABC):
         op: UpdateOp,
         operands: Sequence[tuple[jax.Array, ...]],
     ) -> tuple[jax.Array, ...]:
-        """Combines the operands of each replica into those of one update. The mean of
-        integers is exact, and then truncated to an integer: of rows, after summing what
-        all replicas add to each row.
+        """Combines the operands of an update in each replica into those of one update.
+        The mean of integers is computed exactly and then truncated to an integer; for
+        updates of rows, after summing what all replicas add to each row.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
-            NotImplementedError: An update of rows that are not added cannot be
-                aggregated, and the mean of integer factors is not an integer.
+            NotImplementedError: An update of rows other than an addition cannot be
+                aggregated, and a mean of integer factors is not an integer.
         """
         # Also with VariableAggregation.NONE: one replica cannot disagree with itself.
         if self._team.size == 1:
@@ -246,9 +251,10 @@ class TeamReduction(abc.ABC):
         return (self.reduced(columns, mean)[0].astype(dtype),)
 
     def aggregated_call(self, calls: Sequence[GradientCall]) -> GradientCall:
-        """Combines the gradients of the calls of all replicas: sums them, unless they
-        are the same in all replicas already. Of further arguments it takes the mean, or
-        the value of the first replica if they are not floats."""
+        """Combines the gradients of the calls of all replicas: sums the gradients,
+        unless they are already the same in all replicas. Of further arguments it takes
+        the mean over the replicas, or the value of the first replica if they are not
+        floats."""
         call = calls[0]
         if self._team.size == 1:
             return call
@@ -291,8 +297,8 @@ class TeamReduction(abc.ABC):
 @final
 class MappedReduction(TeamReduction):
     """Combines the values of replicas that are one program over `AXIS`, with jax's own
-    collectives inside of XLA. A column has one part, which stands for that of each
-    replica."""
+    collectives inside of XLA. A column has one part, which is traced for all
+    replicas."""
 
     @property
     def _axis(self) -> str | None:
@@ -348,13 +354,13 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
 def aggregation_rule(
     variable: VariableHandle, op: UpdateOp, has_rows: bool
 ) -> VariableAggregation:
-    """Returns how an update is aggregated. Gradients are summed; all else follows the
-    variable.
+    """Returns how an update of a variable is aggregated over replicas. Gradients are
+    summed; other updates follow the variable's aggregation.
 
     Raises:
         ValueError: The variable's aggregation is NONE.
-        NotImplementedError: An update of rows that are not added cannot be aggregated,
-            and the mean of integer factors is not an integer.
+        NotImplementedError: An update of rows other than an addition cannot be
+            aggregated, and a mean of integer factors is not an integer.
     """
     if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
         return VariableAggregation.SUM

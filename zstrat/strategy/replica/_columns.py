@@ -1,10 +1,13 @@
-"""Columns: one leaf of the values of all replicas of a process, with a part of each.
+"""Columns: a column is one leaf of the pytrees of all replicas of a process, with a
+part for each replica.
 
-All reductions of replicas take columns. Values are cut into them (`columns_of`),
-columns of arrays and of `IndexedSlices` are reduced separately (`by_kind`), and parts
-that do not fit each other are refused here, with the same errors for all.
+All reductions of replicas take columns. `columns_of` converts pytrees to columns;
+columns of arrays and of `IndexedSlices` are reduced separately (`by_kind`); and the
+checks here refuse parts that do not fit each other, with the same errors for all
+reductions.
 
-Law of the file: it adds and concatenates nothing, and imports no module that does.
+Law of the file: it neither adds nor concatenates arrays, and imports no module that
+does.
 """
 
 from __future__ import annotations
@@ -21,15 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Column: TypeAlias = "Sequence[Any]"
-"""The parts in replica order. Replicas that are one program have one trace, and in it
-one part, which stands for those of all."""
+"""The parts of one leaf in replica order. Replicas that are one program share one
+trace, so their column has one part, which is traced for all of them."""
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
 
 def is_slices(node: object) -> TypeGuard[IndexedSlices]:
-    """Returns whether this is a sparse leaf, whose rows are concatenated, not added."""
+    """Returns whether a node is an `IndexedSlices`, whose rows are concatenated instead
+    of added."""
     return isinstance(node, IndexedSlices)
 
 
@@ -43,7 +47,7 @@ def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     common structure.
 
     Raises:
-        ValueError: They have different structures.
+        ValueError: The replicas' pytrees have different structures.
     """
     flat = [jax.tree.flatten(value, is_leaf=is_slices) for value in values]
     treedefs = {treedef for _, treedef in flat}
@@ -61,9 +65,9 @@ def by_kind(
     usual: Callable[[list[_Item]], Sequence[_Made]],
     other: Callable[[list[_Item]], Sequence[_Made]],
 ) -> list[_Made]:
-    """Calls ``usual`` with its items and ``other`` with those that ``is_other`` picks;
-    returns the results in the order of the items. Each is called once, with all of its
-    items, so that it may reduce them in one collective."""
+    """Calls ``other`` with the items that ``is_other`` selects, and ``usual`` with the
+    rest; returns the results in the order of the items. Each function is called once,
+    with all of its items, so that it may reduce them in one collective."""
     flags = [is_other(item) for item in items]
     pairs = list(zip(items, flags, strict=True))
     # In this order in every process, so that their collectives match.
@@ -73,11 +77,11 @@ def by_kind(
 
 
 def require_alike(what: str, column: Column, remedy: str) -> None:
-    """Refuses parts that addition would broadcast, or could not take.
+    """Refuses the parts of a column if they cannot be added without broadcasting.
 
     Args:
-        what: How the message begins: whose values these are.
-        remedy: How it ends, where shapes differ: what to do about it.
+        what: The beginning of the message: whose values these are.
+        remedy: The end of the message if shapes differ: what to do about it.
 
     Raises:
         ValueError: Replicas have arrays of different shapes, or some of them
@@ -100,11 +104,11 @@ def require_alike(what: str, column: Column, remedy: str) -> None:
 
 
 def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
-    """Refuses shapes that differ in another dimension than ``axis``, which may count
-    from the end.
+    """Refuses shapes that cannot be concatenated: they differ in another dimension than
+    ``axis``, which may count from the end.
 
     Raises:
-        ValueError: They do, or one of them is a scalar's or has no such dimension.
+        ValueError: They differ so, or a shape is a scalar's or has no such dimension.
     """
     rests = set()
     for shape in shapes:
@@ -123,7 +127,7 @@ def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
 
 
 def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the axes, if a value of this shape has all of them.
+    """Returns ``axes``, after checking that a value of this shape has all of them.
 
     Raises:
         ValueError: The value lacks one of the axes.
@@ -141,7 +145,7 @@ def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def no_rank() -> ValueError:
-    """Makes the error of gathering a scalar."""
+    """Makes the error for gathering a scalar."""
     return ValueError(
         "gather: the values must have a rank of at least 1; give scalars an axis first "
         "(x[None])"
@@ -149,8 +153,9 @@ def no_rank() -> ValueError:
 
 
 def strong(array: jax.Array) -> jax.Array:
-    """Returns the array as one of a strong type: the result of several replicas is not
-    a Python number, and must not be cut to the width of what it is combined with."""
+    """Returns the array with a strong type: unlike a Python number, the result of
+    several replicas must not be converted to the dtype of the array that it is combined
+    with."""
     if not is_weak(array):
         return array
     result: jax.Array = jax.lax.convert_element_type(array, array.dtype)
@@ -158,19 +163,19 @@ def strong(array: jax.Array) -> jax.Array:
 
 
 def as_of_several(leaf: Any) -> jax.Array:
-    """Returns the value of a single replica in the form of a result of several: an
-    array of jax that is `strong`."""
+    """Returns the value of a single replica in the form that results of several
+    replicas have: a jax array that is `strong`."""
     return strong(jnp.asarray(leaf))
 
 
 def summable(array: Any, *, mean: bool) -> Any:
-    """Returns the array in a dtype that holds the sum of several. Booleans are counted;
-    integers, whose mean is a float, do not overflow on the way to it. Narrow ones are
+    """Returns the array in a dtype that can represent the sum of several. Booleans are
+    counted; integers whose mean (a float) is computed do not overflow: narrow ones are
     added as integers, which is exact, and those of 32 bits as floats, as in
     ``jnp.mean``.
 
     Raises:
-        TypeError: It has random keys.
+        TypeError: The array has random keys.
     """
     if not isinstance(array.dtype, np.dtype):
         raise TypeError(

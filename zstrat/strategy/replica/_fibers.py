@@ -1,22 +1,23 @@
-"""Sequential replicas, and how they wait for each other.
+"""Runs replicas sequentially, as greenlets that wait for each other at barriers.
 
 Each replica is a greenlet with a separate context (with its current replica and
 recorder). The replicas run in their order, each until it ends or waits at a *barrier*
-(`_barriers` makes them). When all wait, the caller computes the result of the barrier
-once, and each replica continues with its part. So never more than one replica runs, and
-the order is always the same: names of variables and random numbers are equal in every
-run.
+(`_barriers` makes them). When all replicas wait, the caller computes the result of the
+barrier once, and each replica continues with its part of the result. So only one
+replica runs at a time, and the order is always the same: names of variables and random
+numbers are equal in every run.
 
-They are not threads because a trace of jax belongs to a thread, and replicas may switch
-in the middle of one.
+Replicas are not threads, because a jax trace belongs to a thread, and replicas may
+switch during a trace.
 
-Law: each replica that waits is resumed or ended; none is left when a replica fails.
+Law: each replica that waits is resumed or ended; if a replica fails, all others are
+ended.
 
 jax keeps its settings per thread, and sequential replicas share one thread: a setting
-of a replica that waits would apply to the others, and if contexts were not left in the
-reverse order of entering them, it would remain. Names for profiles (`jax.named_scope`)
-are restored for the others and for itself; jax offers no clean way to do so for any
-other setting, so a change is refused.
+that a waiting replica has changed would apply to the other replicas, and if contexts
+were not left in the reverse order of entering them, the change would persist. Names for
+profiles (`jax.named_scope`) are saved and restored when replicas switch; jax offers no
+clean way to do so for other settings, so changing them is an error.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ _CONTEXTS: Final = {
     "jax_transfer_guard_device_to_device": "jax.transfer_guard",
     "jax_transfer_guard_device_to_host": "jax.transfer_guard",
 }
-"""Settings, and the context managers that make them."""
+"""Settings of jax, and the context managers that change them."""
 
 # One call in C for all settings, because it is made at every barrier.
 _read: Final = operator.attrgetter(*_CONTEXTS)
 
 
 class JaxSettings:
-    """The settings of jax in this thread, recorded when this is made."""
+    """The settings of jax in this thread, recorded when this object is made."""
 
     __slots__ = ("_mesh", "_names", "_values")
 
@@ -73,10 +74,11 @@ class JaxSettings:
         self._names = source_info_util.current_name_stack()
 
     def require_unchanged(self, what: str) -> None:
-        """Refuses to let other replicas run under changed settings.
+        """Refuses to switch to other replicas while settings differ from the recorded
+        ones.
 
         Raises:
-            RuntimeError: One has been changed.
+            RuntimeError: A setting has been changed.
         """
         # The mesh is not among the values of `jax.config`.
         values = _read(jax.config)
@@ -98,25 +100,25 @@ class JaxSettings:
         )
 
     def names(self) -> AbstractContextManager[Any]:
-        """Restores the recorded names for profiles, while entered."""
+        """Restores the recorded names for profiles in the block."""
         context: AbstractContextManager[Any]
         context = source_info_util.set_name_stack(self._names)
         return context
 
 
 class NeedsSequential(BaseException):
-    """The function cannot be one program for all replicas. Not an `Exception`, because
-    the function itself must not catch it."""
+    """Raised if a function cannot be one program for all replicas. Not an `Exception`,
+    because the function itself must not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBarrier:
-    """One replica that waits at a barrier, and what for.
+    """The request of one replica that waits at a barrier.
 
-    ``key`` is the same for all that wait there, and ``words`` describes it. ``join``
-    takes the values of all replicas and returns what each is given; that of replica 0
-    is called. ``handled`` is the error that the replica handles meanwhile, or cleans up
-    after.
+    ``key`` identifies the barrier: it is the same for all replicas that wait at it;
+    ``words`` describes the barrier. ``join`` computes, from the values of all replicas,
+    the result for each of them; the ``join`` of replica 0 is called. ``handled`` is the
+    exception that the replica is handling, if any.
     """
 
     key: Hashable
@@ -127,13 +129,14 @@ class ReplicaBarrier:
 
 
 class ReplicaFiber:
-    """One replica of a sequential run, which its function waits in."""
+    """One replica of a sequential run: a greenlet in which its function runs and
+    waits."""
 
     def __init__(self, number: int, body: Callable[[ReplicaFiber], Any]) -> None:
         self.number = number
         self.result: Any = None
         self.barrier: ReplicaBarrier | None = None
-        """The barrier that it waits at; None if it has ended."""
+        """The barrier at which the replica waits; None if it has ended."""
         self._body = body
         self._is_over = False
         self._trace: object = None
@@ -144,15 +147,16 @@ class ReplicaFiber:
 
     @property
     def is_inside(self) -> bool:
-        """Whether jax transforms what its function does now."""
+        """Whether the replica's function currently runs inside a jax transformation."""
         return current_trace() != self._trace
 
     def wait_at(self, barrier: ReplicaBarrier) -> Any:
-        """Waits for the other replicas at a barrier; returns the result for this one.
+        """Waits for the other replicas at a barrier; returns the barrier's result for
+        this replica.
 
         Raises:
-            RuntimeError: Inside a function that jax transforms, which cannot wait, or
-                in a context that sets something in jax.
+            RuntimeError: Called inside a function that jax transforms, which cannot
+                wait, or while a setting of jax is changed.
         """
         if self._is_over:
             # It cleans up; the other replicas no longer come to a barrier.
@@ -172,7 +176,8 @@ class ReplicaFiber:
             return parent.switch(barrier)
 
     def resume(self, given: Any) -> None:
-        """Resumes the replica until its end or the next barrier.
+        """Resumes the replica, with ``given`` as the barrier's result, until its end or
+        the next barrier.
 
         Raises:
             BaseException: Whatever the replica function raises.
@@ -182,7 +187,8 @@ class ReplicaFiber:
         self.barrier = switched if isinstance(switched, ReplicaBarrier) else None
 
     def end_replica(self) -> None:
-        """Ends a replica that waits, or has not started."""
+        """Ends a replica that waits or has not started, by raising an exception in
+        it."""
         # Before it is resumed: its `finally` blocks may call merge_call again.
         self._is_over = True
         self.barrier = None
@@ -202,7 +208,7 @@ class ReplicaFiber:
 current_fiber: Final[ContextVar[ReplicaFiber | None]] = ContextVar(
     "zstrat_fiber", default=None
 )
-"""The fiber that this code runs in, if any. Set in the context of the fiber alone."""
+"""The fiber in which this code runs, if any. Set only in the context of that fiber."""
 
 
 def run_fibers(
@@ -213,11 +219,13 @@ def run_fibers(
 
     Args:
         bodies: One function for each replica.
-        during: Entered while the replica of this number runs.
+        during: Function that makes a context manager, which is entered while the
+            replica of this number runs.
 
     Raises:
-        RuntimeError: Not all replicas come to the same barriers.
-        BaseException: Whatever one of them raises, or a barrier; all others are ended.
+        RuntimeError: Not all replicas wait at the same barriers.
+        BaseException: Whatever a replica or a barrier raises; all other replicas are
+            ended.
     """
     fibers = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
     given: Sequence[Any] = [None] * len(fibers)
@@ -243,11 +251,11 @@ def _end_all(
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
-    """Ends all replicas. What they raise while they clean up becomes a note of the
-    error that ended them.
+    """Ends all replicas because of ``error``. Exceptions that they raise meanwhile are
+    added to this error as notes.
 
     Raises:
-        BaseException: One that is not an `Exception`, such as an interrupt, when all
+        BaseException: One that is not an `Exception`, such as an interrupt, after all
             have ended.
     """
     interrupt: BaseException | None = None
@@ -269,12 +277,12 @@ def _end_all(
 
 
 def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
-    """Returns the barriers, if all replicas came to the same one.
+    """Returns the barriers at which the replicas wait, if it is the same one for all.
 
     Raises:
-        RuntimeError: Names the replica that did not. The cause is the error that a
-            replica cleans up after: one that fails does other things than those that do
-            not.
+        RuntimeError: A replica waits elsewhere or has ended; the error names it. The
+            cause is the exception that a replica is handling: one that fails does other
+            things than the others.
     """
     came = [barrier for barrier in barriers if barrier is not None]
     difference = _difference(barriers, came)
@@ -289,8 +297,8 @@ def _all_of(barriers: Sequence[ReplicaBarrier | None]) -> list[ReplicaBarrier]:
 def _difference(
     barriers: Sequence[ReplicaBarrier | None], came: Sequence[ReplicaBarrier]
 ) -> str | None:
-    """Says which replica came to another barrier than replica 0, or to none; None if
-    all came to the same."""
+    """Describes which replica waits at another barrier than replica 0, or at none; None
+    if all wait at the same barrier."""
     if len(came) < len(barriers):
         waiting = next(n for n, barrier in enumerate(barriers) if barrier is not None)
         ended = next(n for n, barrier in enumerate(barriers) if barrier is None)

@@ -2,25 +2,27 @@
 
 A function is identified by its code and by its dependencies besides its arguments:
 cells of its closure, defaults, globals that it names, the object that it is a method
-of, and the same of the functions of its module that it may call. So a lambda that is
+of, and the same for each function of its module that it may call. So a lambda that is
 made again for each call is the same function as long as it captures the same objects;
-one that captures others, or whose global was bound to another, is another function.
-Changes *inside* a captured object (an item of a list, a global of another module) go
-unnoticed, as in ``tf.function``.
+one that captures other objects, or whose global was bound to another object, is another
+function. Changes *inside* a captured object (an item of a list, a global of another
+module) are not noticed, as in ``tf.function``.
 
-Fingerprints of the function are made and compared at each call. All other dependencies
-have fixed places, and are compared there, in one flat list (`FunctionDependencies`).
-The functions that it may call are searched when a step is made, never at a call.
+The function's fingerprint (`_captured`) is made and compared at each call. All other
+dependencies are stored in fixed places, which are compared in one flat list
+(`FunctionDependencies`). Functions that the function may call are searched when a step
+is made, never at a call.
 
-Law of the file: a step is kept as long as its function lives, the last few of each.
-When functions at a place in the source are gone, the last of their steps is kept for
-the next function there: its programs, not the function. A warning points out a step
-that is made again and again. Steps are added under a lock; a lookup takes none.
+Law of the file: the last few steps of each function are kept as long as the function
+lives. When the functions made at a place in the source are gone, the last of their
+steps (its programs, not the function) is kept for the next function at that place. A
+warning reports a step that is made again and again. Steps are added under a lock; a
+lookup takes none.
 
-A step serves all functions with equal captured values. Later these may change, for each
-function by itself, and a step may be traced once more at any call, for another shape:
-so it runs the function that was passed to ``run`` at that very call. Law of steps: a
-step has no reference to the functions that it runs, so that each may be freed.
+A step is used for all functions with equal captured values. Later the values of each
+function may change separately, and a step may be traced again at any call, for another
+shape: so it always runs the function that was passed to ``run`` at that call. Law of
+steps: a step has no reference to the functions that it runs, so that each may be freed.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ MAX_STEPS: Final = 256
 """Largest number of steps of one strategy. Each has programs of about a megabyte."""
 
 MAX_VARIANTS: Final = 8
-"""Largest number of steps of one function, whose globals are bound again."""
+"""Largest number of steps of one function whose globals are bound again and again."""
 
 _ANOTHER: Final = "a captured object, or the one that it is a method of, is another one"
 
@@ -75,7 +77,8 @@ def run_as(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Runs a step, and in it ``fn``. Raises: Whatever either raises."""
+    """Runs a step whose body calls ``fn``. Raises whatever the step or ``fn``
+    raises."""
     # Through the context, not a closure: a step may not refer to the functions that it
     # runs.
     token = _given.set(fn)
@@ -86,7 +89,8 @@ def run_as(
 
 
 def given() -> Callable[..., Any]:
-    """Returns the function of this call; of a step function its body."""
+    """Returns the function that the current `run_as` call passed; if that is a step
+    function, its body."""
     fn = _given.get()
     assert fn is not None, "only `run_as` runs a step"
     return fn.body if isinstance(fn, Function) else fn
@@ -94,9 +98,10 @@ def given() -> Callable[..., Any]:
 
 @dataclass(slots=True, eq=False)
 class CachedStep:
-    """A function as a step that only runs it.
+    """A compiled step that only runs a function, and the function's fingerprint.
 
-    ``why_not`` is the reason why it cannot be one, once that is known.
+    ``why_not`` is the reason why the function cannot be one program, once that is
+    known.
     """
 
     step: Function
@@ -109,40 +114,43 @@ class CachedStep:
 
     @property
     def is_live(self) -> bool:
-        """Whether the function that it was made of is still there."""
+        """Whether the function for which the step was made still exists."""
         return self.origin is None or self.origin() is not None
 
     def is_of(self, fingerprint: Hashable) -> bool:
-        """Returns whether it does what a function with this fingerprint does now."""
+        """Returns whether the step does the same as a function with this fingerprint
+        does now."""
         # The cheap tests first: dependencies are many places.
         is_alike = self.fingerprint == fingerprint and self.held.are_there()
         return is_alike and self.dependencies.are_same()
 
     def may_return(self) -> bool:
-        """Returns whether a function with this fingerprint can ever be passed again."""
+        """Returns whether a function with this fingerprint could still be passed
+        again."""
         return self.held.are_there() and self.dependencies.may_return()
 
 
 @dataclass(slots=True, eq=False)
 class StepPlace:
-    """The steps that were made of the functions at one place in the source."""
+    """The steps of the functions that were made at one place in the source."""
 
     steps: list[CachedStep] = field(default_factory=list)
     replaced: int = 0
     words: Words = field(default_factory=dict)
-    """The captured values of the last function."""
+    """The captured values of the last function at this place, for warnings."""
 
     def find_step(self, fingerprint: Hashable) -> CachedStep | None:
-        """Returns the step of a function with this fingerprint."""
+        """Returns the step for a function with this fingerprint; None if there is
+        none."""
         for step in self.steps:
             if step.is_of(fingerprint):
                 return step
         return None
 
     def add_step(self, made: CachedStep) -> bool:
-        """Adds a step; returns whether it was compiled in place of another one. It
-        was not beside steps of other functions that live, nor for functions that run
-        sequentially."""
+        """Adds a step. Returns whether it was compiled instead of another step, which a
+        change of captured values causes. Returns False for steps of several functions
+        that live at the same time, and for functions that run sequentially."""
         # Compiled *instead of* another step means that something captured changed,
         # which the user can mend; steps of several live functions side by side are as
         # it should be.
@@ -164,8 +172,8 @@ class StepPlace:
 
 
 class FunctionCache:
-    """The steps of one strategy. ``make`` makes the body of a step, which runs
-    `given`."""
+    """The cached steps of one strategy. ``make`` makes the body of a step, which runs
+    the function that `given` returns."""
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         self._make = make
@@ -173,11 +181,11 @@ class FunctionCache:
         self._lock = threading.RLock()  # freed objects may run code
 
     def step_of(self, fn: Callable[..., Any]) -> CachedStep:
-        """Returns the step of a function; makes it if it is not known.
+        """Returns the step of a function; makes the step if there is none yet.
 
         Warns:
-            RetraceWarning: It was made for the fifth time, for example, in place of
-                another one from the same place in the source.
+            RetraceWarning: Steps of functions from the same place in the source have
+                replaced each other several times, for example five times.
         """
         captured: list[Any] = []
         compared: list[types.FunctionType] = []
@@ -259,7 +267,8 @@ def _warn_of_retrace(name: str, times: int, before: Words, now: Words) -> None:
 
 
 def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
-    """Returns a reference that shows whether the function is still in use."""
+    """Returns a weak reference that shows whether the function is still in use; None if
+    it does not support weak references."""
     held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
     try:
         return weakref.ref(held)
@@ -268,7 +277,8 @@ def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
 
 
 def _called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
-    """Gives ``step`` the names of ``fn``, without a reference to it."""
+    """Gives ``step`` the name and documentation of ``fn``, without a reference to
+    ``fn``."""
     while is_partial(fn) and "__name__" not in vars(fn):
         fn = fn.func  # it has no own names
     names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]

@@ -1,20 +1,21 @@
-"""The replicas of one process on its devices: how ``run`` runs them and merges results.
+"""Runs the replicas of one process on its devices for ``run``, and merges their
+results.
 
 A replica function runs in one of two ways, with the same results.
 
-- *As one program* for all replicas, compiled. In a step it is a part of the step;
-  elsewhere it becomes a separate step, which only runs it, and is cached.
+- *As one program* for all replicas, compiled. In a step the program is a part of the
+  step; elsewhere the function becomes a separate step, which is cached.
 - *Sequentially* (`_fibers`), replica by replica, if it is not a pure function of
   arrays: if it calls ``merge_call``; if Python looks at a value in it (a branch,
-  ``int``, ``numpy``); if it creates variables; if replicas are given, or return, what
+  ``int``, ``numpy``); if it creates variables; if replicas get or return values that
   cannot be one array; if it is a ``zs.function(eager=True)``.
 
-The parts of all replicas are one array over the devices, where possible: programs take
-it as it is, without another copy.
+Where possible, the parts of all replicas are one array over the devices, which programs
+take without copying it.
 
-Laws of the file: tracing decides which way it is; no function runs twice. On a CPU,
-where jax may use the memory of numpy as it is, an array of a user is copied first, and
-jax gets the copy.
+Laws of the file: tracing decides which of the two ways is used; no function runs twice.
+On a CPU, where jax may use the memory of a numpy array directly, an array of the user
+is copied first, and jax gets the copy.
 """
 
 from __future__ import annotations
@@ -75,17 +76,18 @@ class MeshLayout:
     axis.
 
     Args:
-        mesh: ``[replicas, ...]``; the devices of one replica are all that follow.
+        mesh: ``[replicas, ...]``; a replica has all devices at its index of the first
+            axis.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         grid = mesh.devices
         self.devices: tuple[jax.Device, ...] = tuple(grid.reshape(len(grid), -1)[:, 0])
-        """The first one of each replica."""
+        """The first device of each replica."""
         self._has_several = mesh.size > len(grid)
         self.rows: Any = SingleDeviceSharding(self.devices[0])
-        """The sharding of an array ``[replicas * n, ...]``: n rows to each replica in
-        turn."""
+        """The sharding of an array ``[replicas * n, ...]`` of which each replica in
+        turn has n rows."""
         if mesh.size > 1:
             made: Any = NamedSharding  # these two are untyped
             spec: Any = PartitionSpec
@@ -97,19 +99,19 @@ class MeshLayout:
         return len(self.devices)
 
     def place(self, parts: Sequence[Any], *, is_fresh: bool = False) -> Any:
-        """Puts the pytrees of all replicas on their devices, as one.
+        """Puts the pytrees of all replicas on their devices, merged to one pytree.
 
         Args:
             parts: One pytree of arrays for each replica.
-            is_fresh: Nothing else uses their memory, or writes to it.
+            is_fresh: Whether nothing else uses the memory of the arrays.
 
         Returns:
-            A pytree of `PerReplica`: of one array over the devices where the parts have
-            one shape and dtype, else of the parts as they are. With one replica its own
-            pytree, on its device.
+            A pytree of `PerReplica`. If the parts of a leaf have the same shape and
+            dtype, it consists of one array over the devices, otherwise of the unchanged
+            parts. With one replica the result is its pytree, on its device.
 
         Raises:
-            ValueError: The pytrees differ in their structure.
+            ValueError: The pytrees have different structures.
         """
         if self.replicas == 1:
             return jax.tree.map(lambda array: self._put(array, is_fresh), parts[0])
@@ -117,8 +119,8 @@ class MeshLayout:
         return jax.tree.map(lambda *leaves: self.placed(leaves, is_fresh), *parts)
 
     def place_batch(self, batch: Any, *, is_fresh: bool = False) -> Any:
-        """Puts one pytree of arrays ``[replicas * n, ...]`` on the devices. Its rows
-        are distributed in order: replica i gets those from ``i * n`` on.
+        """Puts a pytree of arrays ``[replicas * n, ...]`` on the devices. Rows are
+        distributed in order: replica i gets n rows from ``i * n`` on.
 
         Args:
             is_fresh: As in `place`.
@@ -136,8 +138,8 @@ class MeshLayout:
         return PerReplica(np.split(array, self.replicas))  # text stays here
 
     def place_share(self, share: Share) -> Any:
-        """Puts what the replicas draw in one step on their devices; as a whole if it
-        splits evenly."""
+        """Puts the elements that the replicas draw in one step on their devices; as one
+        batch if it splits evenly."""
         # A shape that no batch has any longer (a changed batch size) would keep its
         # memory.
         POOL.age(time.monotonic())
@@ -147,8 +149,8 @@ class MeshLayout:
         return self.place_batch(whole, is_fresh=share.is_fresh)
 
     def _put(self, array: Any, is_fresh: bool = False) -> Any:
-        """Puts the array on the devices. What they do not know (text, dates) stays on
-        the host, and so do integers of 64 bits that jax would cut."""
+        """Puts an array on the devices. Dtypes that devices do not know (text, dates)
+        stay on the host, and so do 64-bit integers that jax would truncate."""
         if not is_known(array):
             return array
         if isinstance(array, np.ndarray):
@@ -167,8 +169,8 @@ class MeshLayout:
         return placed
 
     def _own(self, array: Any, is_fresh: bool) -> Any:
-        """Copies an array of numpy where jax would use its memory as it is: its owner
-        may fill it again. A fresh, aligned array is not copied."""
+        """Copies a numpy array if jax would use its memory directly, as the owner may
+        write to it later. A fresh, aligned array is not copied."""
         if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
             return array
         source = np.asarray(array)
@@ -181,7 +183,7 @@ class MeshLayout:
         return copy
 
     def placed(self, parts: Sequence[Any], is_fresh: bool = False) -> PerReplica:
-        """Puts an array for each replica on the devices: one leaf of `place`."""
+        """Puts one array for each replica on the devices: one leaf of `place`."""
         arrays = [
             part if isinstance(part, jax.Array) else native(np.asarray(part))
             for part in parts
@@ -213,13 +215,15 @@ class MeshLayout:
         return PerReplica.of_whole(self.joined(there), self.replicas)
 
     def joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Makes one array of those that are on the devices, without a copy."""
+        """Makes one array over the devices from one array on each device, without a
+        copy."""
         return one_array(arrays, self.rows)
 
 
 class _ReturnedVariable:
-    """A variable that a function returns: a pytree without leaves, whose structure says
-    which variable it is. (Two variables are equal where their values are.)"""
+    """A variable that a function returns, as a pytree without leaves whose structure
+    identifies the variable. (Comparing variables themselves would compare their
+    values.)"""
 
     def __init__(self, variable: AbstractVariable) -> None:
         self.variable = variable
@@ -240,10 +244,11 @@ jax.tree_util.register_pytree_node(
 
 
 def returned(leaf: Any) -> Any:
-    """Checks a leaf of the result of a function that is a separate step.
+    """Checks a leaf of the result of a function that is a separate step, and converts
+    it to a form that a program can return.
 
     Raises:
-        NeedsSequential: A program cannot return it.
+        NeedsSequential: A program cannot return the leaf.
     """
     # Before the test for arrays: a variable acts as one.
     if isinstance(leaf, AbstractVariable):
@@ -265,12 +270,12 @@ _spec: Final[Any] = PartitionSpec
 
 
 class LocalMesh:
-    """The devices of this process that the replicas of one strategy run on.
+    """The devices of this process on which the replicas of one strategy run.
 
     Args:
-        strategy: Whose replicas they are.
+        strategy: The strategy to which the replicas belong.
         devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
-            them, of which each replica has several.
+            devices, if each replica has several.
         axes: Names of the axes after the first one.
         is_compiled: Whether only programs run: sequential replicas are traced, and a
             function that cannot be traced is refused.
@@ -307,8 +312,8 @@ class LocalMesh:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Runs the replicas and merges what they return; called in the strategy's
-        scope.
+        """Runs ``fn`` on all replicas and merges their results; called in the
+        strategy's scope.
 
         Raises:
             TypeError: A function that must be compiled returns a value that a program
@@ -348,8 +353,8 @@ class LocalMesh:
         return ReplicaCall(self._strategy, self.team, fn, args, kwargs)
 
     def _there(self) -> AbstractContextManager[Any]:
-        """Computes what is bound to no device on the only device of the strategy, while
-        entered."""
+        """Makes computations on arrays that are bound to no device run on the
+        strategy's only device, in the block."""
         if not self._is_elsewhere:
             return nullcontext()
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
@@ -362,8 +367,8 @@ class LocalMesh:
         return results[0] if self.replicas == 1 else regroup(results, self._merged)
 
     def _merged(self, parts: Sequence[Any]) -> PerReplica:
-        """Merges the results of sequential replicas: into one array, if each part is on
-        the device of its replica."""
+        """Merges the results of sequential replicas: into one array over the devices if
+        each part is on the device of its replica."""
         if not all(isinstance(part, jax.Array) for part in parts):
             return PerReplica(parts)
         kinds = {(part.shape, part.dtype) for part in parts}
@@ -384,8 +389,8 @@ class LocalMesh:
 
     @staticmethod
     def _near(leaf: Any) -> Any:
-        """Returns an array that all devices have as one that each of them can compute
-        with."""
+        """Converts an array that all devices have to one that each device can compute
+        with; returns other leaves unchanged."""
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
@@ -400,8 +405,8 @@ class LocalMesh:
         return step
 
     def _staged(self, call: ReplicaCall) -> Any:
-        """Runs the replicas as a part of the program that is being traced, as one
-        program or sequentially."""
+        """Runs the replicas as a part of the program that is being traced: as one
+        program, or traced sequentially."""
         try:
             return self._traced(call)
         except (NeedsSequential, UnevenParts):
@@ -414,12 +419,12 @@ class LocalMesh:
         return alone(call.given(unwrapped(select_replica(0, call.tree))))
 
     def _given(self, tree: Any) -> Any:
-        """Returns the arguments of a separate step: values per replica on their
-        devices, and Python numbers as such.
+        """Converts the arguments of ``run`` to those of a separate step: values per
+        replica are put on their devices, and Python numbers are marked to stay numbers.
 
         Raises:
-            UnevenParts: Text is among them, for example. Where only programs run, the
-                step refuses it.
+            UnevenParts: The arguments contain text, for example. (If the strategy only
+                runs programs, the step raises the error instead.)
         """
         if not self._is_compiled:
             require_known(tree)
@@ -439,8 +444,8 @@ class LocalMesh:
         return regroup(leaf.values, self._given_parts, always_wrap=True)
 
     def _everywhere(self, array: jax.Array) -> Any:
-        """Returns the sharding of an array that is bound to devices and given to all
-        replicas: its own, if all of them are there."""
+        """Returns the sharding with which an array bound to devices is given to all
+        replicas: its own sharding if it is on all of their devices."""
         if self.replicas == 1:
             return self.layout.rows
         if array.sharding.device_set == set(self.mesh.devices.flat):

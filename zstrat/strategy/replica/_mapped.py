@@ -1,21 +1,22 @@
 """Maps functions over the replicas of one process, and records the updates in them.
 
 `mapped_over` maps a function over arrays of which each replica has its part. A part
-stays where its replica is: nothing here combines parts.
+stays on the device of its replica: nothing here combines parts.
 
-Where there are other processes, a replica function is cut at the collectives with them
-(`in_stages`). The devices of this process are mapped over inside of XLA, and the other
-processes are reached outside of it. So the function is mapped in stages: each stage
-returns the operands of the next collectives, which are equal on all devices, and what
-later stages need of it, one part for each device.
+If there are other processes, a replica function is split at the collectives with them
+(`in_stages`). XLA maps over the devices of this process, while collectives with other
+processes happen outside of XLA. So the function is mapped in stages: each stage returns
+the operands of the next collectives, which are equal on all devices, and the values
+that later stages need, one part for each device.
 
-Law: each stage is cut from a separate trace, in the map that it runs in. All these
-traces are equal, so a number means the same value in each.
+Law: each stage is a part of a separate trace of the function, made inside the map in
+which the stage runs. All these traces are equal, so the number of a value means the
+same in each.
 
 Recorders inside replica functions pass updates of variables on to the step. Laws of
-recorders: a variable that replicas share is updated once: their operands are combined
-here first, and the recorder outside of the replicas records the result. A replica
-updates its own copy at once, by itself.
+recorders: a variable that replicas share is updated once: the operands of all replicas
+are combined here, and the recorder outside of the replicas records the combined update.
+A replica updates its own copy at once, without the others.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
 program (`_regions`) and the only one of its process (`SoleReplica`) combine operands
@@ -70,26 +71,27 @@ def mesh_over(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def rows_over(mesh: Mesh, memory: str | None = None) -> Sharding:
-    """Returns the sharding of arrays of which each device has the rows of its replica.
+    """Returns the sharding of arrays in which each device has the rows of its replica.
 
     Args:
-        memory: In which kind of memory (``"pinned_host"``, say); left out: the usual.
+        memory: The kind of memory, such as ``"pinned_host"``; default: that of the
+            device.
     """
     result: Sharding = _sharding(mesh, _spec(AXIS), memory_kind=memory)
     return result
 
 
 def one_array(parts: Sequence[jax.Array], rows: Sharding) -> jax.Array:
-    """Makes the array whose rows are those of the parts, which are placed as ``rows``
-    has them: nothing is copied."""
+    """Makes one array whose rows are those of the parts, without a copy; each part must
+    be on the device that ``rows`` assigns to it."""
     count, *rest = parts[0].shape
     shape = (count * len(parts), *rest)
     return jax.make_array_from_single_device_arrays(shape, rows, list(parts))
 
 
 def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
-    """Makes a mesh of the first devices, one for each replica; None if there are
-    fewer."""
+    """Makes a mesh of the first devices, one for each replica; None if there are fewer
+    devices."""
     if len(devices) < count:
         return None
     return mesh_over(devices[:count])
@@ -97,10 +99,11 @@ def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """An array of which each replica has its part. A leaf.
+    """An array of which each replica has its part; a leaf of pytrees.
 
-    ``array`` is ``[count * n, ...]``, replica i's part being the rows from ``i * n``
-    on; or, if it is ``stacked``, ``[count, ...]``, and replica i's part ``array[i]``.
+    ``array`` is ``[count * n, ...]``, and replica i's part has its n rows from ``i *
+    n`` on; or, if it is ``stacked``, ``[count, ...]``, and replica i's part
+    ``array[i]``.
     """
 
     array: Any
@@ -113,8 +116,9 @@ def mapped_over(
     mesh: Mesh | None,
     own_arrays: Sequence[Spread],
 ) -> Callable[..., Any]:
-    """Maps ``one`` over all replicas, with these arrays, a part for each. Outputs are
-    spread; operands of updates come as they are, as they are equal on every replica."""
+    """Returns a function that maps ``one`` over all replicas, each of which gets its
+    parts of ``own_arrays``. Arrays that ``one`` returns come back as `Spread`; operands
+    of updates come back once, as they are equal on every replica."""
     # XLA reaches the other processes in the program itself, whose mesh is around this
     # one.
     is_nested = within_mesh.get()
@@ -175,7 +179,7 @@ def mapped_over(
 
 
 def by_replica(value: Spread, count: int) -> Any:
-    """Reshapes to ``[count, ...]``, a row for each replica."""
+    """Reshapes the array to ``[count, ...]``, with one entry for each replica."""
     array = value.array
     if value.stacked:
         return array
@@ -190,14 +194,14 @@ def in_stages(
     *,
     in_order: bool = False,
 ) -> Any:
-    """Computes ``mapped(one, rows)``, with the collectives between processes outside of
-    it; of ``in_order`` see `stages`.
+    """Computes ``mapped(one, rows)`` with the collectives between processes outside of
+    the map; for ``in_order`` see `stages`.
 
-    ``mapped(fn, own, whole)`` maps ``fn(values, shared, own)``: ``own`` are more arrays
-    of which each device is given its part, ``whole`` more shared ones; ``shared`` is
-    the number of those without them. What ``fn`` returns first has a part of each
-    device, and may be given as ``own`` again; what it returns second is the same on
-    all.
+    ``mapped(fn, own, whole)`` maps ``fn(values, shared, own)`` over the devices.
+    ``own`` are arrays of which each device gets its part, ``whole`` additional shared
+    arrays; ``shared`` is the number of shared arrays without these. The first result of
+    ``fn`` has a part for each device, and may be passed as ``own`` again; its second
+    result is the same on all devices.
     """
     # Values by number: those of which each device has its own, and the others.
     own: dict[int, Any] = {}
@@ -235,7 +239,7 @@ def in_stages(
 
 
 class _StagePart:
-    """One stage, in the map that it runs in."""
+    """One stage of a function, traced in the map in which it runs."""
 
     def __init__(
         self, stages: Sequence[Stage], number: int, store: dict[int, Any], shape: Any
@@ -259,7 +263,7 @@ class _StagePart:
     def of(
         one: Callable[..., Any], args: Any, number: int, in_order: bool
     ) -> _StagePart:
-        """Traces the function and cuts this stage out."""
+        """Traces the function and returns its stage number ``number``."""
         closed, shape = jax.make_jaxpr(one, return_shape=True)(*args)
         cut, constants = stages(closed, in_order=in_order)
         store = dict(enumerate(jax.tree.leaves(args)))
@@ -267,9 +271,10 @@ class _StagePart:
         return _StagePart(cut, number, store, shape)
 
     def run(self, known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Returns what differs between devices, and what is the same on all: at the
-        end results and operands of updates, before it what later stages need and the
-        operands of collectives."""
+        """Runs the stage. Returns values that differ between devices, and values that
+        are the same on all. In the last stage these are the results and the operands of
+        updates; in others the values that later stages need and the operands of
+        collectives."""
         store = self._store | known
         made = self.stage.run(*[store[n] for n in self.stage.takes])
         if self.is_last:
@@ -280,7 +285,8 @@ class _StagePart:
         return [store[n] for n in self.left], [store[n] for n in operands]
 
     def operands(self, arrays: Sequence[Any]) -> Any:
-        """Returns the operands of each update, made of the arrays of the last stage."""
+        """Returns the operands of each update, made from the shared results of the last
+        stage."""
         treedef: Any = jax.tree.structure(self._shape[1])
         return treedef.unflatten(list(arrays))
 
@@ -289,14 +295,16 @@ class ReplicaRecorder(TraceRecorder, abc.ABC):
     """The recorder inside a replica function.
 
     Args:
-        outer: The recorder of the step, or of a part of it.
+        outer: The recorder outside of the replicas: that of the step, or of a part of
+            it.
         team: The replicas that compute together.
     """
 
     def __init__(self, outer: TraceRecorder, team: Team) -> None:
         self.outer = outer
         self.live = outer.live
-        """Whether values are real, so that nothing is being captured."""
+        """Whether the function computes with actual values instead of being
+        captured."""
         self._team = team
 
     def read(self, variable: VariableHandle) -> jax.Array:
@@ -333,7 +341,7 @@ class ReplicaRecorder(TraceRecorder, abc.ABC):
 
     @abc.abstractmethod
     def _update_own(self, update: VariableUpdate) -> None:
-        """Updates the value that this replica alone has."""
+        """Updates the copy that only this replica has."""
 
     def _update_shared(self, update: VariableUpdate) -> None:
         """Combines the operands of all replicas and updates the shared value once."""
@@ -344,8 +352,8 @@ class ReplicaRecorder(TraceRecorder, abc.ABC):
 
 @final
 class SoleReplica(ReplicaRecorder):
-    """The only replica of its process: its function is called, and nothing is mapped.
-    Its updates are combined with those of other processes."""
+    """The recorder of the only replica of a process: its function is called, and
+    nothing is mapped. Its updates are combined with those of other processes."""
 
     def _is_own(self, update: VariableUpdate) -> bool:
         # The rules of TF: each process has a copy that it updates by itself.
@@ -361,7 +369,7 @@ class SoleReplica(ReplicaRecorder):
 
 @contextlib.contextmanager
 def recording_by(current: TraceRecorder | None) -> Iterator[None]:
-    """Makes a recorder the current one inside."""
+    """Makes a recorder the current one in the block."""
     before = recorder.set(current)
     try:
         yield
@@ -370,12 +378,12 @@ def recording_by(current: TraceRecorder | None) -> Iterator[None]:
 
 
 def as_sole_replica(team: Team) -> AbstractContextManager[None]:
-    """Runs the body as the one replica of this process."""
+    """Runs the block as the only replica of this process."""
     outer = recorder.get()
     return recording_by(SoleReplica(Immediate() if outer is None else outer, team))
 
 
 def merged() -> AbstractContextManager[None]:
-    """Runs the body once for all replicas: its updates are not aggregated."""
+    """Runs the block once for all replicas: its updates are not aggregated."""
     current = recorder.get()
     return recording_by(current.outer if isinstance(current, SoleReplica) else current)

@@ -1,12 +1,14 @@
-"""A call of ``run`` as one program: its arguments, and its result.
+"""Runs a call of ``run`` as one program: converts its arguments and its result.
 
-Of the arguments of ``run`` a value per replica is split, and so are the rows of arrays
-that were drawn from an iterator in this step; other arrays are shared. A value that is
-not an array is not an input of a program: it stays the Python value that it is. Parts
-that are separate arrays are concatenated; nothing else is computed here.
+Values per replica among the arguments of ``run`` are split over the replicas, and so
+are the rows of arrays that were drawn from an iterator in this step; other arrays are
+shared by all replicas. A value that is not an array is not an input of the program, but
+a Python constant. Parts that are separate arrays are concatenated; nothing else is
+computed here.
 
 Law of the file: tracing decides whether the replicas are one program (`_regions`); a
-function that cannot be one raises `NeedsSequential`, and nothing has been computed.
+function that cannot be one program raises `NeedsSequential` before anything is
+computed.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ if TYPE_CHECKING:
     from ._collective import Team
 
 NUMBERS: Final = (int, float, complex)
-"""The numbers of Python; booleans are integers."""
+"""The types of Python numbers; booleans are integers."""
 
 
 class UnevenParts(ValueError):
-    """The replicas' parts of an argument cannot be one array on devices."""
+    """Raised if the replicas' parts of an argument cannot be one array on devices."""
 
 
 def unwrapped(tree: Any) -> Any:
-    """Returns the pytree with Python numbers in place of `Plain` ones."""
+    """Replaces `Plain` numbers in a pytree by the Python numbers that they wrap."""
     return joined.mapped(_value, tree)
 
 
 def require_one_each(node: Any, replicas: int) -> None:
-    """Refuses a value per replica for another number of replicas.
+    """Refuses a value per replica that does not have one value for each replica.
 
     Raises:
         ValueError: It has another number of values.
@@ -63,21 +65,21 @@ def require_one_each(node: Any, replicas: int) -> None:
 
 
 def require_all_one_each(tree: Any, replicas: int) -> None:
-    """Refuses values per replica in a pytree as `require_one_each` does."""
+    """Refuses values per replica in a pytree like `require_one_each`."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         require_one_each(node, replicas)
 
 
 def is_known(array: Any) -> bool:
-    """Returns whether devices know the dtype of an array; random keys have a dtype of
-    jax."""
+    """Returns whether devices support the dtype of an array; random keys have a dtype
+    of jax."""
     # The kinds of numpy: objects, bytes, text, timedelta and datetime.
     return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"
 
 
 def require_known(tree: Any) -> None:
-    """Refuses arrays of text, dates and objects, which devices do not know: a function
-    may draw and pass them on without a step that refuses them.
+    """Refuses arrays of text, dates and objects, whose dtypes devices do not support,
+    if there is no step that would refuse them.
 
     Raises:
         UnevenParts: There is such an array.
@@ -88,7 +90,8 @@ def require_known(tree: Any) -> None:
 
 
 def distribute_rows(tree: Any, replicas: int) -> Any:
-    """Replaces each drawn array of a pytree by a value per replica: its rows in order.
+    """Replaces each drawn array of a pytree by a value per replica: its rows are
+    distributed in order.
 
     Raises:
         ValueError: The rows do not split evenly.
@@ -120,7 +123,7 @@ class ReplicaCall(NamedTuple):
         return tuple(self.args), dict(self.kwargs)
 
     def given(self, tree: Any) -> ReplicaCall:
-        """Returns this call with other arguments: a pytree as `tree` is."""
+        """Returns this call with other arguments, given as a pytree like `tree`."""
         return self._replace(args=tree[0], kwargs=tree[1])
 
 
@@ -129,7 +132,8 @@ class RunArguments:
     shared, and other values.
 
     Raises:
-        UnevenParts: Parts of one argument differ in shape, dtype or structure.
+        UnevenParts: The replicas' parts of one argument differ in shape, dtype or
+            structure.
         ValueError: The number of parts is not that of the replicas, or drawn rows do
             not split evenly, or integers do not fit 32 bits.
     """
@@ -147,7 +151,8 @@ class RunArguments:
             self._sort(leaf)
 
     def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
-        """Returns the arguments of one replica, made of its arrays."""
+        """Returns the arguments of one replica, made from the shared arrays and its own
+        parts."""
         sources = {"shared": iter(shared), "split": iter(own)}
         leaves = [
             leaf if kind == "whole" else next(sources[kind])
@@ -156,7 +161,8 @@ class RunArguments:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _expand(self, node: Any) -> Any:
-        """Turns a value per replica into a pytree of parts."""
+        """Converts a value per replica to a pytree of `Spread` arrays and shared
+        values; returns anything else unchanged."""
         if not isinstance(node, DistributedValues):
             return node
         require_one_each(node, self._replicas)
@@ -195,8 +201,8 @@ def _value(leaf: Any) -> Any:
 
 
 def _as_one(parts: Sequence[Any]) -> Any:
-    """Makes one array of those of the replicas, or returns the value that is the same
-    for all of them."""
+    """Makes one array from the parts of all replicas, or returns the Python value that
+    is the same for all."""
     first, *others = values = [_value(part) for part in parts]
     # Python values are constants of the program, so one must serve all replicas.
     if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(
@@ -225,8 +231,8 @@ def _as_one(parts: Sequence[Any]) -> Any:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Returns whether a program may use one of them for both; 0.0 and -0.0 are equal,
-    but differ."""
+    """Returns whether a program may use one of the two values for both: 0.0 and -0.0
+    compare as equal, but differ."""
     if type(one) is not type(other):
         return False
     if isinstance(one, NUMBERS):
@@ -258,15 +264,15 @@ _LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep
 
 
 def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
-    """Runs the replicas as one program; returns each array as a `PerReplica`, all else
-    as it is.
+    """Runs the replicas as one program. Returns the result with each array as a
+    `PerReplica`; other objects are unchanged.
 
     Args:
-        mesh: The replicas' devices; None: one device computes all of them.
+        mesh: The replicas' devices; None: one device computes all replicas.
 
     Raises:
-        NeedsSequential: Python looks at a value in the function, or it creates
-            variables, or calls ``merge_call``.
+        NeedsSequential: Python looks at a value in the function, or the function
+            creates variables or calls ``merge_call``.
         UnevenParts: Replicas are given arrays of different shapes.
         Exception: Whatever the function raises while it is traced.
     """
@@ -283,8 +289,9 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
 
 
 def needs_sequential(call: ReplicaCall) -> bool:
-    """Returns whether replicas whose arguments all are like those of the first one
-    cannot be one program. The step, if there is one, records nothing of it.
+    """Returns whether the replicas cannot be one program even if all have arguments
+    like those of the first replica. This only tries: a step that is being traced
+    records nothing of it.
 
     Raises:
         Exception: Whatever the function raises while it is traced.
@@ -321,7 +328,7 @@ def _replica(
 
 
 def alone(call: ReplicaCall) -> Any:
-    """Runs the only replica, in a step.
+    """Runs the only replica of the process as a part of a step.
 
     Raises:
         NeedsSequential: As `as_one_program`.
@@ -351,8 +358,8 @@ def _needs_sequential(error: Exception) -> NeedsSequential:
 
 
 def _per_replica(node: Any, count: int) -> Any:
-    """Turns an array or an IndexedSlices into a value per replica; returns all else as
-    it is."""
+    """Converts an array or an IndexedSlices to a value per replica; returns anything
+    else unchanged."""
     if isinstance(node, Spread):
         return PerReplica.of_whole(node.array, count, stacked=node.stacked)
     if not any(isinstance(leaf, Spread) for leaf in jax.tree.leaves(node)):

@@ -1,17 +1,18 @@
-"""One value for each local replica: a tuple of values, or one array over all devices.
+"""`DistributedValues`: one value for each local replica, stored as a tuple of values or
+as one array over all devices.
 
-An array over the devices is laid out so that each device has exactly what its replica
-made: a program takes it as it is and gives it as it is, and nothing is copied. The
-values of the replicas are then views of it, made when they are asked for.
+An array over the devices is sharded so that each device has exactly the part of its
+replica: programs take and return it without a copy. The values of the replicas are then
+views of it, made when they are first needed.
 
-`regroup` makes one value of what the replicas returned, by the rules of TF. Lists,
-tuples, mappings and pytrees of other classes are merged member by member. An object
-that is the same on all replicas stays that object, and the copies of a variable, each
-from its replica, become the variable; everything else becomes a value per replica.
+`regroup` merges the results of the replicas to one value, by TF's rules. Lists, tuples,
+mappings and pytrees of other classes are merged member by member. An object that is the
+same on all replicas stays that object, and the copies of a variable, each from its
+replica, become the variable; everything else becomes a value per replica.
 `select_replica` is the inverse.
 
-Law of the file: however a value is stored, ``values`` are the same, and so is what jax
-sees of it: the values, each a leaf. Only the flattening of zstrat sees the one array
+Law of the file: ``values`` do not depend on how they are stored, and to jax they are
+always the leaves of a pytree. Only zstrat's own flattening has the one array as a leaf
 (`zstrat.program.trace.joined`). `regroup` copies nothing.
 """
 
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
 class DistributedValues:
     """One value (an array or a pytree) per local replica, in replica order.
 
-    Base of `PerReplica` and `Mirrored`. A step may take and return it. To jax it is a
-    pytree of the values: `jax.tree.map` calls its function once for each replica. To
-    compute with all of them in one operation use `whole`.
+    Base of `PerReplica` and `Mirrored`. A step may take and return such a value. To jax
+    it is a pytree of the values: `jax.tree.map` calls its function once for each
+    replica. To compute with all of them in one operation use `whole`.
     """
 
     __slots__ = ("_count", "_stacked", "_values", "_whole")
@@ -63,13 +64,13 @@ class DistributedValues:
 
     @classmethod
     def of_whole(cls, whole: Any, replicas: int, *, stacked: bool = False) -> Self:
-        """Makes the values that one array has for all replicas.
+        """Makes an object whose values are parts of one array.
 
         Args:
-            whole: ``[replicas * n, ...]``, of which replica i has the rows from
-                ``i * n`` on.
-            stacked: ``whole`` is ``[replicas, ...]``, and replica i's value is
-                ``whole[i]``: the way of scalars.
+            whole: ``[replicas * n, ...]``, of which replica i has n rows from ``i * n``
+                on.
+            stacked: Whether ``whole`` is ``[replicas, ...]`` instead, and replica i's
+                value is ``whole[i]``; used for scalars.
         """
         values = object.__new__(cls)
         values._values, values._count = None, replicas
@@ -78,8 +79,8 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """One value per replica: of an array over the devices the view that each
-        device has."""
+        """One value per replica; if they are stored as one array over the devices, each
+        is a view of a device's part."""
         if self._values is not None:
             return self._values
         result = _views(self._whole, self._count, self._stacked)
@@ -91,19 +92,21 @@ class DistributedValues:
 
     @property
     def whole(self) -> Any:
-        """The one array of all values, or None.
+        """The one array in which all values are stored, or None.
 
-        Its rows are the replicas' rows, those of replica 0 first, so functions that do
-        not look beyond a row (``x * 2``) may take it in place of the values: it is one
-        operation for all devices. Functions that look along the first axis (softmax,
-        cumsum, ``x[::-1]``) would mix the replicas. Under plain `jax.jit` on
-        accelerators, give it this array: jax refuses arguments on different devices.
+        Its rows are the replicas' rows, those of replica 0 first, so functions that
+        treat each row separately (``x * 2``) may take it in place of the values, and
+        are then one operation for all devices. Functions that compute along the first
+        axis (softmax, cumsum, ``x[::-1]``) would mix the replicas. Under plain
+        `jax.jit` on accelerators, pass this array: jax refuses arguments on different
+        devices.
         """
         return self._whole
 
     @property
     def is_stacked(self) -> bool:
-        """Whether replica i's value is ``whole[i]``, and not some rows of it."""
+        """Whether replica i's value is ``whole[i]``, instead of some rows of
+        ``whole``."""
         return self._stacked
 
     @property
@@ -128,14 +131,15 @@ class PerReplica(DistributedValues):
 
 @final
 class Mirrored(DistributedValues):
-    """Values that are known to be equal on all replicas; any of them may be used in
-    place of all."""
+    """Values that are known to be equal on all replicas, so any of them may be used for
+    all."""
 
     __slots__ = ()
 
 
 _Layout = tuple[int, bool] | None
-"""For one array: the number of replicas, and whether it is stacked. None for values."""
+"""How values are stored. For one array: the number of replicas, and whether it is
+stacked. None for separate values."""
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
@@ -166,7 +170,8 @@ def is_distributed(node: object) -> bool:
 
 
 def select_replica(replica: int, tree: Any) -> Any:
-    """Returns the pytree as that replica sees it."""
+    """Returns a pytree in which each value per replica is replaced by that of one
+    replica."""
     return jax.tree.map(
         lambda node: (
             node.values[replica] if isinstance(node, DistributedValues) else node
@@ -177,7 +182,8 @@ def select_replica(replica: int, tree: Any) -> Any:
 
 
 def local_results(value: Any) -> tuple[Any, ...]:
-    """Returns one entry per replica; ``(value,)`` if nothing in it is distributed."""
+    """Returns one entry per replica; ``(value,)`` if the pytree has no value per
+    replica."""
     if isinstance(value, DistributedValues):
         return value.values
     # As values per replica inside of a container.
@@ -202,9 +208,8 @@ def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
 def _shards(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], count: int
 ) -> dict[jax.Device, int] | None:
-    """Returns the device of each replica with the number of its addressable part, if a
-    device has exactly the part of its replica; of several devices of a replica the
-    first one."""
+    """Returns the first device of each replica, with the number of its addressable part
+    of the array; None unless each device has exactly the part of its replica."""
     rows = shape[0] // count
     indices = sharding.addressable_devices_indices_map(shape)
     devices, places = list(indices), list(indices.values())
@@ -226,20 +231,19 @@ def _shards(
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Returns whether this is an array of jax that has a device and is not part of a
-    trace."""
+    """Returns whether this is a jax array with actual values, not one of a trace."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
 def loose(
     shard: jax.Array, stacked: bool = False, *, weak: bool | None = None
 ) -> jax.Array:
-    """Returns the shard as an array that can be combined with those of other devices:
-    jax refuses to compute with a shard as it is and one of another device. No copy but
-    of a scalar. On accelerators, where jax needs a copy for that, it is the shard.
+    """Returns a shard as an array that is bound to no device, so that it can be
+    combined with shards of other devices, which jax otherwise refuses. Only scalars are
+    copied. On accelerators, where jax would need a copy, returns the shard itself.
 
-    ``weak``: whether it is of a weak type, which a part of an array does not know; left
-    out: as it says itself.
+    ``weak``: whether the array is weakly typed, which a shard does not know; None: as
+    the shard says.
     """
     (device,) = shard.devices()
     wanted = is_weak(shard) if weak is None else weak
@@ -250,7 +254,8 @@ def loose(
 def _loose(
     shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool
 ) -> list[jax.Array]:
-    """Does as `loose` for shards that are alike, each on its device."""
+    """Does the same as `loose` for several shards of the same kind, each on its
+    device."""
     first, device = next(iter(shards.values())), next(iter(shards))
     # Random keys do not have a dtype of numpy.
     if device.platform != "cpu" or not isinstance(first.dtype, np.dtype):
@@ -274,7 +279,8 @@ def _view_on(device: jax.Device, view: np.ndarray) -> Any:
 
 
 def _parts(shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool) -> list[Any]:
-    """Does as `_part` for each shard, bound to no device."""
+    """Does the same as `_part` for several shards; the results are bound to no
+    device."""
     first = next(iter(shards.values()))
     # As jax takes it now: in the scope of `jax.enable_x64` otherwise than outside.
     taken = jax.dtypes.canonicalize_dtype(first.dtype)
@@ -299,7 +305,8 @@ def _part_programs(
     stacked: bool,
     weak: bool,
 ) -> list[Any]:
-    """Compiles `_part` of such arrays for each of the devices."""
+    """Compiles `_part` for each of the devices, for shards of the given shape and
+    dtype."""
     # To call one takes a fifth of the time of the jitted function with that device as
     # the default one.
     return [_part_program(x, shape, dtype, stacked, weak) for x in devices]
@@ -316,8 +323,8 @@ def _part_program(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _part(array: Any, stacked: bool, weak: bool) -> Any:
-    """Returns the array or its first row, of a weak type if wanted, which none of jax's
-    functions gives it."""
+    """Returns the array, or its first row if ``stacked``; weakly typed if ``weak``. No
+    function of jax makes an array weakly typed."""
     part = array[0] if stacked else array
     if not weak or is_weak(part):
         return part
@@ -330,8 +337,8 @@ _WIDE: Final = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128"))
 
 
 def on_one_device(arrays: Sequence[Any]) -> list[Any]:
-    """Returns arrays that can be computed with together: those that are bound to other
-    devices than the first one are moved to it."""
+    """Returns the arrays so that one operation can use all of them: those that are
+    bound to another device than the first one are moved to its device."""
     bound = [x for x in arrays if is_concrete(x) and x.committed]
     # Nothing is moved where all are together: moving also binds what was bound to no
     # device.
@@ -349,8 +356,9 @@ def regroup(
     """Merges the values of all replicas into one, in replica order.
 
     Args:
-        wrap: Makes the value per replica.
-        always_wrap: Also of what is the same object everywhere, and of copies.
+        wrap: Function that makes a value per replica from the values.
+        always_wrap: Whether to call ``wrap`` even if all values are the same object, or
+            are the copies of a variable.
 
     Raises:
         ValueError: The replicas' values have different structures.
@@ -382,8 +390,12 @@ def _members(value: Any) -> list[Any] | None:
 
 
 def _members_like(first: Any, value: Any) -> list[Any]:
-    """Returns the members, in the order of those of the container of another
-    replica."""
+    """Returns the members of a replica's container, in the order of the first replica's
+    container.
+
+    Raises:
+        ValueError: The containers have different structures.
+    """
     members = _members(value) if type(value) is type(first) else None
     if members is not None and _keys(value) == _keys(first):
         if isinstance(first, Mapping):
@@ -397,7 +409,8 @@ def _members_like(first: Any, value: Any) -> list[Any]:
 
 
 def _keys(value: Any) -> Any:
-    """Returns what must be equal for two containers to be merged."""
+    """Returns what must be equal for two containers to be merged: keys, length or
+    structure."""
     match value:
         case Mapping():
             return set(value)
@@ -426,12 +439,14 @@ def _rebuilt(like: Any, members: list[Any]) -> Any:
 
 
 def _is_node(value: Any) -> bool:
-    """Returns whether jax knows it as a container."""
+    """Returns whether jax treats the value as a container (an inner node of
+    pytrees)."""
     return not jax.tree_util.all_leaves([value])
 
 
 def _flat(node: Any) -> tuple[list[Any], Any]:
-    """Returns the members of a container that jax knows, and its structure."""
+    """Returns the members of a container that jax knows, and its structure: one level
+    only."""
     result: tuple[list[Any], Any]
     # One level: the flattening stops at all nodes but the first.
     result = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
@@ -444,8 +459,8 @@ def _described(value: Any) -> str:
 
 
 def _variable_of_copies(values: Sequence[Any]) -> VariableHandle | None:
-    """Returns the variable whose copies these are, all of them in replica order, or
-    None."""
+    """Returns the variable whose copies the values are, if they are all its copies in
+    replica order; otherwise None."""
     storages = [value.storage for value in values if isinstance(value, Variable)]
     copies = [storage for storage in storages if isinstance(storage, CopyStorage)]
     if not copies or len(copies) < len(values):

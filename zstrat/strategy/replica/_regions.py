@@ -1,16 +1,17 @@
-"""A replica function as one program for all replicas of this process.
+"""Runs a replica function as one program (a *region*) for all replicas of this process.
 
 The function is traced once under a named axis ``replica``, with a traced number of the
-replica: collectives inside it are jax's own over that axis. An abstract trace finds
-first what it reads, because a program over a mesh takes its inputs as arguments; then
-the same function is mapped over the devices, or, where this process has fewer devices
-than replicas (a coordinator that only plans, a debugging run), over an axis of one
-device, which gives the same values. The results of a replica stay on its device.
+replica: collectives inside it are jax's own over that axis. A first, abstract trace
+finds which variables the function reads, because a program over a mesh takes its inputs
+as arguments. Then the function is mapped over the devices; or, if this process has
+fewer devices than replicas (a coordinator that only plans, a debugging run), over an
+axis of one device, which gives the same values. The results of a replica stay on its
+device.
 
-Law of the file: an update inside a replica is combined with those of the other replicas
-here, when it is made, and the step records it once. Gradients are summed over the
-replicas; all else follows the aggregation of the variable. The rules of captures hold
-inside too: a region is a separate capture.
+Law of the file: an update inside a replica is combined here with those of the other
+replicas, when it is made, and the step records the combined update once. Gradients are
+summed over the replicas; other updates follow the aggregation of the variable. A region
+is a separate capture, with the same rules as the capture of a step.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ if TYPE_CHECKING:
 
 @final
 class MappedReplica(ReplicaRecorder):
-    """The recorder inside one of several replicas that are one program; a capture of
-    this region notes what it records."""
+    """The recorder of replicas that are one program; it passes reads and updates to the
+    capture of the region."""
 
     def __init__(self, feed: TraceFeed, team: Team) -> None:
         # Separate from the capture of the step, whose values belong to another trace.
@@ -90,27 +91,28 @@ def replicate(
     team: Team,
     mesh: Mesh | None = None,
 ) -> Any:
-    """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
+    """Runs ``fn`` once per replica. Returns its pytree with each array as a `Spread`.
 
-    Leaves that are not arrays of jax are the same object in every replica and stay as
-    they are. Reads and updates of variables go through the step that is being traced,
-    or to the variables' storages when none is. A variable of which each replica has a
-    separate copy is read and updated there (see `zstrat.program.trace._updates`).
+    Leaves that are not jax arrays are the same object in every replica and are returned
+    unchanged. Reads and updates of variables are recorded in the step that is being
+    traced; without such a step they use the variables' storages. If each replica has a
+    separate copy of a variable, the replica reads and updates its copy (see
+    `zstrat.program.trace._updates`).
 
     Args:
         shared: Arrays that every replica gets whole.
         split: Arrays of which each replica gets its part.
-        team: The replicas, of which this process has at least 2.
-        mesh: Whose axis `AXIS` has a device for each replica; without it one device
+        team: The replicas; this process has at least 2 of them.
+        mesh: A mesh whose axis `AXIS` has a device for each replica; None: one device
             computes all replicas.
 
     Raises:
-        ValueError: An update of a variable whose aggregation is NONE, or integers of
-            numpy that do not fit the 32 bits that jax computes with.
+        ValueError: A variable whose aggregation is NONE is updated, or numpy integers
+            do not fit the 32 bits that jax computes with.
         NotImplementedError: A scatter update that cannot be aggregated.
-        RuntimeError: An update under a jax transformation, a read after an optimizer's
-            update, or a draw, inside a replica; or any read or update while jax traces
-            outside of a step.
+        RuntimeError: Inside a replica, a variable is updated under a jax transformation
+            or read after an optimizer's update, or an element is drawn; or a variable
+            is read or updated while jax traces outside of a step.
     """
     shared = [uncut(x) for x in shared]
     split = [Spread(uncut(x.array), x.stacked) for x in split]
@@ -180,8 +182,8 @@ def replicate(
 
 
 class RegionMade(NamedTuple):
-    """The outputs of one replica: arrays of its result, its changed copies of
-    variables, operands of each update, and ids of its lookups."""
+    """The outputs of one replica: arrays of its result, copies of variables that it
+    changed, operands of each update, and ids of its lookups."""
 
     arrays: list[Any]
     copies: list[Any]
@@ -191,15 +193,15 @@ class RegionMade(NamedTuple):
 
 @final
 class DiscoveredRegion:
-    """A replica function that was traced with made-up values. ``program`` is the trace
-    as a program; None if the function has to be traced again."""
+    """A replica function that was traced with placeholders for values. ``program`` is
+    the trace as a program; None if the function has to be traced again."""
 
     def __init__(self, capture: Capture, result: Any) -> None:
         self.program: BodyProgram | None = None
         self.read(result, capture)
 
     def read(self, result: Any, capture: Capture) -> None:
-        """Replaces the trace by a later one."""
+        """Replaces the recorded outcome by that of a later trace."""
         leaves, treedef = jax.tree.flatten(result)
         changed = [variable for variable, _ in capture.own.values()]
         self.capture = capture
@@ -207,7 +209,7 @@ class DiscoveredRegion:
 
     @property
     def made(self) -> RegionMade:
-        """In the trace itself: what it has made."""
+        """The outputs of the trace, as tracers: valid only inside of it."""
         capture = self.capture
         return RegionMade(
             self.traced.arrays,
@@ -219,8 +221,8 @@ class DiscoveredRegion:
 
 @dataclass(frozen=True, slots=True)
 class TracedRegion:
-    """The outcome of tracing a region: leaves of its result, its effects, and the
-    variables whose copies it has changed."""
+    """The outcome of tracing a region: leaves of its result, recorded effects, and the
+    variables whose copies the replicas changed."""
 
     leaves: Sequence[Any]
     treedef: Any
@@ -235,11 +237,14 @@ class TracedRegion:
     def recorded_result(
         self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
     ) -> Any:
-        """Records the effects of the replicas in the step; returns their result.
+        """Records the effects of the replicas in the step; returns the replicas'
+        result.
 
         Args:
-            arrays: What the program made: of the result, then copies of ``changed``.
-            operands: Those of each update.
+            outside: The recorder of the step.
+            arrays: Outputs of the program: arrays of the result, then copies of
+                ``changed``.
+            operands: The operands of each update.
         """
         # A replica has asked for the context of its worker, which only the capture of
         # the region has noticed: the plan of the step must serve no other context.
@@ -266,8 +271,9 @@ class TracedRegion:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The arrays of one replica, in this order: ``count`` arguments, its copies of the
-    variables ``own``, and rows that it looks up. All replicas share ``variables``."""
+    """The inputs of one replica. Its arrays are, in this order, ``count`` arguments,
+    its copies of the variables ``own``, and rows that it looks up. All replicas share
+    ``variables``."""
 
     count: int
     variables: Sequence[VariableHandle]
@@ -283,13 +289,15 @@ class _Given:
     def feed(
         self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
     ) -> Replay:
-        """Returns a replay that gives the traced function the values that it reads."""
+        """Returns a `Replay`, which supplies the traced function with the values that
+        it reads."""
         return Replay("strategy.run", self._known(values, own_arrays), (), rows)
 
     def named(
         self, values: Sequence[Any], own_arrays: Sequence[Any], rows: Sequence[Any]
     ) -> dict[Any, Any]:
-        """Returns the same for a `BodyProgram`."""
+        """Returns the values that the function reads as the named inputs of a
+        `BodyProgram`."""
         known = self._known(values, own_arrays)
         named: dict[Any, Any] = {("value", key): x for key, x in known.items()}
         return named | {("rows", number): x for number, x in enumerate(rows)}
@@ -312,10 +320,11 @@ def discovered(
     team: Team,
     mesh: Mesh | None = None,
 ) -> DiscoveredRegion:
-    """Finds what the function reads and looks up, which copies it updates, and its
-    program. The trace is in the map over the replicas in which the function runs.
+    """Traces the function abstractly, in the map over the replicas in which it will
+    run. Finds what it reads and looks up, which copies of variables it updates, and its
+    program.
 
-    The step itself is not read inside this trace: its values would belong to a trace
+    The trace does not read values of the step itself, which would belong to a trace
     that ends before the step does.
     """
     regions: list[tuple[DiscoveredRegion, list[Placeholder]]] = []
@@ -351,8 +360,12 @@ def discovered(
 
 
 def _refuse_unnoticed(capture: Capture) -> None:
-    """Refuses effects of the replicas on variables where jax traces outside of a
-    step."""
+    """Refuses reads and updates of variables by the replicas if jax traces outside of a
+    step.
+
+    Raises:
+        StagedAccess: There is such a read or update.
+    """
     for variable, _ in capture.own.values():
         refuse_update(variable.spec, "update")
     for update in capture.updates:
@@ -368,10 +381,11 @@ def _looked_up(
     mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
     outside: TraceRecorder,
 ) -> list[Spread]:
-    """Looks up the rows of the lookups of the replicas, in the step.
+    """Looks up the rows that the replicas need, in the step. Returns the rows of each
+    lookup.
 
-    The replicas compute the ids that need no rows, and nothing else; with these rows
-    the ids that need no others; and so on.
+    The replicas first compute only the ids that depend on no other rows; when the rows
+    of these ids are known, the ids that depend only on them; and so on.
     """
     kinds = [_rows_kind(lookup) for lookup in capture.lookups]
     rows: dict[int, Spread] = {}

@@ -1,18 +1,21 @@
-"""A replica function that runs once for each replica, sequentially (`_fibers`).
+"""Runs a replica function once for each replica, sequentially (`_fibers`).
 
-In a step each replica is traced by itself, into the same program. Elsewhere Python runs
-with values: what a replica computes is on its device, and Python may look at it.
+In a step each replica is traced separately, into the same program. Elsewhere Python
+runs with actual values: results of a replica are on its device, and Python may look at
+them.
 
 Updates of variables follow the rules of TF: an update that is aggregated waits for the
-other replicas, the own copy of a replica changes at once. The first replica
-creates the variables of the function; the others are given them in the same order.
+other replicas, while a replica changes its own copy at once. The first replica creates
+the variables of the function; the other replicas get the same variables, in the same
+order.
 
-Replicas that are given arrays of different shapes in a step run sequentially, too
-(`uneven`). Other processes may have been given arrays of one shape, whose replicas are
-one program. All processes make the same collectives together, and a step makes those
-together whose operands are known at the same time. So the replicas are one part of the
-program: all inputs go in together, and all results of a stage come out together. The
-step records their effects in the end, as of a program of all replicas.
+Replicas that get arrays of different shapes in a step run sequentially, too (`uneven`).
+In other processes all arrays may have the same shape, so that their replicas are one
+program. All processes must make the same collectives together, and a step combines
+collectives whose operands are known at the same time. So sequential replicas are one
+part of the program: it takes all inputs together, and all results of a stage are
+returned together. The step records their effects at the end, as for replicas that are
+one program.
 """
 
 from __future__ import annotations
@@ -92,15 +95,17 @@ if TYPE_CHECKING:
 
 
 def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
-    """Runs the replicas of this process one after the other; returns what each returns.
+    """Runs the replicas of this process one after the other; returns the result of
+    each.
 
     Args:
-        devices: One for each replica; replicas without one compute where jax does.
+        devices: A device for each replica; replicas without one use jax's default
+            device.
 
     Raises:
-        RuntimeError: Replicas do different things, or create different variables; or
-            they read or update one while jax traces outside of a step.
-        ValueError: The rows of what was drawn do not split evenly.
+        RuntimeError: Replicas wait at different barriers or create different variables;
+            or a replica reads or updates a variable while jax traces outside of a step.
+        ValueError: The rows of a drawn array do not split evenly.
         Exception: Whatever the function raises; the other replicas are ended.
     """
     outer = recorder.get()
@@ -141,8 +146,8 @@ def run_sequentially(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[A
 
 
 def _near(leaf: Any, device: jax.Device) -> Any:
-    """Moves an array that is bound to one device to the device of the replica. One on
-    several devices stays: no other replica uses it."""
+    """Moves an array that is bound to one device to the device of the replica. An array
+    on several devices is not moved, as no other replica uses it."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
     return to_device(leaf, device) if len(leaf.devices()) == 1 else leaf
@@ -150,8 +155,8 @@ def _near(leaf: Any, device: jax.Device) -> Any:
 
 @final
 class SequentialReplica(ReplicaRecorder):
-    """The recorder of one sequential replica: to update what all replicas share it
-    waits for the others."""
+    """The recorder of one sequential replica. To update a value that all replicas
+    share, it waits for the other replicas."""
 
     def __init__(
         self,
@@ -165,7 +170,7 @@ class SequentialReplica(ReplicaRecorder):
         self.has_values = self.may_create = self.live
         self._fiber = fiber
         self._is_unnoticed = unnoticed
-        """Whether jax traces the function, and no step does: an update would be
+        """Whether jax traces the function outside of a step: an update would be
         lost."""
 
     def read(self, variable: VariableHandle) -> jax.Array:
@@ -246,10 +251,10 @@ class SequentialReplica(ReplicaRecorder):
 def _own_updates(
     variable: VariableHandle, op: UpdateOp, operands: tuple[np.ndarray, ...]
 ) -> list[tuple[np.ndarray, ...]]:
-    """Returns operands of the updates of one copy, without rows that are not there.
+    """Splits an update into updates of one copy, without rows of padding.
 
     Raises:
-        IndexError: There is no such row.
+        IndexError: An index is not a row of the variable.
     """
     if len(operands) == 1:
         return [operands]
@@ -263,12 +268,12 @@ def _own_updates(
 
 
 class _SameCreations:
-    """The creator in one replica: the first replica creates, and the others are given
-    what it has created.
+    """The creator of variables in one replica: the first replica creates variables, and
+    other replicas get the same ones.
 
     Args:
-        inner: Creates for the first replica.
-        first: The creator of the first replica; None: this is that one.
+        inner: The creator that creates variables for the first replica.
+        first: This object of the first replica; None: this is that one.
     """
 
     def __init__(
@@ -279,7 +284,7 @@ class _SameCreations:
         self._first = self if first is None else first
         self._variables: list[tuple[VariableRequest, AbstractVariable]] = []
         self._optimizers: list[int] = []
-        """Optimizers that the first replica has registered so far."""
+        """Ids of the optimizers that the first replica has registered so far."""
         self._taken = self._registered = 0
 
     def create_variables(
@@ -341,12 +346,13 @@ _barrier: Final[Any] = jax.lax.optimization_barrier
 
 
 def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
-    """Runs replicas whose arguments have different shapes, and merges what they return.
+    """Runs replicas whose arguments have different shapes, and merges their results.
     The replicas of other processes may be one program.
 
     Raises:
-        UnevenParts: In a step, where XLA reaches the other processes, so that all run
-            one program; or where the replicas look up rows that are not here.
+        UnevenParts: Called in a step where XLA communicates with the other processes,
+            so that all have to run one program; or the replicas look up rows that are
+            not in this process.
         Exception: As `run_sequentially`.
     """
     team = call.team
@@ -400,7 +406,8 @@ def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
 
 
 class _Region:
-    """The replicas as a function of arrays, which is traced for each of its stages."""
+    """The sequential replicas as one function of arrays, which is traced for each of
+    its stages."""
 
     def __init__(self, call: ReplicaCall) -> None:
         self.team = call.team
@@ -411,13 +418,13 @@ class _Region:
         # Inputs are what the step traces. All else is a constant of it.
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self.last: TracedRegion
-        """The outcome of the last trace; unset before the first."""
+        """The outcome of the last trace; not set before the first."""
 
     def variables(self) -> list[VariableHandle]:
         """Lists the variables that the replicas use.
 
         Raises:
-            UnevenParts: Rows are looked up that are not here.
+            UnevenParts: The replicas look up rows that are not in this process.
         """
 
         def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
@@ -436,8 +443,8 @@ class _Region:
         return capture.variables
 
     def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
-        """Traces the replicas; returns the arrays of their results, then changed
-        copies, and the operands of their updates."""
+        """Traces the replicas. Returns the arrays of their results followed by the
+        copies of variables that they changed, and the operands of their updates."""
         given = iter(inputs)
         leaves = [
             next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves

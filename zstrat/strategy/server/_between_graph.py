@@ -2,11 +2,12 @@
 
 Every worker runs the whole program, and none coordinates: the chief (the first worker
 where there is none) creates the variables, and the others, which create the same ones
-in the same order, wait for them. From then on each reads and updates as it comes. The
-replicas of one program are in sync; those of different programs are not.
+in the same order, wait for them. From then on each program reads and updates the
+variables independently. The replicas of one program are in sync; those of different
+programs are not.
 
 Law of the file: a variable is identified by its index in the order of creation, which
-must be the same in all programs. A creation that failed has no index, in any of them.
+must be the same in all programs. A creation that failed has no index in any program.
 """
 
 from __future__ import annotations
@@ -55,31 +56,34 @@ def _connect(
 class BetweenGraphStrategy(LocalStrategy, Closing):
     """Asynchronous training of several programs with variables on parameter servers.
 
-    Blocks until all ps answer, and, in a program that is not the chief, until the chief
-    has come. Variables created in `scope` go to the ps in turn. A program that is not
-    the chief waits for them, for ``timeouts.request``: DeadlineExceededError if the
-    chief has not created them by then (trying again is fine), and InvalidArgumentError
-    if it has created others in their place.
+    The constructor blocks until all parameter servers (ps) answer, and, in a program
+    that is not the chief, until the chief has connected. Variables created in `scope`
+    are distributed over the ps in turn. A program that is not the chief waits up to
+    ``timeouts.request`` for the chief to create a variable: DeadlineExceededError if
+    the chief has not created it by then (the program may try again), and
+    InvalidArgumentError if it has created another one instead.
 
     Every program distributes its own datasets: the functions of
     `distribute_datasets_from_function` get the number of the program (the chief first,
-    then the workers), and `experimental_distribute_dataset` cuts for the replicas of
-    this program alone, so that all programs read all of the data.
+    then the workers), and `experimental_distribute_dataset` divides data only among the
+    replicas of this program, so that all programs read all of the data.
 
     Args:
-        cluster_resolver: Knows the tasks of the cluster, and which one this program is.
-            Left out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first.
-        devices: The replicas of this program; left out: all of its devices.
-        replicas, stores_per_ps, on_ps_loss, resume: Of `ParameterServerStrategy`; only
-        their defaults are accepted, as no program coordinates the others.
-        settings: Timeouts, keys and limits; from the environment if left out.
-        connect: Opens the session; another one in tests.
+        cluster_resolver: Knows the tasks of the cluster, and which task this program
+            is. Default: what `zs.cluster_resolver.detect` finds, first by TF_CONFIG.
+        devices: The devices of this program's replicas; default: all devices.
+        replicas, stores_per_ps, on_ps_loss, resume: Arguments of
+            `ParameterServerStrategy`; only their defaults are accepted, as no program
+            coordinates the others.
+        settings: Timeouts, keys and limits; default: from the environment.
+        connect: Function that opens the session; tests replace it.
 
     Raises:
-        ValueError: The cluster has no ps, or it is not clear which task this is, or it
-            is not a task that trains.
-        DeadlineExceededError: A ps does not answer in time, or there is no chief.
-        BusyError: Another program holds the ps.
+        ValueError: The cluster has no ps, or it is not known which task this program
+            is, or its task does not train.
+        DeadlineExceededError: A ps does not answer in time, or the chief does not
+            connect.
+        BusyError: Another program uses the ps.
     """
 
     def __init__(
@@ -131,8 +135,8 @@ class BetweenGraphStrategy(LocalStrategy, Closing):
         return self._resolver
 
     def close(self) -> None:
-        """Leaves the parameter servers, which keep the variables for the other
-        programs. Closing twice is fine; ``with`` closes at its end."""
+        """Disconnects from the parameter servers, which keep the variables for the
+        other programs. Closing twice is allowed; ``with`` closes at its end."""
         self._session.close()
 
     def _function_inputs(self) -> ProcessInputs:
@@ -153,7 +157,8 @@ _NEEDED: Final[dict[str, tuple[object, str]]] = {
     "on_ps_loss": ("raise", "each would have to go back to the same checkpoint"),
     "resume": (None, "the others would have to enter the session of the next chief"),
 }
-"""The default, and what the programs lack for others."""
+"""For each argument that needs a coordinator: its default, and the reason why another
+value is refused."""
 
 
 def _refuse_what_needs_a_coordinator(**given: object) -> None:

@@ -1,8 +1,9 @@
-"""Parameter-server training: variables on the ps, steps on workers, one coordinator.
+"""Parameter-server training: variables on parameter servers (ps), steps on workers, one
+coordinator.
 
-The strategy connects when it is made and stands for that connection. A pickled one
-arrives on a worker as a `WorkerStrategy`: the same methods over that worker's devices,
-without a connection.
+The strategy connects to the cluster when it is made, and owns this connection. If it is
+pickled and sent to a worker, it becomes a `WorkerStrategy` there: the same methods over
+that worker's devices, without a connection.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ if TYPE_CHECKING:
     has a name."""
 
 _MOST_STORES: Final = 64
-"""Largest number of stores of one ps: each has a port, a thread and a connection to
-every worker."""
+"""Largest number of stores (logical servers) of one ps: each has a port, a thread and a
+connection to every worker."""
 
 _LONGEST_NAME: Final = 200
-"""Characters of the name of a session."""
+"""Largest number of characters of the name of a session."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -70,98 +71,103 @@ _log: Final = logging.getLogger(__name__)
 class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     """Asynchronous training with variables on parameter servers.
 
-    Connects at once: all ps must answer, and at least one worker; the others may come
-    later. Variables created in `scope` go to the ps in turn.
+    The constructor connects to the cluster: all parameter servers (ps) must answer, and
+    at least one worker; other workers may connect later. Variables created in `scope`
+    are distributed over the ps in turn.
 
-    Workers may come and go while it trains: `workers` adds and removes them, and where
-    the answer of the resolver may change (`ClusterResolver.may_change`), it is asked
-    again, after a loss and every ``ZSTRAT_RESOLVE`` seconds (10). The parameter servers
-    are those of its first answer, until `parameter_servers` adds and drains some.
+    Workers may be added and removed during training: by `workers`, and by the resolver,
+    if its answer may change (`ClusterResolver.may_change`): it is queried again after a
+    loss and every ``ZSTRAT_RESOLVE`` seconds (10). The parameter servers are those of
+    its first answer, until `parameter_servers` adds or drains some.
 
-    Another strategy of this program that has the cluster, with nothing unfinished, is
-    closed at the last moment: when the arguments are checked, and all ps and a worker
-    have answered. Until then it lives on.
+    If another strategy of this program uses the cluster and has no unfinished work, it
+    is closed, but only after the arguments were checked and all ps and a worker have
+    answered.
 
     Args:
-        cluster_resolver: Knows the tasks of the cluster, and which one this is. Left
-            out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first. Or a
-            `zs.LocalCluster` or a fleet of `zs.launch`, which is kept for as long as
-            the strategy, and whose settings count if none are given.
+        cluster_resolver: Knows the tasks of the cluster, and which task this process
+            is. Default: what `zs.cluster_resolver.detect` finds, first by TF_CONFIG. It
+            may also be a `zs.LocalCluster` or a fleet of `zs.launch`, which is kept
+            alive as long as the strategy, and whose settings are used if none are
+            given.
         variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
-            of rank 1 or more; returns a number of parts for each axis, 1 but for the
-            first (`zstrat.partitioners`). A variable in several parts is a
-            `ShardedVariable`.
-        placement: "round_robin": new variables and parts go to the ps in turn, in order
-            of creation. "bytes": each goes to the ps that holds the fewest bytes of
-            variables.
+            of rank 1 or more; returns a number of parts for each axis, which must be 1
+            except for the first axis (`zstrat.partitioners`). A variable in several
+            parts is a `ShardedVariable`.
+        placement: "round_robin": new variables and parts are assigned to the ps in
+            turn, in order of creation. "bytes": each is assigned to the ps that stores
+            the fewest bytes of variables.
         prefetch: Optimizer steps whose batches, ids, rows and values a worker fetches
-            while one computes, which hides its round trip. Gradients of W workers
-            are W - 1 updates old, and each further step makes them W updates older:
-            more than 1 often needs a lower learning rate. Default:
-            ``ZSTRAT_PREFETCH``, else 0, with which one worker computes what plain
-            optax does.
-        staleness: The most steps by which a worker is ahead of the slowest one: it gets
-            its step c + staleness + 1 when all workers have ended c steps (stale
-            synchronous parallel). 0: in lock-step. Default: no bound. For one update
-            of the gradients of several steps see `zstrat.Rounds`.
-        output: "program": what steps and dataset functions print on workers is shown
-            here, too, each line after the name of its worker. "files": it is in the
-            logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
+            while one computes, which hides its round trip. Gradients of W workers are W
+            - 1 updates old, and each further step makes them W updates older: more than
+            1 often needs a lower learning rate. Default: ``ZSTRAT_PREFETCH``, else 0;
+            with 0, training by one worker gives the results of plain optax.
+        staleness: Maximum number of steps by which a worker may be ahead of the slowest
+            one: it gets its step c + staleness + 1 when all workers have ended c steps
+            (stale synchronous parallel). 0: in lock-step. Default: no bound. To merge
+            the gradients of several steps into one update see `zstrat.Rounds`.
+        output: "program": lines that steps and dataset functions print on workers are
+            also printed here, after the name of the worker. "files": such lines are
+            only in the logs of the workers. Default: ``ZSTRAT_OUTPUT``, else "program".
         on_ps_loss: What happens when a parameter server is lost. "raise": calls raise
-            `PSUnavailableError`; the program is started again by hand. "restore": the
-            program waits for it, and if it comes back empty, all ps are filled from the
-            last whole checkpoint that this program has saved or restored, and training
-            continues. Steps that ended after that checkpoint are lost, and what the
-            program itself assigned since; steps under way run again, each with one
-            effect on the restored values. A warning of logging says which checkpoint
-            and how many steps, and so does ``coordinator.metrics()``. Results that were
-            fetched stay; large ones that were not are gone, and datasets of the workers
-            start again. Variables of this process are left as they are. The checkpoint
-            must have all variables and optimizers of the scope, else
-            `PSUnavailableError` names what it lacks.
-        resume: Name of the session. If a program has left a session of this name
-            on the cluster, because it was killed or has failed, this one continues with
-            its variables: created in the same order with the same names, shapes and
-            dtypes they have their old values, and optimizers their old state. `resumed`
-            says whether there was one. If there was none, the session starts empty, as
-            without a name, which empties the cluster. `close` ends the session; a
-            program that ends otherwise leaves it. A step that was under way when the
-            program before ended may have reached some ps and not others; none has an
-            effect later. With `Rounds` it has reached all or none, and what steps that
-            had ended have contributed counts in this program's first round. Datasets
-            begin where this program begins them. With ``replicas`` both programs have
-            to give that.
-        ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
+            `PSUnavailableError`, and the user has to restart the program. "restore":
+            the program waits for the server; if that returns without its state, all ps
+            are restored from the last complete checkpoint that this program has saved
+            or restored, and training continues. Steps that ended after that checkpoint
+            are lost, as are later assignments by the program; steps that were running
+            run again, and each is applied once to the restored values. A logged warning
+            says which checkpoint was restored and how many steps were lost, and so does
+            ``coordinator.metrics()``. Results that were fetched remain available; large
+            results that were not fetched are lost, and datasets of the workers start
+            again. Variables of this process are not changed. The checkpoint must have
+            all variables and optimizers of the scope; otherwise `PSUnavailableError`
+            names those that are missing.
+        resume: Name of the session. If an earlier program left a session of this name
+            on the cluster, because it was killed or failed, this program continues with
+            its variables: if created in the same order with the same names, shapes and
+            dtypes, they have their old values, and optimizers their old state.
+            `resumed` says whether there was such a session. If there was none, the
+            session starts empty, as it does without a name, and the cluster drops all
+            older variables. `close` ends the session; a program that ends otherwise
+            leaves it on the cluster. A step that was running when the earlier program
+            ended may have updated some ps and not others; it has no effect later. With
+            `Rounds` such a step has updated all ps or none, and contributions of steps
+            that had ended count in this program's first round. Datasets begin where
+            this program begins them. With ``replicas`` both programs must give this
+            argument.
+        ps_wait_timeout: Seconds for which ``on_ps_loss="restore"`` waits for a lost ps
             before calls raise `PSUnavailableError`. Default: 600.
-        replicas: 1: what each ps holds is in the memory of another one, too, and no
-            update is acknowledged that only one of them has. Any one ps may be killed,
-            frozen or cut off, then: the other copy takes its place within the timeout,
-            nothing is raised, and no update is lost or applied twice. A ps that comes
-            back, empty or not, takes the copy that is missing while training continues.
-            Until then there is one copy: a warning of logging says so, and
-            ``coordinator.metrics()["stores_without_backup"]``. If both copies are lost,
-            ``on_ps_loss`` says what follows. It takes twice the memory, and each update
-            is computed twice. Needs 2 ps at least.
-        stores_per_ps: Logical servers, *stores*, of each ps: it is these that variables
-            go to in turn, and that `parameter_servers` moves, one after the other, when
-            a ps is added or drained. More of them are moved in finer pieces, and
-            `ShardedVariable` components may go to each; every one is asked with a
-            separate message. With ``resume`` both programs have to give the same.
-        settings: Timeouts, keys and limits; from the environment if left out.
-        connect: Opens the session; another one in tests.
+        replicas: 1: the state of each ps is also in the memory of another ps, its
+            backup, and an update is acknowledged only when both have it. Then any one
+            ps may be killed, frozen or disconnected: the backup serves in its place
+            within the timeout, no error is raised, and no update is lost or applied
+            twice. A ps that returns, empty or not, receives the missing copy while
+            training continues. Until then there is one copy, as a logged warning and
+            ``coordinator.metrics()["stores_without_backup"]`` say. If both copies are
+            lost, ``on_ps_loss`` applies. This takes twice the memory, and each update
+            is computed twice. Needs at least 2 ps.
+        stores_per_ps: Number of logical servers, *stores*, in each ps. Variables are
+            assigned to stores in turn, and `parameter_servers` moves stores, one after
+            the other, when a ps is added or drained. With more stores the state moves
+            in smaller pieces, and a `ShardedVariable` may have more components; but
+            each store needs a separate message. With ``resume`` both programs must give
+            the same number.
+        settings: Timeouts, keys and limits; default: from the environment.
+        connect: Function that opens the session; tests replace it.
 
     Raises:
-        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
-            that are not numbered from 0 without gaps, or this process is one of those;
-            or ``placement`` is not known, or another argument is not valid.
-        DeadlineExceededError: A task does not answer in time; names it.
-        HeldError: Another program holds the cluster, and is alive; within
-            a second or so, unless ``settings.timeouts.turn`` seconds are to be waited
-            for it to end.
-        BusyError: The same, of one that falls silent and comes back; or another
-            strategy of this program has the cluster, with something unfinished.
-        PSUnavailableError: Only a part is left of the session to resume, and
-            ``on_ps_loss`` is "raise". What is left stays where it is.
+        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or its ps
+            are not numbered from 0 without gaps, or this process is one of the ps or
+            workers; or ``placement`` is not known, or another argument is not valid.
+        DeadlineExceededError: A task does not answer in time; the error names it.
+        HeldError: Another program uses the cluster and is alive. Raised within about a
+            second, unless ``settings.timeouts.turn`` asks to wait for that program to
+            end.
+        BusyError: Another program uses the cluster that was silent for a while and then
+            continued; or another strategy of this program uses it and has unfinished
+            work.
+        PSUnavailableError: Only a part of the session to resume is left, and
+            ``on_ps_loss`` is "raise". The remaining part is not changed.
     """
 
     def __init__(
@@ -182,7 +188,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         connect: Connect = connect_session,
     ) -> None:
         self._given: Final = cluster_resolver
-        """Tasks that were started for this program end with it."""
+        """The argument ``cluster_resolver``, kept because tasks that were started for
+        this program end with it."""
         if isinstance(cluster_resolver, RunningCluster):
             settings = settings or cluster_resolver.settings
             cluster_resolver = cluster_resolver.resolver
@@ -256,7 +263,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if cluster_resolver.may_change:
             self._workers.follow(lambda: query_cluster_spec(cluster_resolver))
         self._ps_count = spec.num_tasks("ps") * int(stores_per_ps)
-        """Number of stores, whichever processes serve them."""
+        """Number of stores (logical servers), whichever processes serve them."""
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
         self._variables = variables = ServerVariables(
@@ -281,7 +288,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def resumed(self) -> bool:
-        """Whether the variables are those that another program left (``resume``)."""
+        """Whether the variables are those that an earlier program left on the cluster
+        (see the argument ``resume``)."""
         return self._session.resumed
 
     @property
@@ -290,14 +298,14 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def workers(self) -> Workers:
-        """The workers, to which others can be added while training continues, and from
-        which some can be removed."""
+        """The workers of the cluster; workers can be added and removed while training
+        continues."""
         return self._workers
 
     @property
     def parameter_servers(self) -> StoreServers:
-        """The parameter servers, to which others can be added while training continues,
-        and from which some can be drained."""
+        """The parameter servers of the cluster; servers can be added and drained while
+        training continues."""
         return self._parameter_servers
 
     @property
@@ -306,12 +314,13 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Devices of one worker (TF's rule: not the number of workers)."""
+        """Number of devices of one worker (TF's rule: not the number of workers)."""
         return self._replicas
 
     @property
     def extended(self) -> StrategyExtended:
-        """Devices of one worker, and the parameter servers, where variables are."""
+        """Methods for algorithms that know of replicas: devices of one worker, and the
+        parameter servers, where variables are stored."""
         return self._extended
 
     def experimental_distribute_dataset(  # type: ignore[override]  # no elements here
@@ -320,10 +329,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         """Distributes a dataset of global batches over the replicas of each worker,
         which reads all of it.
 
-        Called in the function that ``coordinator.create_per_worker_dataset`` takes, so
-        on a worker, it gives what `Strategy.experimental_distribute_dataset` does, for
-        one input pipeline. On the coordinator it gives a handle that cannot be
-        iterated, which ``create_per_worker_dataset`` takes too.
+        On a worker, in the function that ``coordinator.create_per_worker_dataset``
+        takes, it returns what `Strategy.experimental_distribute_dataset` returns for
+        one input pipeline. On the coordinator it returns a handle that cannot be
+        iterated, which ``create_per_worker_dataset`` also takes.
 
         Raises:
             NotImplementedError: ``options`` asks for PER_REPLICA.
@@ -338,9 +347,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         """Calls ``dataset_fn`` in each worker; the replicas of a worker take the
         elements of its dataset in turn.
 
-        Its `InputContext` has the worker's index and the number of workers, and as
-        ``num_replicas_in_sync`` the replicas of one worker. Where it may be called, and
-        what it gives there: see `experimental_distribute_dataset`.
+        The `InputContext` that ``dataset_fn`` gets has the worker's index and the
+        number of workers; its ``num_replicas_in_sync`` is the number of replicas of one
+        worker. For where this may be called and what it returns see
+        `experimental_distribute_dataset`.
 
         Raises:
             NotImplementedError: ``options`` asks for PER_REPLICA.
@@ -348,21 +358,22 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         return UnbuiltDataset(self, dataset_fn, options, is_function=True)
 
     def delete_variables(self, tree: Any) -> None:
-        """Frees the variables, and what optimizers keep beside them, on their ps.
+        """Frees variables, and the optimizers' slots of them, on their ps.
 
-        Dropping the last handle of a variable frees nothing there, because functions
-        that were shipped to workers may still use it; the end of the session frees
-        all. Join first: a step that uses a deleted variable fails with `NotFoundError`,
-        and so does every later use of its handles.
+        Dropping the last handle of a variable frees nothing on the ps, because
+        functions that were sent to workers may still use the variable; the end of the
+        session frees all variables. Call ``coordinator.join`` first: a step that uses a
+        deleted variable fails with `NotFoundError`, and so does every later use of its
+        handles.
 
         Args:
-            tree: A variable, or a pytree of variables; leaves of other kinds are left
-                alone, and one that is there twice counts once. Of a sharded variable
-                all components go.
+            tree: A variable, or a pytree of variables; leaves of other kinds are
+                ignored, and a variable that occurs twice counts once. Of a sharded
+                variable all components are freed.
 
         Raises:
             ValueError: A variable was not created in the scope of this strategy.
-            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            NotFoundError: A variable was deleted before; nothing is deleted on its ps.
             PSUnavailableError: A ps is gone.
         """
         # By key, as several handles may be of one variable.
@@ -375,9 +386,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         self._variables.delete_variables(list(parts.values()))
 
     def close(self) -> None:
-        """Ends the connection; the daemons drop what was created and wait for another
-        coordinator. Closing twice is fine. ``with`` closes at its end, but an exception
-        leaves a session that has a name (``resume``)."""
+        """Ends the connection; the daemons drop everything that was created, and wait
+        for another coordinator. Closing twice is allowed. ``with`` closes at its end,
+        but after an exception it leaves a session that has a name (``resume``) on the
+        cluster."""
         self._session.close()
 
     def __exit__(self, *error: object) -> None:
@@ -486,7 +498,7 @@ def _detected() -> ClusterResolver:
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
-    """Returns the cluster of the resolver, checked."""
+    """Returns the cluster of the resolver, after checking it."""
     # In the order in which TF complains.
     spec = query_cluster_spec(resolver)
     if not spec:

@@ -1,7 +1,9 @@
-"""Variables on parameter servers: how they are made, read and updated through handles.
+"""Variables on parameter servers (ps): creates them, and reads and updates them through
+handles.
 
-`ServerVariables` is the creator of the strategy's scope and the storage of all that was
-created in it. Where each goes and what key it has is decided by `_variable_placement`.
+`ServerVariables` is the creator of variables for the strategy's scope, and the storage
+of all these variables. `_variable_placement` decides on which server each variable is
+stored, and its key.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ _TWINS: Final = {
         "optimizer.apply_gradients_async(grads_and_vars)",
     ),
 }
-"""The method that does not block; by default `scatter_async`."""
+"""For each update the method that does not block, for messages; `scatter_async` for
+updates that are not listed."""
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
@@ -72,7 +75,7 @@ description."""
 _colocated: Final[ContextVar[VariableHandle | None]] = ContextVar(
     "zstrat_colocated", default=None
 )
-"""The variable that new ones are placed with, in ``colocate_vars_with``."""
+"""The variable with which new variables are placed, in ``colocate_vars_with``."""
 
 
 class ServerVariables(StrategyCreator):
@@ -98,7 +101,7 @@ class ServerVariables(StrategyCreator):
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
         self._bound: set[tuple[int, bytes]] = set()
-        """Trees of optimizers that the servers know."""
+        """Trees of optimizers that the servers have received."""
 
     @property
     def session(self) -> ClusterSession:
@@ -106,14 +109,14 @@ class ServerVariables(StrategyCreator):
         return self._session
 
     def owns(self, variable: VariableHandle) -> bool:
-        """Returns whether the variable was created here."""
+        """Returns whether the variable was created by this object."""
         return variable.storage is self
 
     def require_known(self, plan: Plan) -> None:
-        """Refuses a step that uses variables or optimizers of another session.
+        """Refuses a step whose plan uses variables or optimizers of another session.
 
         Raises:
-            NotFoundError: Names the variables and optimizers.
+            NotFoundError: There are such; the error names the variables and optimizers.
         """
         specs = plan.specs
         strangers = [
@@ -136,10 +139,11 @@ class ServerVariables(StrategyCreator):
             )
 
     def colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        """Places new variables where that one is, which was created here.
+        """Places variables that are created inside the context on the ps of the given
+        one.
 
         Raises:
-            ValueError: It is on several ps.
+            ValueError: The given variable is on several ps.
         """
         if not isinstance(variable, Variable):
             raise ValueError(
@@ -151,13 +155,14 @@ class ServerVariables(StrategyCreator):
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
-        """Creates variables, in one round trip per ps for all values that are made
-        here, and one for each initializer that runs there. If one cannot be created,
-        none is, and the next ones are counted as if nothing had been requested.
+        """Creates variables, with one round trip per ps for all values that this
+        process makes, and one for each initializer that runs on the ps. If one variable
+        cannot be created, none is, and later variables are numbered as if these had not
+        been requested.
 
         Raises:
-            ValueError: A request has no initial value, or the partitioner returned no
-                partition.
+            ValueError: A request has no initial value, or the partitioner did not
+                return a list of numbers.
             PSUnavailableError: A ps is gone.
         """
         beside = _colocated.get()
@@ -175,11 +180,11 @@ class ServerVariables(StrategyCreator):
 
     def create_per_worker(self, request: VariableRequest) -> PerWorkerVariable:
         """Creates a variable with a value for each worker, in one round trip per ps. An
-        initial value that is a function is called for each of them.
+        initial value that is a function is called for each worker.
 
         Raises:
             ValueError: The workers are separate programs without a coordinator; or as
-                `create_variables`.
+                in `create_variables`.
             PSUnavailableError: A ps is gone.
         """
         if self._bind_workers is None:
@@ -205,10 +210,10 @@ class ServerVariables(StrategyCreator):
         return PerWorkerVariable(request.name, made)
 
     def create_table(self, request: TableRequest) -> HashTable:
-        """Creates a table of any id, with a part on each ps, in one round trip.
+        """Creates a `HashTable`, with a part on each ps, in one round trip.
 
         Raises:
-            InvalidArgumentError: A ps cannot load the initializer; says why.
+            InvalidArgumentError: A ps cannot load the initializer; the error says why.
             PSUnavailableError: A ps is gone.
         """
         code = dump_code(request.initializer)
@@ -226,7 +231,9 @@ class ServerVariables(StrategyCreator):
     def table_sizes(
         self, parts: Sequence[VariableHandle]
     ) -> list[tuple[int, int, int, int]]:
-        """Returns rows, bytes, cut, and ids that wait, of each part of a table."""
+        """Returns, for each part of a table, its number of rows, its bytes, its present
+        cut (position in the sequence of changes), and the number of ids that are
+        counted but have no row yet."""
         work = self._servers.table_sizes(_specs(parts))
         return self._session.run(work, "asking how large a table is")
 
@@ -238,17 +245,17 @@ class ServerVariables(StrategyCreator):
         since: int = -1,
         ids: Sequence[np.ndarray] = (),
     ) -> Sequence[np.ndarray]:
-        """Reads ids ``[n]`` and rows ``[n, ...]`` of some buckets of a part; with
-        ``since`` or ``ids`` as `PullTable` says."""
+        """Reads ids ``[n]`` and rows ``[n, ...]`` of some buckets of a table's part;
+        for ``since`` and ``ids`` see `PullTable`."""
         work = self._servers.table_rows(part.spec, first, last, since, ids)
         return self._session.run(work, "reading rows of a table")
 
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
-        """Frees variables that were created here, in one round trip per ps.
+        """Frees variables that this object created, in one round trip per ps.
 
         Raises:
-            ValueError: One was created elsewhere; nothing is deleted.
-            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            ValueError: A variable was created elsewhere; nothing is deleted.
+            NotFoundError: A variable was deleted before; nothing is deleted on its ps.
             PSUnavailableError: A ps is gone.
         """
         for variable in variables:
@@ -266,10 +273,11 @@ class ServerVariables(StrategyCreator):
             self._numbers.freed(variables)
 
     def register_optimizer(self, optimizer: OptimizerHandle) -> int:
-        """Ships the transformation to every ps, which tries it there.
+        """Sends the optimizer's transformation to every ps, which checks that it can
+        run; returns the id of the optimizer.
 
         Raises:
-            InvalidArgumentError: A ps refuses it; says why.
+            InvalidArgumentError: A ps refuses the transformation; the error says why.
             PSUnavailableError: A ps is gone.
         """
         rounds, code = optimizer.rounds, dump_code(optimizer.transformation)
@@ -305,7 +313,8 @@ class ServerVariables(StrategyCreator):
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """Frees the number of an optimizer that has no handle."""
+        """Frees the id of an optimizer whose constructor failed, so that no handle of
+        it exists."""
         self._session.forget_rounds(optimizer)
         with self._lock:
             self._numbers.give_back(optimizer)
@@ -343,10 +352,12 @@ class ServerVariables(StrategyCreator):
         await self._session.run_async(*self._updating(updates))
 
     def bind(self, call: GradientCall) -> None:
-        """Sends the tree of an optimizer to the parameter servers, once.
+        """Sends the tree of variables of an optimizer to the parameter servers, once
+        for each tree.
 
         Raises:
-            ValueError: The tree cannot be sent, or a server refuses it; says why.
+            ValueError: The tree cannot be sent, or a server refuses it; the error says
+                why.
             PSUnavailableError: A ps is gone.
         """
         tree = call.optimizer.id, encoded(call)
@@ -356,9 +367,10 @@ class ServerVariables(StrategyCreator):
             self._bound.add(tree)
 
     async def bind_async(self, call: GradientCall) -> None:
-        """Does as `bind`, without blocking the running loop.
+        """Sends the tree of an optimizer like `bind`, without blocking the running
+        loop.
 
-        Cancellation: some servers may have received it.
+        Cancellation: some servers may have received the tree.
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
@@ -368,7 +380,7 @@ class ServerVariables(StrategyCreator):
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
-        """Reads the arrays that an optimizer keeps beside variables, by name.
+        """Reads the slots, arrays that an optimizer keeps for variables, by name.
 
         Raises:
             PSUnavailableError: A ps is gone.
@@ -383,10 +395,10 @@ class ServerVariables(StrategyCreator):
         name: str,
         value: np.ndarray,
     ) -> None:
-        """Assigns an array that an optimizer keeps beside a variable.
+        """Assigns a slot, an array that an optimizer keeps for a variable.
 
         Raises:
-            NotFoundError: There is no array of that name.
+            NotFoundError: There is no slot of that name.
             PSUnavailableError: A ps is gone.
         """
         work = self._servers.write_slot(optimizer.id, variable.spec, name, value)
@@ -413,8 +425,8 @@ class ServerVariables(StrategyCreator):
         return work, "sending the tree of an optimizer"
 
     def _withdraw(self) -> None:
-        """Removes what a failed creation left on the ps, before its keys are used
-        again."""
+        """Removes from the ps what a failed creation left there, before its keys are
+        used again."""
         specs, optimizers = self._numbers.doubtful
         if specs or optimizers:
             work = self._servers.withdraw(specs, optimizers)
@@ -424,7 +436,8 @@ class ServerVariables(StrategyCreator):
     def _make(
         self, drafts: Sequence[VariablePlan], specs: Sequence[list[VariableSpec]]
     ) -> None:
-        """Creates the components on their ps."""
+        """Creates components, whose values or initializers are in ``drafts``, on their
+        ps."""
         arrays: list[tuple[VariableSpec, np.ndarray]] = []
         entries: dict[bytes, list[tuple[VariableSpec, InitialEntry]]] = {}
         for new, parts in zip(drafts, specs, strict=True):

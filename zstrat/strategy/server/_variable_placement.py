@@ -1,14 +1,15 @@
 """The plan of a requested variable: its parts, their servers and their keys.
 
-TF's rules of partitioning say which parts there are and how large (`draft`).
-`VariablePlacement` decides on the ps: round robin in the order of creation, one counter
-per strategy, as TF does, or by bytes. `Numbers` counts the keys in the same order.
+TF's rules of partitioning determine the parts and their sizes (`draft`).
+`VariablePlacement` chooses the parameter server (ps) of each: round robin in the order
+of creation, with one counter per strategy as in TF, or by bytes. `Numbers` assigns keys
+in the same order.
 
-Laws of the file. Nothing here talks to a parameter server, and a value that can be made
-there is not made here. Keys of a failed creation are used again, because programs that
-share parameter servers identify a variable by its index among those that were created.
-A part of it may be on a ps all the same, and must be removed first: see
-`Numbers.doubtful`.
+Laws of the file. Nothing here communicates with a parameter server, and a value that a
+server can make is not made here. Keys of a failed creation are used again, because
+programs that share parameter servers identify a variable by its index in the order of
+creation. Some components of the failed creation may be on a ps nevertheless, and must
+be removed first: see `Numbers.doubtful`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 _MAX_SHIPPED_ELEMENTS: Final = 10**9
-"""Elements (TF's number) beyond which a value should not be made on the coordinator."""
+"""Number of elements (TF's limit) above which a value should not be made on the
+coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariablePlan:
-    """A variable that will be created. ``offsets`` are the first rows of its parts and,
-    last, the number of all rows; None if it stays whole."""
+    """The plan of a variable that will be created. ``offsets`` are the first rows of
+    its parts and, last, the number of all rows; None if the variable stays whole."""
 
     request: VariableRequest
     value: DeferredValue | np.ndarray
@@ -61,7 +63,7 @@ class VariablePlan:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each component."""
+        """Size in bytes of each component."""
         shapes = (self.shape_of(index) for index in range(self.parts))
         return [math.prod(shape) * self.value.dtype.itemsize for shape in shapes]
 
@@ -73,7 +75,8 @@ class VariablePlan:
         return (stop - start, *self.value.shape[1:])
 
     def spec(self, index: int, key: int, ps: int) -> VariableSpec:
-        """Describes the component as a separate variable, TF's name included."""
+        """Returns the spec of a component as a separate variable, with TF's name for
+        it."""
         request, part, name = self.request, None, self.request.name
         if self.offsets is not None:
             start, rows = self.offsets[index], self.offsets[-1]
@@ -92,7 +95,8 @@ class VariablePlan:
         )
 
     def array(self, spec: VariableSpec) -> np.ndarray:
-        """Returns the value of a component that was made here."""
+        """Returns the value of a component, whose variable's value was made in this
+        process."""
         assert not isinstance(self.value, DeferredValue), spec
         if spec.part is None:
             return self.value
@@ -100,7 +104,8 @@ class VariablePlan:
         return self.value[start : start + spec.shape[0]]
 
     def entry(self, spec: VariableSpec) -> InitialEntry:
-        """Describes a component for the ps that makes its value."""
+        """Returns the description with which a ps creates a component and makes its
+        value."""
         shape, part = self.value.shape, spec.part
         offset = [0] * len(shape)
         if part is not None:
@@ -120,11 +125,12 @@ class VariablePlan:
 def draft(
     request: VariableRequest, partitioner: Callable[..., Any] | None
 ) -> VariablePlan:
-    """Decides how a variable is made.
+    """Makes the plan of a requested variable: its parts, and where its initial value is
+    made.
 
     Raises:
         ValueError: The request has no initial value, or one of another shape; or the
-            answer of the partitioner is not a list of numbers.
+            partitioner does not return a list of numbers.
         TypeError: The value is not an array of numbers or booleans.
     """
     value = initial(request)
@@ -148,8 +154,8 @@ def draft(
 
 
 def div(rows: int, parts: int) -> tuple[int, ...]:
-    """Divides rows as TF does: at most one part per row, the first parts a row longer
-    than the rest. Returns the first row of each part, and last ``rows``."""
+    """Divides rows as TF does: at most one part per row, the first parts are one row
+    longer than the rest. Returns the first row of each part, and last ``rows``."""
     count = min(rows, parts)
     base, extra = divmod(rows, count)
     return tuple(index * base + min(index, extra) for index in range(count + 1))
@@ -157,7 +163,12 @@ def div(rows: int, parts: int) -> tuple[int, ...]:
 
 def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
     """Returns the number of parts along the first axis, after TF's checks of the
-    partitioner's answer."""
+    partitioner's result.
+
+    Raises:
+        ValueError: The result is not a list with a positive number for each axis, or
+            splits another axis than the first.
+    """
     right = (
         isinstance(parts, list | tuple)
         and len(parts) == len(shape)
@@ -174,21 +185,23 @@ def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
 
 
 _BLOCK_BITS: Final = 20
-"""A session has a block of 2**20 numbers, far more than a program makes variables."""
+"""Bits of a key below the block: a session has a block of 2**20 keys, far more than a
+program creates variables."""
 
 _BLOCKS: Final = 2**40
-"""Blocks until sessions have the same again: with those bits a number has 60."""
+"""Number of blocks of keys; more sessions would use the same blocks again. With the
+bits of a block a key has 60 bits."""
 
 
 class PlacementRule(enum.StrEnum):
-    """The rule that assigns a new component to a ps."""
+    """How new components are assigned to parameter servers."""
 
     ROUND_ROBIN = "round_robin"
     BYTES = "bytes"
 
 
 class VariablePlacement:
-    """Decides on which ps the next component lives."""
+    """Decides on which ps each new component is stored."""
 
     def __init__(
         self, ps_count: int, rule: PlacementRule = PlacementRule.ROUND_ROBIN
@@ -198,9 +211,9 @@ class VariablePlacement:
         self._bytes = [0] * ps_count
 
     def place(self, sizes: Sequence[int], beside: int | None = None) -> list[int]:
-        """Chooses task indices for new components of these bytes: in turn, or each the
-        ps with the fewest bytes, the first of several. ``beside`` puts all of them
-        there and does not count as a turn."""
+        """Returns the task indices of the ps for new components of these sizes in
+        bytes: in turn, or for each the ps with the fewest bytes (the first of several).
+        With ``beside`` all are placed on that ps, which does not count as a turn."""
         where = []
         for size in sizes:
             ps = self._next() if beside is None else beside
@@ -209,15 +222,16 @@ class VariablePlacement:
         return where
 
     def mark(self) -> tuple[int, list[int]]:
-        """Records the position for `back_to`."""
+        """Returns the present state, for `back_to`."""
         return self._placed, list(self._bytes)
 
     def back_to(self, mark: tuple[int, list[int]]) -> None:
-        """Forgets what was placed since `mark` was asked."""
+        """Restores the state that `mark` returned: forgets components placed since
+        then."""
         self._placed, self._bytes = mark[0], list(mark[1])
 
     def free(self, ps: int, size: int) -> None:
-        """Accounts for a deleted component of that many bytes."""
+        """Subtracts a deleted component of ``size`` bytes from the bytes of its ps."""
         self._bytes[ps] -= size
 
     def _next(self) -> int:
@@ -230,8 +244,8 @@ class VariablePlacement:
 
 @final
 class Numbers:
-    """The keys and optimizer ids of one session, counted from its first number. The
-    caller holds a lock to change them."""
+    """Assigns the keys of variables and the ids of optimizers of one session, counted
+    from its first number. The caller holds a lock to change them."""
 
     def __init__(self, origin: int, placement: VariablePlacement) -> None:
         self._placement = placement
@@ -252,19 +266,20 @@ class Numbers:
 
     @property
     def doubtful(self) -> tuple[list[VariableSpec], list[int]]:
-        """Variables and optimizers of a creation that failed, or is under way: the ps
-        may have them or not."""
+        """Variables and optimizers of a creation that failed or is not finished: they
+        may or may not exist on the ps."""
         return list(self._variables_at_risk), list(self._optimizers_at_risk)
 
     def settled(self) -> None:
-        """Forgets doubts: the failed creation has been removed, or has succeeded after
-        all."""
+        """Empties `doubtful`: the failed creation has been removed from the ps, or has
+        succeeded after all."""
         self._variables_at_risk.clear()
         self._optimizers_at_risk.clear()
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """Takes keys and places for a creation; if it fails, they are taken back."""
+        """Keeps the keys and placements that the block takes; if the block raises,
+        releases them."""
         before = self._created, self._optimizers, self._placement.mark()
         try:
             yield
@@ -275,8 +290,8 @@ class Numbers:
         self.settled()
 
     def parts(self, request: TableRequest, servers: int) -> list[VariableSpec]:
-        """Returns the parts of a table of any id, with keys: one on each server, or on
-        the first ones if there are more than buckets."""
+        """Returns the specs of the parts of a hash table, with keys: one part on each
+        server, or on the first ones if there are more servers than buckets."""
         count = min(servers, BUCKETS)
         cuts = [BUCKETS * n // count for n in range(count + 1)]
         first = self._created + 1
@@ -299,7 +314,8 @@ class Numbers:
     def components(
         self, new: VariablePlan, beside: VariableHandle | None
     ) -> list[VariableSpec]:
-        """Returns the components of a new variable, with keys and places."""
+        """Returns the specs of the components of a new variable, with keys and
+        servers."""
         where = self._placement.place(
             new.sizes, None if beside is None else beside.spec.ps
         )
@@ -310,21 +326,21 @@ class Numbers:
         return specs
 
     def optimizer(self) -> int:
-        """Gives a new optimizer its number."""
+        """Returns the id of a new optimizer."""
         self._optimizers += 1
         self._optimizers_at_risk.append(self._optimizers)
         return self._optimizers
 
     def give_back(self, optimizer: int) -> None:
-        """Frees the number of an optimizer that has no handle; it stays taken if others
-        followed it."""
+        """Frees the id of an optimizer that has no handle. The id stays taken if other
+        optimizers were created since then."""
         # Only the last one: numbers are counted, and those after it would shift.
         if optimizer == self._optimizers:
             self._optimizers -= 1
             self._optimizers_at_risk.append(optimizer)
 
     def freed(self, variables: Sequence[VariableHandle]) -> None:
-        """Accounts for deleted variables. Their keys are never used again: a handle may
-        still exist."""
+        """Subtracts deleted variables from the bytes of their ps. Their keys are never
+        used again, as a handle may still exist."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)

@@ -1,4 +1,4 @@
-"""A parameter-server strategy as a step sees it on a worker."""
+"""`WorkerStrategy`: the form of a parameter-server strategy in steps on a worker."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _log: Final = logging.getLogger(__name__)
 
 @final
 class WorkerStrategy(Strategy):
-    """A `ParameterServerStrategy` as a step sees it on a worker: its local devices are
-    the replicas, and variables cannot be created.
+    """The form that a `ParameterServerStrategy` has in steps on a worker: the worker's
+    devices are the replicas, and variables cannot be created.
 
     A worker with fewer devices than the coordinator planned for computes all replicas
-    on one: slower, with the same results.
+    on one device: slower, with the same results.
     """
 
     def __init__(self, ps_count: int, replicas: int) -> None:
@@ -94,5 +94,5 @@ class WorkerStrategy(Strategy):
 # arguments are unpickled apart.
 @functools.cache
 def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
-    """Returns what stands for the strategy in this process."""
+    """Returns the object that represents the strategy in this process."""
     return WorkerStrategy(ps_count, replicas)

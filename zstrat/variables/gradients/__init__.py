@@ -1,3 +1,3 @@
-"""Gradients on their way to variables: the handle of an optimizer, its state."""
+"""Applies gradients to variables: optimizers, their state, and gradient calls."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`GradientCall`: one call of ``apply_gradients``; and `TraceRecorder`.
 
-A call stays one object until it is applied: replicas combine their gradients, then the
-optimizer computes operands of several gradients, and only then does the call become
-updates of variables. The ``require_...`` functions refuse calls that the optimizer
-cannot apply, before anything is sent or computed.
+A call is one object until it is applied: replicas combine their gradients, then the
+optimizer computes operands that depend on several gradients, and only then is the call
+split into updates of variables. The ``require_...`` functions refuse calls that the
+optimizer cannot apply, before anything is sent or computed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class VariableUpdate(NamedTuple):
-    """One update of a variable or of rows of a table, as a recorder gets it.
+    """One update of a variable, or of rows of a table, that a recorder records.
 
-    ``operands`` are an array of the variable's shape, or indices ``[n]`` and rows
-    ``[n, ...]``. Their shapes and dtypes have been checked.
+    ``operands`` are an array of the variable's shape, or indices ``[n]`` and rows ``[n,
+    ...]``. Their shapes and dtypes have been checked.
     """
 
     target: VariableHandle | Table
@@ -57,33 +57,37 @@ class VariableUpdate(NamedTuple):
 
     @property
     def subject(self) -> VariableSpec | Table:
-        """The target, as errors name it."""
+        """The target of the update as errors name it: the table, or the spec of the
+        variable."""
         target = self.target
         return target if isinstance(target, Table) else target.spec
 
 
 class TraceRecorder:
-    """Records what a step function does with variables while its body runs.
+    """Base of recorders: record reads and updates of variables while the body of a step
+    function runs.
 
-    The body runs under jax's tracing (a capture), or with values (an eager step).
+    The body runs while jax traces it (a capture), or with actual values (an eager
+    step).
     """
 
     # No ABC: `isinstance` is asked at each read, and ABCMeta answers it slowly.
 
     live = False
-    """Whether values are real, so that nothing is being captured."""
+    """Whether the body computes with actual values instead of being captured."""
     has_values = False
-    """Whether a value that is read can be given to numpy."""
+    """Whether values that the body reads can be converted to numpy."""
     may_create = False
-    """Whether the body may create variables."""
+    """Whether the body of the step may create variables."""
 
     @abc.abstractmethod
     def read(self, variable: VariableHandle) -> jax.Array:
-        """Returns the value as the trace sees it, writes of the same step included."""
+        """Returns the value of a variable at this point of the step: earlier writes of
+        the same step are included."""
 
     @abc.abstractmethod
     def update(self, update: VariableUpdate) -> None:
-        """Records an update."""
+        """Records an update of a variable or of rows of a table."""
 
     @abc.abstractmethod
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
@@ -95,36 +99,40 @@ class TraceRecorder:
 
     @abc.abstractmethod
     def drew(self, leaf: object) -> bool:
-        """Returns whether this very object is (a leaf of) an element that the step drew
-        from an iterator. Such arrays are split over the replicas of a worker."""
+        """Returns whether this very object is an element, or a leaf of one, that the
+        step drew from an iterator. Such arrays are split over the replicas of a
+        worker."""
 
     @abc.abstractmethod
     def draw(self, iterator: Any) -> Any:
-        """Returns the next element of a `StepIterator` as the trace sees it."""
+        """Returns the next element of a `StepIterator`, traced if the step is
+        captured."""
 
     @abc.abstractmethod
     def require_known_end(self, name: str) -> None:
-        """Called before Python branches on whether the data of this name have ended.
+        """Checks that it is known whether the dataset of this name has ended. Called
+        before Python branches on that.
 
         Raises:
             LoopsOverData: The step is being traced, so this is not known.
         """
 
     def take_values(self, values: Mapping[int, Any]) -> None:
-        """Sets values of variables of another process, by key, for the whole step."""
+        """Sets the values of other processes' variables, by key, for the whole step."""
         raise AssertionError(f"{self}: only captured steps take values")
 
     def copies(self, variable: VariableHandle) -> jax.Array:
-        """Returns the copies of all replicas, ``[count, ...]``."""
+        """Returns the copies that all replicas have of a variable, ``[count, ...]``."""
         raise AssertionError(f"{self}: a replica knows only its own copy")
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """Replaces the copies of all replicas."""
+        """Replaces the copies that all replicas have of a variable."""
         raise AssertionError(f"{self}: a replica knows only its own copy")
 
 
 class GradientTarget(Protocol):
-    """A variable as a leaf of a tree, sharded or not, and its updates by gradients."""
+    """A leaf of a tree of variables, sharded or not, with the methods that make its
+    updates by gradients."""
 
     @property
     def name(self) -> str: ...
@@ -172,7 +180,8 @@ class GradientTarget(Protocol):
 
 
 class CalledOptimizer(OptimizerHandle, Protocol):
-    """The optimizer of a call: its transformation on trees, and a cache (``made``)."""
+    """The optimizer of a `GradientCall`: its transformation on trees, and a cache
+    (``made``)."""
 
     @property
     def iterations(self) -> GradientTarget | None: ...
@@ -187,7 +196,8 @@ class CalledOptimizer(OptimizerHandle, Protocol):
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule: ...
 
     def known_call(self) -> GradientCall | None:
-        """Returns a call on its tree without arrays; None if the tree is not known."""
+        """Returns a call without arrays on the optimizer's tree of variables; None if
+        the tree is not known."""
         ...
 
 
@@ -198,14 +208,15 @@ class GradientCall:
     Args:
         targets: The variable of each leaf of the tree.
         given: The numbers of the leaves that have gradients, in order.
-        sparse: Whether each of these gradients is of rows (`IndexedSlices`).
+        sparse: For each of these gradients, whether it consists of rows
+            (`IndexedSlices`).
         operands: The arrays of each gradient: one of the variable's shape, or indices
             ``[n]`` and rows ``[n, ...]``.
         extras, further: Further arguments of ``update``, and the arrays among them.
-        is_reduced: The gradients are the same in all replicas already.
+        is_reduced: Whether the gradients are already the same in all replicas.
         examples: For each leaf the number of examples whose gradients are stacked along
-            an axis before its own; 0 for one gradient. Empty if all are 0.
-        where: The user's line.
+            an axis before its own; 0 for a leaf with one gradient. Empty if all are 0.
+        where: The user's line that called ``apply_gradients``, for errors.
     """
 
     optimizer: CalledOptimizer
@@ -227,12 +238,13 @@ class GradientCall:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All arrays in one tuple: of the gradients, then further arguments."""
+        """All arrays in one tuple: first those of the gradients, then the further
+        arguments."""
         return (*[x for each in self.operands for x in each], *self.further)
 
     def with_arrays(self, arrays: Sequence[Any]) -> GradientCall:
-        """Replaces the arrays, in the order of `arrays`; the number of examples may
-        differ."""
+        """Returns the call with other arrays, in the order of `arrays`; the number of
+        examples may differ."""
         left = iter(arrays)
         operands = tuple(
             [tuple([next(left) for _ in group]) for group in self.operands]
@@ -249,19 +261,19 @@ class GradientCall:
         return replace(self, examples=tuple(counts))
 
     def has_examples(self, leaf: int) -> bool:
-        """Returns whether the leaf has one gradient per example."""
+        """Returns whether the leaf has a stack of gradients, one for each example."""
         return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:
-        """Iterates over the gradients: number of the leaf, variable, whether it is of
-        rows, arrays."""
+        """Iterates over the gradients: number of the leaf, variable, whether the
+        gradient consists of rows, arrays."""
         for leaf, sparse, arrays in zip(
             self.given, self.sparse, self.operands, strict=True
         ):
             yield leaf, self.targets[leaf], sparse, arrays
 
     def rule(self, *, is_here: bool, is_traced: bool = True) -> TreeRule:
-        """Returns the transformation on this tree.
+        """Returns the optimizer's transformation on the tree of this call.
 
         ``is_here``: the variables are stored in this process, which computes with 32
         bits unless ``jax_enable_x64`` is on.
@@ -269,13 +281,15 @@ class GradientCall:
         return self.optimizer.rule(self, is_here=is_here, is_traced=is_traced)
 
     def words(self, leaf: int) -> str:
-        """Names a leaf for messages."""
+        """Returns the name of a leaf for messages: its variable and its path in the
+        tree."""
         path = self.structure.words(leaf)
         name = f"variable {self.targets[leaf].name!r}"
         return f"{name} ({path})" if path else name
 
     def binding(self) -> Binding:
-        """Makes the description of the tree for parameter servers."""
+        """Makes the description of the optimizer on this tree that parameter servers
+        receive."""
         # Here, because it imports optax, which a program that only coordinates need not
         # load.
         from zstrat.optimizers import Binding
@@ -286,13 +300,15 @@ class GradientCall:
 
 @runtime_checkable
 class Binds(Protocol):
-    """A storage that needs the tree of an optimizer before its gradients."""
+    """A storage to which the optimizer's tree of variables must be sent before
+    gradients."""
 
     def bind(self, call: GradientCall) -> None:
-        """Sends the tree of a call, once.
+        """Sends the tree of variables of a call to the servers, once for each tree.
 
         Raises:
-            ValueError: It cannot be sent, or is refused; says why.
+            ValueError: The tree cannot be sent, or a server refuses it; the error says
+                why.
         """
         ...
 
@@ -302,15 +318,16 @@ class BindsAsync(Protocol):
     """The awaitable form of `Binds`."""
 
     async def bind_async(self, call: GradientCall) -> None:
-        """`Binds.bind`, without blocking the running loop."""
+        """Sends the tree of a call like `Binds.bind`, without blocking the running
+        loop."""
         ...
 
 
 def encoded(call: GradientCall) -> bytes:
-    """Encodes `GradientCall.binding`; once for each tree.
+    """Encodes `GradientCall.binding` for servers; the result is cached for each tree.
 
     Raises:
-        ValueError: It cannot be encoded; says why.
+        ValueError: The description cannot be encoded; the error says why.
     """
     binding = call.binding()
     cache = call.optimizer.made.setdefault("encoded", {})
@@ -323,7 +340,8 @@ def encoded(call: GradientCall) -> bytes:
 
 
 def seen(dtype: Any, *, is_here: bool) -> np.dtype:
-    """Returns the dtype of a leaf as the optimizer sees it."""
+    """Returns the dtype of a leaf as the optimizer computes with it: with 32 bits if
+    the variable is in this process (``is_here``), unless ``jax_enable_x64`` is on."""
     kept: np.dtype = np.dtype(dtype)
     # jax cuts to 32 bits in this process; servers keep what the program declared.
     if is_here:
@@ -332,10 +350,11 @@ def seen(dtype: Any, *, is_here: bool) -> np.dtype:
 
 
 def require_whole(call: GradientCall, cut: TreeCut) -> None:
-    """Refuses a call that an optimizer of a whole tree cannot apply.
+    """Refuses a call that an optimizer which updates its variables together cannot
+    apply.
 
     Raises:
-        ValueError: A gradient is missing, or is of rows.
+        ValueError: A gradient is missing, or consists of rows.
     """
     # A coupling is what makes it an optimizer of a whole tree.
     assert cut.coupling is not None
@@ -366,9 +385,10 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
     """Refuses a call that an optimizer cannot apply variable by variable.
 
     Raises:
-        ValueError: A gradient is missing that others depend on; or there are rows, or a
-            sharded variable, and the optimizer does not treat each row by itself; or
-            there are rows, and it accumulates several updates.
+        ValueError: A gradient is missing on which other updates depend; or a gradient
+            consists of rows, or a variable is sharded, and the optimizer does not treat
+            each row separately; or a gradient consists of rows, and the optimizer
+            accumulates several updates.
     """
     cut = tree.cut()
     # A norm over only the given gradients would be another number than the user means.
@@ -403,7 +423,8 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
     """Refuses a call that parameter servers cannot apply.
 
     Raises:
-        ValueError: It couples variables, or as `require_by_leaf`.
+        ValueError: The optimizer calls Python, its update of a variable depends on
+            other variables, or as `require_by_leaf`.
     """
     cut = tree.cut()
     acts = cut.program.acts
@@ -429,10 +450,11 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
 
 
 def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
-    """Refuses an optimizer whose initial state of a leaf depends on other leaves.
+    """Refuses an optimizer whose initial state for a variable depends on other
+    variables.
 
     Raises:
-        ValueError: The initial state of a leaf depends on others.
+        ValueError: The initial state for a variable depends on other variables.
     """
     # A server knows nothing but its own variables when it makes the initial state.
     for leaf in call.given:
@@ -504,15 +526,16 @@ def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
 
 
 def line_of(call: GradientCall) -> str:
-    """Returns the user's line as the beginning of a message, or ""."""
+    """Returns the user's line of code as the beginning of a message, or ""."""
     return f"{call.where}: " if call.where else ""
 
 
 def require_mergeable(call: GradientCall, rounds: Rounds, *, in_step: bool) -> None:
-    """Refuses gradients that cannot be contributed to a round.
+    """Refuses gradients that cannot be contributed to a round of merged gradients
+    (`Rounds`).
 
     Raises:
-        ValueError: It is not in a step, or cannot be merged.
+        ValueError: The call is not in a step, or its gradients cannot be merged.
     """
     who = f"{line_of(call)}optimizer {call.optimizer.name!r} has rounds, "
     if not in_step:

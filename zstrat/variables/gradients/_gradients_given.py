@@ -1,13 +1,13 @@
-"""Checks what users give to optimizers: gradients, and transformations.
+"""Checks the gradients and transformations that users give to optimizers.
 
-A `GradientCall` is made of the arguments of ``apply_gradients``. These are two pytrees
-of one structure, or TF's pairs; gradients that are None are skipped. If the optimizer
-has a tree (``params=``), a variable is the leaf of that tree, whatever its position in
-the arguments.
+A `GradientCall` is made from the arguments of ``apply_gradients``. These are two
+pytrees of the same structure, or TF's pairs; gradients that are None are skipped. If
+the optimizer has a tree (``params=``), each variable is found as a leaf of that tree,
+whatever its position in the arguments.
 
-Errors of a user's transformation become ours. Its program is traced once and runs for
-each update, so a variable that the transformation reads (a learning rate) would be a
-constant of that program.
+Errors that a user's transformation raises are converted to ValueErrors. The
+transformation is traced once to a program that runs for each update, so a variable that
+it reads (a learning rate) would become a constant of that program.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 def traced(call: GradientCall, rule: TreeRule, *, is_traced: bool) -> TreeRule:
-    """Traces the rule of a call.
+    """Traces ``rule``, the transformation on the tree of a call; returns it.
 
     Args:
-        is_traced: Trace the update, too; else only the state.
+        is_traced: Whether to trace the update too, not only the initial state.
 
     Raises:
-        ValueError: It cannot be traced; quotes the transformation's error.
+        ValueError: The transformation cannot be traced; the message quotes its error.
     """
     # Here and below, as it loads optax, which programs without optimizers do not need.
     from zstrat.optimizers import cut_for_rows
@@ -62,7 +62,8 @@ def traced(call: GradientCall, rule: TreeRule, *, is_traced: bool) -> TreeRule:
 
 @contextmanager
 def _tracing(call: GradientCall) -> Iterator[None]:
-    """Turns errors inside into ValueErrors that name the optimizer and its tree."""
+    """Converts errors in the block to ValueErrors that name the optimizer and its
+    tree."""
     # Hidden from the step that is being traced: its values belong to that trace, and
     # the program that is made here is kept.
     token = recorder.set(None)
@@ -97,7 +98,8 @@ def _tracing(call: GradientCall) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GivenGradients:
-    """A tree of variables, and gradients by the number of the leaf."""
+    """A tree of variables with their gradients, which are stored by the number of the
+    leaf."""
 
     structure: TreeStructure
     targets: tuple[AbstractVariable, ...]
@@ -111,10 +113,11 @@ class GivenGradients:
     def call(
         self, optimizer: CalledOptimizer, extra: dict[str, Any], *, is_reduced: bool
     ) -> GradientCall:
-        """Converts the gradients: to traced arrays in steps, else to arrays of numpy.
+        """Makes the `GradientCall`. Converts gradients to traced arrays in steps,
+        otherwise to numpy arrays.
 
         Raises:
-            ValueError: A shape or dtype does not fit.
+            ValueError: The shape or dtype of a gradient does not fit its variable.
         """
         leaves = tuple(sorted(self.gradients))
         pairs = [(self.gradients[leaf], self.targets[leaf]) for leaf in leaves]
@@ -151,8 +154,8 @@ def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
     """Checks an iterable of ``(gradient, variable)``.
 
     Raises:
-        ValueError: It is not such an iterable, has no gradient, or a variable occurs
-            twice or is not in the tree.
+        ValueError: ``pairs`` is not such an iterable or has no gradient; or a variable
+            occurs twice, or is not in the tree.
     """
     present = _present(_listed(pairs))
     # With `params=` leaves have a fixed place, so pairs may come in any order.
@@ -167,7 +170,7 @@ def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
 
 
 def given_tree(grads: Any, variables: Any, tree: Tree | None) -> GivenGradients:
-    """Checks two pytrees of one structure.
+    """Checks a pytree of gradients and a pytree of variables of the same structure.
 
     Raises:
         ValueError: Their structures differ, there is no gradient, or a variable occurs
@@ -229,7 +232,8 @@ def _present(
 
 
 def _order(gradients: Any) -> str:
-    """Returns a hint if gradients contain variables."""
+    """Returns a hint about the order of arguments if ``gradients`` contain
+    variables."""
     if not any(map(_is_variable, jax.tree.leaves(gradients, is_leaf=_is_variable))):
         return ""
     return (
@@ -292,13 +296,15 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:
-    """Returns whether the array has one gradient for each of several examples."""
+    """Returns whether the array is a stack of gradients, one for each of several
+    examples."""
     shape = tuple(np.shape(_value(gradient)))
     return len(shape) > len(variable.shape) and shape[1:] == tuple(variable.shape)
 
 
 def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
-    """Converts gradients ``[examples, ...]``.
+    """Converts a stack of gradients, ``[examples, ...]``, for a variable of this
+    process.
 
     Raises:
         ValueError: The variable is on a parameter server, or sharded.
@@ -322,7 +328,8 @@ def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
 
 
 def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
-    """Converts a gradient to the shape and dtype of the variable."""
+    """Converts a gradient to arrays of the variable's shape and dtype, or to indices
+    and rows."""
     spec = variable._spec
     is_traced = recorder.get() is not None
     if isinstance(gradient, IndexedSlices):
@@ -343,7 +350,8 @@ def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
 
 
 def extras_of(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
-    """Splits further arguments into arrays and other objects."""
+    """Splits the further arguments of ``apply_gradients`` into arrays and a description
+    of their structure with all other objects."""
     from zstrat.optimizers import Extras
 
     static = {name: value for name, value in extra.items() if not _is_data(value)}
@@ -358,7 +366,7 @@ def extras_of(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
 
 
 def _is_data(value: Any) -> bool:
-    """Returns whether all leaves are arrays, numbers or variables."""
+    """Returns whether all leaves of an argument are arrays, numbers or variables."""
     leaves = jax.tree.leaves(value, is_leaf=_is_variable)
     kinds = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
     return all(isinstance(leaf, kinds) or _is_variable(leaf) for leaf in leaves)

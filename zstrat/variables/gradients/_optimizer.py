@@ -1,9 +1,10 @@
 """`Optimizer`: an optax transformation that updates variables.
 
-The transformation is plain optax. It is traced on a tree of variables, and its program
-shows what it does to each variable: ``zs.Optimizer(transformation, params=tree)``, or
-else the tree of each ``apply_gradients(grads, tree)``. Steps update all variables of
-this process together; parameter servers update their variables one by one.
+The transformation is plain optax. It is traced on a tree of variables, and the traced
+program shows what it does to each variable. The tree is ``params`` of
+``zs.Optimizer(transformation, params=tree)``, or that of each ``apply_gradients(grads,
+tree)``. Steps update all variables of this process together; parameter servers update
+each of their variables separately.
 """
 
 from __future__ import annotations
@@ -51,24 +52,27 @@ class Optimizer:
 
     Args:
         transformation: Any optax ``GradientTransformation``, or an object that makes
-            one (``optax.MultiSteps``). Variables of this process accept all of them.
-            Parameter servers update each variable by itself; they accept values that
-            depend on all gradients (a global norm), and refuse a transformation that
-            mixes variables.
-        params: The tree of variables that it updates: paths, labels and masks refer to
-            this tree, and the constructor refuses what it cannot do with it. Without
-            it, the tree is that of each ``apply_gradients``.
+            one (``optax.MultiSteps``). Variables of this process accept any
+            transformation. Parameter servers update each variable separately: they
+            accept values that depend on all gradients (a global norm), and refuse a
+            transformation in which the update of one variable depends on others.
+        params: The tree of variables that the optimizer updates: paths, labels and
+            masks refer to this tree, and the constructor raises an error if the
+            transformation cannot be applied to it. Default: the tree of each
+            ``apply_gradients``.
         rounds: Applies the gradients of several steps as one update, for synchronous
             training on parameter servers. Default: each step is an update.
         wire: The format in which gradients travel to parameter servers: "bfloat16",
-            "int8", "int4", "e3m0", "topk", or a `Wire`. Default: as they are.
-        count_iterations: Also keep TF's ``iterations``: an int32 variable that grows by
-            one with each ``apply_gradients``. It is one more (small) update per step.
+            "int8", "int4", "e3m0", "topk", or a `Wire`. Default: unchanged.
+        count_iterations: Whether to keep TF's ``iterations``: an int32 variable that
+            grows by one with each ``apply_gradients``, at the cost of one more (small)
+            update per step.
 
     Raises:
         TypeError: ``transformation`` has no ``init`` and ``update``, ``params`` has
             leaves that are not variables, or the name is not a string.
-        ValueError: It cannot be applied to ``params``, or not where they are stored.
+        ValueError: The transformation cannot be applied to ``params``, or not where
+            they are stored.
     """
 
     def __init__(
@@ -90,26 +94,29 @@ class Optimizer:
         if not isinstance(rounds, Rounds | None):
             raise TypeError(f"rounds={rounds!r:.80}: expected a zs.Rounds")
         self.rounds = rounds
-        """When the gradients of several steps become one update."""
+        """Settings for merging the gradients of several steps to one update; None: each
+        step is an update."""
         self.wire = wire_format(wire)
-        """The format in which gradients travel to parameter servers."""
+        """The format in which gradients are sent to parameter servers."""
         self.iterations: Variable | None = None
         """Number of calls of `apply_gradients` so far; None without
         ``count_iterations``."""
         self._transformation: Any = checked(transformation, self.name)
         self._random = RandomNumbers.of_this_thread()
-        """The program's settings of random numbers, for parameter servers."""
+        """The program's settings for random numbers, which parameter servers use
+        too."""
         self._params = params
         # Before `id`: a bad tree should fail before anything is registered.
         tree = self._tree
         self._forget_traces()
         current = creator.get()
         self.is_local = current is None
-        """Whether it was created outside every scope."""
+        """Whether the optimizer was created outside of every scope."""
         self.id: int = (
             next_id() if current is None else current.register_optimizer(self)
         )
-        """Unique in the session; negative for an optimizer of this process."""
+        """Id that is unique in the session; negative for an optimizer of this
+        process."""
         try:
             if rounds is not None and self.id < 0:
                 raise ValueError(
@@ -136,16 +143,17 @@ class Optimizer:
 
     @functools.cached_property
     def _tree(self) -> tuple[TreeStructure, tuple[AbstractVariable, ...]] | None:
-        """The tree of ``params``, flattened at its first use: an unpickled handle may
-        arrive before the class of its tree."""
+        """The tree of ``params``, flattened when it is first used: an unpickled handle
+        may arrive before the class of its tree can be imported."""
         return None if self._params is None else _tree_of(self._params)
 
     def _forget_traces(self) -> None:
         self._rules: list[tuple[Any, TreeRule]] = []
         self.made: dict[Any, Any] = {}
-        """A cache for what other modules make from its traces."""
+        """A cache for objects that other modules make from the optimizer's traces."""
         self.moved: dict[tuple[int, ...], GradientCall] = {}
-        """A call without arrays on each tree that it has updated, by variables."""
+        """For each tree of variables that the optimizer has updated: a call without
+        arrays, by the keys of the variables."""
 
     def _counter(self) -> Variable:
         return Variable(
@@ -164,21 +172,23 @@ class Optimizer:
 
     @property
     def state(self) -> Any:
-        """The present state, in optax's own structure; arrays of jax. Variables that
-        `apply_gradients` got in pairs are a list in the order of the pairs.
+        """The present state of the optimizer as jax arrays, in optax's own structure.
+        Variables that `apply_gradients` got in pairs form a list in the order of the
+        pairs.
 
-        The program can assign it between steps:
-        ``optimizer.state = optax.tree_utils.tree_set(optimizer.state, ...)``. If
-        several programs share the variables, each of them must assign it.
+        The program can assign the state between steps: ``optimizer.state =
+        optax.tree_utils.tree_set(optimizer.state, ...)``. If several programs share the
+        variables, each of them must make the assignment.
 
         Cost: reads or writes all slots where they are stored. While steps run, the
         result may mix parts of several steps.
 
         Raises:
-            RuntimeError: Its tree is not known: it has updated no variables, and has no
-                ``params=``. Or it has updated several trees. Or this is in a step.
+            RuntimeError: The tree of variables is not known, because the optimizer has
+                updated no variables and has no ``params=``; it has updated several
+                trees; or this is in a step.
             ValueError: The assigned state has another structure, or other shapes.
-            TypeError: A leaf of it has a dtype of another kind.
+            TypeError: A leaf of the assigned state has a dtype of another kind.
         """
         return state_of(self)
 
@@ -192,7 +202,8 @@ class Optimizer:
 
         The program reads and assigns them between steps:
         ``optimizer.hyperparams["learning_rate"] = 1e-4``. If several programs share the
-        variables (`MultiWorkerMirroredStrategy`), each of them must assign it.
+        variables (`MultiWorkerMirroredStrategy`), each of them must make the
+        assignment.
         """
         return Hyperparameters(self)
 
@@ -208,28 +219,29 @@ class Optimizer:
 
         Args:
             grads: A pytree of gradients, each an array of its variable's shape and
-                dtype, or `IndexedSlices` of some of its rows: only these rows and
-                their slots are updated (Adam's moments of other rows do not decay, but
-                the count of steps grows). Or, without ``variables``, TF's iterable of
+                dtype, or `IndexedSlices` of some of its rows: only these rows and their
+                slots are updated (Adam's moments of other rows do not decay, but the
+                count of steps grows). Without ``variables``, TF's iterable of
                 ``(gradient, variable)`` pairs. Where a gradient is None, the variable
                 and its slots do not change. Optimizers that need a gradient per example
                 (`optax.contrib.dpsgd`) take arrays ``[examples, ...]``, for variables
-                of this process; those of several replicas are concatenated.
-            variables: A pytree of the same structure. Where it has None, so must
-                ``grads``.
-            aggregate_gradients: In a replica function, gradients are summed over the
-                replicas. False: they are the same in all replicas already, because
-                ``all_reduce`` has summed them; those of the first replica are taken.
+                of this process; arrays of several replicas are concatenated.
+            variables: A pytree of variables of the same structure. Where it has None,
+                ``grads`` must have None too.
+            aggregate_gradients: Whether, in a replica function, gradients are summed
+                over the replicas. False: the gradients are already the same in all
+                replicas, because ``all_reduce`` has summed them; those of the first
+                replica are used.
             extra: Further arguments of the transformation's ``update``
                 (``value=loss``). A replica function averages floating-point arrays over
-                the replicas, and takes other arrays from the first replica. Other
-                objects (``value_fn=``) need variables of this process.
+                the replicas, and uses other arrays of the first replica. Objects that
+                are not arrays (``value_fn=``) need variables of this process.
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, all
-                gradients are None, a variable occurs twice, or is on a parameter
-                server that does not know this optimizer; or the optimizer cannot update
-                these variables.
+                gradients are None, a variable occurs twice, or is on a parameter server
+                that does not know this optimizer; or the optimizer cannot update these
+                variables.
         """
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
@@ -249,7 +261,8 @@ class Optimizer:
     async def apply_gradients_async(
         self, grads: Any, variables: Any = None, **extra: Any
     ) -> None:
-        """`apply_gradients` outside a step, without blocking the running loop.
+        """Updates variables like `apply_gradients`, outside of steps, without blocking
+        the running loop.
 
         Cancellation: some of the gradients may have been applied.
         """
@@ -262,13 +275,14 @@ class Optimizer:
     def rule(
         self, call: GradientCall, *, is_here: bool, is_traced: bool = True
     ) -> TreeRule:
-        """Returns the transformation on the tree of a call; traces it once.
+        """Returns the transformation on the tree of a call, which is traced once and
+        cached.
 
         Args:
-            is_traced: Trace the update, too; else only the state.
+            is_traced: Whether to trace the update too, not only the initial state.
 
         Raises:
-            ValueError: It cannot be traced on that tree.
+            ValueError: The transformation cannot be traced on that tree.
         """
         from zstrat.optimizers import RandomNumbers, TreeRule
 
@@ -310,7 +324,7 @@ class Optimizer:
         return new
 
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule:
-        """Returns the rule that updates one leaf of a tree."""
+        """Returns the rule that updates one leaf (variable) of a tree."""
         from zstrat.optimizers import leaf_rule
 
         return leaf_rule(tree, leaf)
@@ -319,7 +333,8 @@ class Optimizer:
         """Returns the slots that the optimizer keeps for a variable of this process.
 
         Raises:
-            RuntimeError: It has not updated the variable, and has no ``params=``.
+            RuntimeError: The optimizer has not updated the variable, and has no
+                ``params=``.
         """
         place = self._place_of(variable)
         if place is None:
@@ -334,8 +349,8 @@ class Optimizer:
     def slots_beside(
         self, variable: AbstractVariable | VariableHandle
     ) -> list[SlotInfo] | None:
-        """Lists the slots of a variable; None if the optimizer has not updated it yet,
-        and has no ``params=``."""
+        """Lists the slots that the optimizer keeps for a variable; None if it has not
+        updated the variable yet, and has no ``params=``."""
         place = self._place_of(variable.components[0])
         if place is None:
             return None
@@ -348,8 +363,8 @@ class Optimizer:
 
     @functools.cached_property
     def state_classes(self) -> dict[str, str]:
-        """The class of optax's state that has a slot, by name of the slot, as far as it
-        is known without a tree."""
+        """The classes of optax states, by the name of the slot that belongs to the
+        state, as far as they are known without a tree."""
         from zstrat.optimizers import state_classes
 
         return state_classes(self._transformation)
@@ -357,7 +372,9 @@ class Optimizer:
     def _place_of(
         self, variable: VariableHandle
     ) -> tuple[GradientCall, int, int] | None:
-        """Finds a variable: the call, the number of the leaf, that of the component."""
+        """Finds a variable among the known trees. Returns a call on its tree, the
+        number of its leaf, and the number of its component; None if the variable is not
+        found."""
         own = self._own_call()
         for call in [*self.moved.values()] if own is None else [own]:
             for leaf, target in enumerate(call.targets):
@@ -367,10 +384,10 @@ class Optimizer:
         return None
 
     async def bind_async(self, variable: AbstractVariable) -> None:
-        """Sends the tree of a variable to its servers, if it is known, so that they
-        know the slots.
+        """Sends the tree that contains a variable, if it is known, to the servers, so
+        that these know the slots.
 
-        Cancellation: the servers may have received it.
+        Cancellation: the servers may have received the tree.
         """
         place = self._place_of(variable.components[0])
         if place is None:
@@ -380,10 +397,11 @@ class Optimizer:
                 await each.storage.bind_async(place[0])
 
     def known_call(self) -> GradientCall | None:
-        """Returns a call on its tree without arrays; None if the tree is not known.
+        """Returns a call without arrays on the optimizer's tree; None if the tree is
+        not known.
 
         Raises:
-            RuntimeError: It has updated several trees.
+            RuntimeError: The optimizer has updated several trees.
         """
         if self._tree is not None:
             # A call has seen further arguments and examples, which the bare tree has
@@ -402,8 +420,8 @@ class Optimizer:
     def _own_call(self) -> GradientCall | None:
         """Returns a call on the tree of ``params`` whose update can be traced.
 
-        None if it has no tree, or needs something that no call has had yet (further
-        arguments, gradients of examples).
+        None if there is no ``params``, or tracing needs something that no call has
+        given yet (further arguments, gradients of examples).
         """
         if self._tree is None:
             return None
@@ -430,7 +448,7 @@ class Optimizer:
         return given.call(self, extra, is_reduced=is_reduced)
 
     def _has_moved(self, call: GradientCall) -> None:
-        """Remembers the tree of a call."""
+        """Remembers the tree of a call in `moved`."""
         keys = _keys_of(call.targets)
         if keys not in self.moved:
             self.moved[keys] = self._empty_call(call.structure, call.targets, call)
@@ -458,7 +476,12 @@ class Optimizer:
     def _require_possible(
         self, structure: TreeStructure, targets: tuple[GradientTarget, ...]
     ) -> None:
-        """Refuses, in the constructor, what parameter servers would refuse."""
+        """Refuses, in the constructor, a transformation that parameter servers would
+        refuse.
+
+        Raises:
+            ValueError: The transformation cannot be applied to these variables.
+        """
         from zstrat.optimizers import takes_extras
 
         for variable in targets:
@@ -504,13 +527,13 @@ class Optimizer:
 
 
 def next_id() -> int:
-    """Returns the id of a new optimizer of this process."""
+    """Returns an unused id for a new optimizer of this process."""
     return next(_local_ids)
 
 
 def unplaced(transformation: Any, name: str) -> Optimizer:
-    """Makes an optimizer that moves copies of variables which its caller keeps, of
-    variables that may be stored anywhere.
+    """Makes an optimizer for copies of variables that its caller keeps. The variables
+    themselves may be stored anywhere.
 
     Raises:
         TypeError: ``transformation`` has no ``init`` and ``update``.

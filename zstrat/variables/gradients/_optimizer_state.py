@@ -1,7 +1,8 @@
-"""The state of an optimizer: reads it from the slots of its variables, and assigns it.
+"""Reads and assigns the state of an optimizer, which is stored as slots of its
+variables.
 
-Law of the file: every variable has its own copy of shared state (a count), so reads
-take the first copy, and assignments write all copies.
+Law of the file: every variable has its own copy of shared state (a count), so reads use
+the first copy, and assignments write all copies.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def state_of(optimizer: CalledOptimizer) -> Any:
-    """Reads the state; see `Optimizer.state`."""
+    """Returns the present state of an optimizer; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
     _require_no_hashed_rows(call, tree)
@@ -46,8 +47,8 @@ def state_of(optimizer: CalledOptimizer) -> Any:
 
 
 def leaves_of(optimizer: CalledOptimizer) -> dict[int, Any]:
-    """Reads the leaves of the state by number, but for those that have something for
-    each row of a table of any id."""
+    """Reads the leaves of the state, by their numbers. Leaves that have an entry for
+    each row of a hash table are left out."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
     hashed = _of_hashed_rows(call, tree)
@@ -57,11 +58,12 @@ def leaves_of(optimizer: CalledOptimizer) -> dict[int, Any]:
 def assign_leaves(
     optimizer: CalledOptimizer, leaves: Iterable[np.ndarray], **extra: Any
 ) -> None:
-    """Assigns the leaves of the state, which fit it, but for those that have something
-    for each row of a table of any id.
+    """Assigns all leaves of the state, which have the right shapes and dtypes. Leaves
+    that have an entry for each row of a hash table are skipped.
 
     Args:
-        extra: Further arguments that each update will have, as it may have had none.
+        extra: Further arguments that later updates will have; needed to trace the
+            update, as there may have been no update yet.
     """
     call = replace(_known(optimizer), extras=extras_of(extra)[0])
     hashed = _of_hashed_rows(call, call.rule(is_here=lives_here(call)))
@@ -80,7 +82,7 @@ def _leaves(
 
 
 def assign_state(optimizer: CalledOptimizer, state: Any) -> None:
-    """Assigns the state; see `Optimizer.state`."""
+    """Assigns the state of an optimizer; see `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call))
     _require_no_hashed_rows(call, tree)
@@ -112,8 +114,8 @@ def _leaf_of(
     slots: Mapping[int, Mapping[str, np.ndarray]],
     state: int,
 ) -> np.ndarray | None:
-    """Joins a leaf of the state from the slots of the variables; None if they have no
-    slots yet."""
+    """Joins one leaf of the state (number ``state``) from the slots of the variables;
+    None if they have no slots yet."""
     leaf, name = tree.place(state)
     targets = call.targets if leaf is None else [call.targets[leaf]]
     places = [(target, name) for target in targets]
@@ -133,16 +135,17 @@ def _leaf_of(
 
 
 class Hyperparameters:
-    """The hyperparameters of ``optax.inject_hyperparams``, by name."""
+    """The hyperparameters of ``optax.inject_hyperparams``, as a mapping by name."""
 
     def __init__(self, optimizer: CalledOptimizer) -> None:
         self._optimizer: Final = optimizer
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Reads the present value.
+        """Reads the present value of a hyperparameter.
 
         Raises:
-            KeyError: There is no hyperparameter of that name; lists the names.
+            KeyError: There is no hyperparameter of that name; the error lists the
+                names.
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call), is_traced=False)
@@ -150,12 +153,14 @@ class Hyperparameters:
         return np.asarray(_initial(call, states)[states[0]] if value is None else value)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Assigns a value. Steps that are running may not see it.
+        """Assigns a value to a hyperparameter. Steps that are running may not see it.
 
         Raises:
-            KeyError: There is no hyperparameter of that name; lists the names.
+            KeyError: There is no hyperparameter of that name; the error lists the
+                names.
             ValueError: The value has another shape.
-            TypeError: It is not a number of that kind (None would become nan).
+            TypeError: The value is not a number of the right kind (None would become
+                nan).
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call))
@@ -196,7 +201,7 @@ class Hyperparameters:
         return call, names[name]
 
     def _names(self, call: GradientCall) -> dict[str, list[int]]:
-        """Returns the leaves of the state, by name of the hyperparameter."""
+        """Returns the numbers of the state's leaves, by name of the hyperparameter."""
         tree = call.rule(is_here=lives_here(call), is_traced=False)
         # A chain may have the same name several times; they are assigned together.
         names: dict[str, list[int]] = {}
@@ -239,7 +244,8 @@ def _storage(variable: VariableHandle) -> KeepsSlots:
 
 
 def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
-    """Reads the slots of each variable, by its key, with one request per storage."""
+    """Reads the optimizer's slots of each variable, by the variable's key, with one
+    request per storage."""
     storages: dict[int, list[VariableHandle]] = {}
     for variable in call.variables:
         storages.setdefault(id(variable.storage), []).append(variable)
@@ -252,7 +258,8 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
 
 
 def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
-    """Writes leaves of the state, by number, to the slots of all variables."""
+    """Writes the given leaves of the state, by number, to the slots of all
+    variables."""
     tree = call.rule(is_here=lives_here(call))
     for leaf, target in enumerate(call.targets):
         for slot in call.optimizer.leaf_rule(tree, leaf).slots:
@@ -270,7 +277,8 @@ def _assign(call: GradientCall, arrays: Mapping[int, np.ndarray]) -> None:
 
 
 def _initial(call: GradientCall, wanted: Sequence[int]) -> dict[int, Any]:
-    """Computes leaves of the state before the first gradient, by number."""
+    """Computes the ``wanted`` leaves of the state, by number, as they are before the
+    first gradient."""
     tree = call.rule(is_here=lives_here(call), is_traced=False)
     init = tree.init().closed
     values = {
@@ -293,10 +301,11 @@ def _initial(call: GradientCall, wanted: Sequence[int]) -> dict[int, Any]:
 
 
 def _require_no_hashed_rows(call: GradientCall, tree: TreeRule) -> None:
-    """Refuses state of tables of any id, which has no shape.
+    """Refuses to handle the state of an optimizer that has entries for rows of a hash
+    table, as its shape is not fixed.
 
     Raises:
-        ValueError: The optimizer keeps something for each row of such a table.
+        ValueError: A leaf of the state has an entry for each row of such a table.
     """
     # The first one serves as the example.
     for table, slots in _of_hashed_rows(call, tree).values():
@@ -313,8 +322,8 @@ def _is_hashed(target: GradientTarget) -> bool:
 
 
 def _of_hashed_rows(call: GradientCall, tree: TreeRule) -> dict[int, tuple[Table, str]]:
-    """Returns the leaves of the state that have something for each row of a table of
-    any id, by number: the table, and the names of all that are kept for it."""
+    """Returns the leaves of the state that have an entry for each row of a hash table,
+    by number; for each leaf the table, and the names of all such slots of the table."""
     found: dict[int, tuple[Table, str]] = {}
     for leaf, target in enumerate(call.targets):
         if _is_hashed(target):

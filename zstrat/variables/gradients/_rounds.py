@@ -1,8 +1,9 @@
 """`Rounds`: an optimizer on parameter servers applies the gradients of several steps as
 one update.
 
-After Chen et al., "Revisiting Distributed Synchronous SGD" (2016), which TensorFlow has
-as `SyncReplicasOptimizer`; but with one member set for all servers.
+The method is that of Chen et al., "Revisiting Distributed Synchronous SGD" (2016),
+TensorFlow's `SyncReplicasOptimizer`; but all servers merge the same set of
+contributions.
 """
 
 from __future__ import annotations
@@ -21,28 +22,30 @@ _RULES: Final = {"mean": MergeRule.MEAN, "sum": MergeRule.SUM, "rda": MergeRule.
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """When the gradients of several steps become one update, and of which steps.
+    """Settings for merging the gradients of several steps into one update (a round).
 
     Each step contributes its gradients to a round of the optimizer, and each worker
     contributes to a round once. A round is closed, on all parameter servers with the
     same contributions, when all workers have contributed. With ``backup`` it is closed
-    as soon as all but so many have. Then the next step of a worker reads the new
-    values.
+    when all but ``backup`` of them have contributed. After that, the next step of each
+    worker reads the new values.
 
     Args:
-        workers: The number of contributions to a round. Default: that of the workers
-            that there are at that moment.
-        backup: How many of them a round does without, if they come late.
+        workers: Number of contributions to a round. Default: the number of workers at
+            that moment.
+        backup: Number of contributions without which a round may close if they are
+            late.
         grace: Seconds that a round waits for the last ``backup`` contributions.
-        late: With ``backup``, what becomes of a contribution to a round that is closed.
-            "drop": it has no effect, and is counted in ``coordinator.metrics()``.
-            "next": it counts for the round that is open, as always without ``backup``.
-        merge: "mean": the weighted mean of the gradients, where one that a step does
+        late: With ``backup``, the effect of a contribution to a round that is closed.
+            "drop": none; it is counted in ``coordinator.metrics()``. "next": it counts
+            for the open round, as it always does without ``backup``.
+        merge: "mean": the weighted mean of the gradients; a gradient that a step does
             not have counts as zeros. "sum": their sum. "rda": the mean of their norms
-            times the direction of the mean of their directions, for each variable by
-            itself (Douillard et al., 2026); rows of tables are averaged.
-        weights: Called on the worker with the result of a step, as arrays of numpy;
-            returns its weight. A step of weight 0 changes nothing. Default: 1.
+            times the direction of the mean of their directions, separately for each
+            variable (Douillard et al., 2026); rows of tables are averaged.
+        weights: A function that is called on the worker with the result of a step, as
+            numpy arrays, and returns the weight of the step. A step of weight 0 changes
+            nothing. Default: weights of 1.
 
     Raises:
         ValueError: An argument is not valid.
@@ -97,11 +100,11 @@ class Rounds:
     @property
     def drops_late(self) -> bool:
         """Whether a contribution to a round that is closed has no effect. Without
-        backup workers none is expected to be late: then a worker was lost, and the step
-        of its examples has run again."""
+        backup workers only the step of a lost worker is late, and its examples were
+        processed again by another step."""
         return self.backup > 0 and self.late == "drop"
 
     @property
     def rule(self) -> MergeRule:
-        """How gradients are merged, as parameter servers know it."""
+        """The code with which parameter servers know the way of merging."""
         return _RULES[self.merge]

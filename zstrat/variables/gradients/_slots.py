@@ -1,7 +1,8 @@
 """Slots: the arrays that an optimizer keeps for a variable, named by path in its state.
 
-`SlotRule` says which slots there are; the optimizer makes it when it knows its tree.
-Slots that were restored before that are kept as stored, and checked then.
+`SlotRule` describes the slots of a variable; the optimizer makes it when it knows its
+tree of variables. Slots that were restored earlier are kept as stored, and checked when
+the rule is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandle(Protocol):
-    """An optimizer, as storages, recorders and slots know it."""
+    """An optimizer, in the form that storages, recorders and slots use."""
 
     @property
     def id(self) -> int: ...
@@ -43,17 +44,18 @@ class OptimizerHandle(Protocol):
     def wire(self) -> Wire | None: ...
 
     def slot_rule(self, variable: Any) -> SlotRule:
-        """Returns what the optimizer keeps for a variable of this process.
+        """Returns the rule of the slots that the optimizer keeps for a variable of this
+        process.
 
         Raises:
-            RuntimeError: It has not seen the variable yet.
+            RuntimeError: The optimizer has not seen the variable yet.
         """
         ...
 
 
 class SlotInfo(NamedTuple):
-    """The name of a slot, its dtype and shape, and whether its first axis is that of
-    the variable (``rows``)."""
+    """Describes a slot: its path in the state, its dtype and shape, and whether its
+    first axis is that of the variable (``rows``)."""
 
     leaf: str
     dtype: str
@@ -66,7 +68,8 @@ class SlotRule:
     """The slots that an optimizer keeps for one variable, or for a component of one.
 
     Args:
-        size: Number of rows of the component; None for all rows of the leaf.
+        size: Number of rows of the component; None if the component is the whole
+            variable.
         values: Reads the values of all leaves of the tree, in order.
     """
 
@@ -82,16 +85,18 @@ class SlotRule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The paths of the slots in the state, without the path of the leaf."""
+        """The paths of the slots in the optimizer's state, without the path of the
+        leaf."""
         return self.leaf.names
 
     @cached_property
     def kinds(self) -> list[Any]:
-        """Shapes and dtypes, in the order of the names."""
+        """Shapes and dtypes of the slots, in the order of the names."""
         return self.leaf.steady_kinds(self.size)
 
     def initial(self, value: Any) -> list[Any]:
-        """Computes the slots before the first gradient."""
+        """Computes the slots of a variable with this value before its first
+        gradient."""
         with self.leaf.tree.precision():
             if self.leaf.begins_together:
                 slots = self._together()
@@ -103,14 +108,15 @@ class SlotRule:
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
     def beside(self, leaves: list[Any]) -> SlotValues:
-        """Names arrays that are in the order of the rule."""
+        """Attaches the names of the slots to arrays that are in the order of the
+        rule."""
         return SlotValues(self.names, leaves, self.leaf.has_rows)
 
     def fitted(self, variable: str, beside: SlotValues) -> SlotValues:
-        """Sorts stored slots in the order of the rule.
+        """Sorts stored slots of a variable in the order of the rule.
 
         Raises:
-            ValueError: They are not the slots of this optimizer.
+            ValueError: The stored slots are not those of this optimizer.
         """
         stored = dict(zip(beside.names, beside.leaves, strict=True))
         if beside.names == self.names or set(stored) == set(self.names):
@@ -146,15 +152,16 @@ class SlotValues:
     rows: tuple[bool, ...]
 
     def on_host(self) -> SlotValues:
-        """Converts the slots to arrays of numpy."""
+        """Converts the slots to numpy arrays."""
         return SlotValues(self.names, [np.asarray(x) for x in self.leaves], self.rows)
 
     def items(self) -> Iterator[tuple[str, Any, bool]]:
-        """Iterates over name, array, and whether it has the rows of the variable."""
+        """Iterates over name, array, and whether the array's first axis is that of the
+        variable."""
         return zip(self.names, self.leaves, self.rows, strict=True)
 
     def replaced(self, name: str, array: Any) -> SlotValues:
-        """Replaces the array of one name.
+        """Returns the slots with another array for one name.
 
         Raises:
             KeyError: There is no slot of that name.
@@ -167,14 +174,15 @@ class SlotValues:
 
     @property
     def is_lost(self) -> bool:
-        """Whether XLA has taken a slot for a step that failed."""
+        """Whether a slot was donated to XLA for a step that failed."""
         return any(
             isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self.leaves
         )
 
     @property
     def is_void(self) -> bool:
-        """Whether slots are lost, or the step that computes them failed. Waits."""
+        """Whether slots are lost, or the step that computes them failed. Waits for that
+        step."""
         try:
             jax.block_until_ready(self.leaves)  # type: ignore[no-untyped-call]
         except Exception:  # of that step, which has raised it already

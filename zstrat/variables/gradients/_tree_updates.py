@@ -1,15 +1,15 @@
 """Applies gradients outside of steps: in this process, or on parameter servers.
 
 One compiled program updates all variables of this process, under their locks. Parameter
-servers get each gradient for its variable, and operands that the optimizer computes of
-several gradients.
+servers receive the gradient of each of their variables, and operands that the optimizer
+computes from several gradients.
 
 A step on variables of this process is a function of arrays (`TreeStep`). If the program
-of the optimizer allows it (`zstrat.optimizers.TreeCut`), it updates leaf by leaf: each
-component of each variable by itself, with operands that are computed of several
-gradients. Otherwise it updates the whole tree at once. The constructor decides what is
-updated, and refuses calls, before anything is computed. Law of the step: it writes to
-nothing, and reads only its arguments.
+of the optimizer allows it (`zstrat.optimizers.TreeCut`), the step updates leaf by leaf:
+each component of each variable separately, with operands that are computed from several
+gradients. Otherwise it updates the whole tree at once. The constructor determines which
+components are updated, and refuses invalid calls, before anything is computed. Law of
+the step: it writes to nothing, and reads only its arguments.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 def apply_now(
     call: GradientCall, storage: Storage | None = None, *, counts: bool = False
 ) -> None:
-    """Applies a call to its variables.
+    """Applies the gradients of a call to its variables.
 
     Args:
-        storage: Of all variables; None for each variable's own.
-        counts: Also increments TF's ``iterations``.
+        storage: The storage of all variables; None: each variable's own storage.
+        counts: Whether to increment TF's ``iterations``.
     """
     # Planned before anything is applied, because this may be refused.
     counted = _counted(call) if counts else []
@@ -73,7 +73,8 @@ def apply_now(
 
 
 async def apply_now_async(call: GradientCall) -> None:
-    """`apply_now`, without blocking the running loop; increments ``iterations``.
+    """Applies gradients like `apply_now`, without blocking the running loop; increments
+    TF's ``iterations``.
 
     Cancellation: some of the gradients may have been applied.
     """
@@ -89,11 +90,11 @@ async def apply_now_async(call: GradientCall) -> None:
 
 
 def lives_here(call: GradientCall) -> bool:
-    """Returns whether this process updates all variables of the call.
+    """Returns whether this process stores and updates all variables of the call.
 
     Raises:
-        ValueError: Some are here, and some on parameter servers.
-        NotImplementedError: One is a single copy of a variable.
+        ValueError: Some variables are in this process, and some on parameter servers.
+        NotImplementedError: One of the variables is a single replica's copy.
     """
     here = []
     for variable in call.variables:
@@ -114,7 +115,7 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
     """Makes the updates of a call for parameter servers.
 
     Raises:
-        ValueError: The optimizer cannot do this there.
+        ValueError: Parameter servers cannot apply this call.
     """
     rule = call.rule(is_here=False)
     require_servers(call, rule)
@@ -140,7 +141,8 @@ def server_updates(call: GradientCall) -> list[StorageUpdate]:
 
 
 def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
-    """Computes what the optimizer needs of several gradients, by a compiled program."""
+    """Computes, by a compiled program, the operands that depend on several
+    gradients."""
     cache = call.optimizer.made.setdefault("operands", {})
     key = (id(rule), call.given, call.sparse)
     if key not in cache:
@@ -183,7 +185,7 @@ def _move_here(call: GradientCall) -> None:
 
 
 def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
-    """Returns the step and its compiled program; makes them once."""
+    """Returns the `TreeStep` of a call and its compiled program, which are cached."""
     optimizer, tree = call.optimizer, call.rule(is_here=True)
     keys = tuple([c.spec.key for v in call.targets for c in v.components])
     cache = optimizer.made.setdefault("steps", {})
@@ -202,8 +204,8 @@ def _step_of(call: GradientCall) -> tuple[TreeStep, Any]:
 
 
 def _padded(call: GradientCall) -> list[Any]:
-    """Returns the arrays of a call, with rows padded to powers of two, so that few
-    programs are compiled. The index of padding is -1."""
+    """Returns the arrays of a call, with gradients of rows padded to a power of two, so
+    that few programs are compiled. Padding has the index -1."""
     padded: list[Any] = []
     for sparse, arrays in zip(call.sparse, call.operands, strict=True):
         if not sparse:
@@ -228,15 +230,16 @@ def _storages(call: GradientCall, storage: Storage | None) -> list[Storage]:
 
 
 def _counted(call: GradientCall) -> list[StorageUpdate]:
-    """Makes the update of TF's ``iterations``, if the optimizer has them."""
+    """Makes the update of TF's ``iterations``, if the optimizer counts them; otherwise
+    returns an empty list."""
     iterations = call.optimizer.iterations
     return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Component:
-    """A component that is updated: ``place`` is the index of its gradient in the call,
-    ``number`` its index among the components of its variable."""
+    """A component that a step updates. ``place`` is the index of its gradient in the
+    call, ``number`` its index among the components of its variable."""
 
     variable: VariableHandle
     place: int
@@ -245,15 +248,16 @@ class Component:
 
 
 class TreeStep:
-    """``(values, slots, call) -> (values, slots)``, in the order of ``components``.
+    """One update as a function ``(values, slots, call) -> (values, slots)``, whose
+    lists are in the order of ``components``.
 
-    Values may be copies of several replicas, ``[count, ...]``, which get the same
+    A value may be the copies of several replicas, ``[count, ...]``, which get the same
     update and share one set of slots. Slots are lists, in the order of
     `SlotRule.names`.
 
     Raises:
-        ValueError: The call has no gradient of variables on which others depend, or has
-            rows of a variable whose rows the optimizer does not treat one by one.
+        ValueError: The call lacks gradients on which others depend, or has gradients of
+            rows of a variable whose rows the optimizer does not treat separately.
     """
 
     def __init__(self, call: GradientCall) -> None:
@@ -331,7 +335,7 @@ class TreeStep:
         return parts, kept
 
     def _joined(self, values: Sequence[Any]) -> list[Any]:
-        """Joins the values of components to values of leaves."""
+        """Joins the values of components to the values of whole leaves."""
         parts_by_place: dict[int, list[Any]] = {}
         for component, value in zip(self.components, values, strict=True):
             parts_by_place.setdefault(component.place, []).append(value)
@@ -342,8 +346,8 @@ class TreeStep:
 
 
 def operands_of(call: GradientCall, tree: Any) -> list[Any]:
-    """Computes the inputs of the leaf programs that depend on gradients of several
-    leaves or on further arguments."""
+    """Computes the operands of the programs of single leaves: values that depend on
+    gradients of several leaves or on further arguments."""
     whole: TreeCut = tree.cut()
     if not whole.operands:
         return []
@@ -364,7 +368,8 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
 
 
 def slot_rule(call: GradientCall, leaf: int, number: int) -> SlotRule:
-    """Returns the slots of a component of a variable of this process."""
+    """Returns the rule of the slots that the optimizer keeps for component ``number``
+    of a leaf, which is a variable of this process."""
     target = call.targets[leaf]
     parts = target.components
     size = parts[number].shape[0] if len(parts) > 1 else None
@@ -380,7 +385,8 @@ def slot_rule(call: GradientCall, leaf: int, number: int) -> SlotRule:
 def _of_copies(
     one: Callable[..., Any], variable: VariableHandle, value: Any, slots: list[Any]
 ) -> tuple[Any, list[Any]]:
-    """Updates all copies of a variable; they share one state, as one gradient."""
+    """Applies the update ``one`` to a variable, or to all copies of it. The copies
+    share one set of slots, as they get the same gradient."""
     if value.ndim == len(variable.shape):
         new, after = one(value, slots)
         return new, after
@@ -418,7 +424,7 @@ def _moved(
 
 
 def _part_of(array: Any, component: Component, call: GradientCall) -> Any:
-    """Cuts the rows of one component out of the array of a whole variable."""
+    """Returns the rows of one component from the array of a whole variable."""
     table_of = call.targets[call.given[component.place]]
     if len(table_of.components) == 1:
         return array

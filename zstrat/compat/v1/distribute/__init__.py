@@ -1,6 +1,6 @@
-"""``tf.compat.v1.distribute``: every name is the public one of zstrat.
+"""``tf.compat.v1.distribute``: every name is an alias of zstrat's public name.
 
-Names are fetched when they are first used, as zstrat's own are.
+Names are imported when they are first used, as in zstrat itself.
 """
 
 from zstrat.doors import fetched_late

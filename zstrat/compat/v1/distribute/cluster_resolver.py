@@ -1,4 +1,5 @@
-"""``tf.compat.v1.distribute.cluster_resolver``: where a process learns its cluster."""
+"""``tf.compat.v1.distribute.cluster_resolver``: aliases of zstrat's cluster
+resolvers."""
 
 from zstrat.cluster import ClusterResolver as ClusterResolver
 from zstrat.cluster import GCEClusterResolver as GCEClusterResolver

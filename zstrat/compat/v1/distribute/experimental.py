@@ -1,6 +1,7 @@
 """``tf.compat.v1.distribute.experimental``: strategies with their old arguments.
 
-Law of the file: an old argument becomes one of a strategy of zstrat; nothing else.
+Law of the file: old arguments are converted to those of zstrat's strategies; nothing
+else happens here.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ CollectiveHints = CommunicationOptions
 
 
 class StrategyOfOld:
-    """Stands for a class of TF: calling it makes a strategy of another class, and
-    `isinstance` accepts what it makes."""
+    """Represents a class of TF: calling it makes a strategy of another class, and
+    `isinstance` accepts the result as an instance of it."""
 
     def __init__(self, make: Callable[..., Strategy], kinds: Sequence[str]) -> None:
         self._make = make
@@ -49,7 +50,8 @@ class StrategyOfOld:
 
 
 def _making(*kinds: str) -> Callable[[Callable[..., Strategy]], Any]:
-    """Decorates a function that makes strategies of these classes."""
+    """Decorates a function that makes strategies of the given classes: returns a
+    `StrategyOfOld`."""
     return lambda make: StrategyOfOld(make, kinds)
 
 
@@ -58,8 +60,8 @@ def MultiWorkerMirroredStrategy(  # a class of TF
     communication: CommunicationImplementation = CommunicationImplementation.AUTO,
     cluster_resolver: ClusterResolver | None = None,
 ) -> _MultiWorkerMirroredStrategy:
-    """Makes a `zstrat.MultiWorkerMirroredStrategy` that communicates as one word
-    says."""
+    """Makes a `zstrat.MultiWorkerMirroredStrategy` with the implementation of
+    collectives that ``communication`` names."""
     options = CommunicationOptions(implementation=communication)
     return _MultiWorkerMirroredStrategy(cluster_resolver, options)
 
@@ -82,8 +84,7 @@ def TPUStrategy(  # a class of TF
     steps_per_run: int | None = None,
     device_assignment: Any = None,
 ) -> Strategy:
-    """Makes a `zstrat.TPUStrategy`. ``steps_per_run`` changes nothing, as in TF where a
-    program runs its steps by itself: a loop of steps on the device is
-    `jax.lax.scan`."""
+    """Makes a `zstrat.TPUStrategy`. ``steps_per_run`` has no effect, as in TF when a
+    program runs its steps itself: a loop of steps on the device is `jax.lax.scan`."""
     del steps_per_run
     return zstrat.TPUStrategy(tpu_cluster_resolver, device_assignment)
