@@ -353,7 +353,8 @@ def to_wire(error: BaseException, *, full: bool = True) -> WireError:
     becomes a note.
 
     Unless ``full``, an error that a ``raise`` of zstrat made is sent without its
-    traceback, which has no line of the user. Long texts lose their middle, so that the result fits into a message.
+    traceback, which has no line of the user. Long texts lose their middle, so that the
+    result fits into a message.
     """
     wire = _to_plain(error, full)
     if isinstance(error, ClosureInputError) and error.original_exception is not None:
