@@ -308,7 +308,8 @@ class JoinReporter:
         self._reports.add_done_callback(self._ended)
 
     async def stop(self) -> None:
-        """Stops reporting the worker."""
+        """Stops reporting the worker to the program that it wants to join; returns when
+        no report is under way."""
         self._reports.cancel()
         await asyncio.wait([self._reports])
 

@@ -196,8 +196,9 @@ class _KnownFunction:
 
     @property
     def held(self) -> list[PerWorker]:
-        """The resources that were pickled with the function, except those that the user
-        dropped: a worker that uses one of these raises an error."""
+        """The resources on workers that were pickled inside this function, without
+        those that the user has dropped since: a worker that uses a dropped one raises
+        an error."""
         resources = [reference() for reference in self._held]
         return [each for each in resources if isinstance(each, PerWorker)]
 

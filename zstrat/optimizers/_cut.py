@@ -148,7 +148,9 @@ class TreeCut:
         return ProgramPart(program.closed, self.operands, available, program.makers)
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        """Computes the values of all operands."""
+        """Computes the values of all operands, in the order of ``operands``: of values
+        that the updates of leaves need, and that depend on gradients and ``extras``
+        alone, such as a global norm."""
         if not self.operands:
             return []
         g, _, _, x = self.program.inputs

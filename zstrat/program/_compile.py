@@ -59,8 +59,9 @@ FEWEST: Final = 16
 
 
 def sent_by(plan: Plan) -> list[Sent]:
-    """Returns what a step of this plan sends, in order. A set has the position of its
-    first update."""
+    """Returns what a step of this plan sends, in the order of its updates: single
+    updates, and sets of gradients that are sent as one array (`UpdateSet`). A set has
+    the position of its first update."""
     sets = {each.numbers[0]: each for each in _update_sets(plan)}
     taken = {number for each in sets.values() for number in each.numbers}
     return [

@@ -92,7 +92,8 @@ class Strategy(FirstVersion):
         return self._inputs()
 
     def _used(self, method: str) -> None:
-        """Called when a method is used that is meant for steps; a subclass may warn."""
+        """Called by `run` and `reduce`, which belong inside a scheduled function (a
+        step). A subclass may warn if they are used outside of one."""
         del method
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -406,11 +407,11 @@ class Strategy(FirstVersion):
 
 
 class Closing(abc.ABC):
-    """A resource that is closed at the end of a ``with`` block."""
+    """A strategy that is closed at the end of a ``with`` block."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Closes the resource; further calls do nothing."""
+        """Closes the strategy; further calls do nothing."""
 
     def __enter__(self) -> Self:
         return self

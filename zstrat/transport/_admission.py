@@ -275,7 +275,8 @@ class Admission:
             _LOG.exception("%s: on_lost of %s", self._task, remote.name)
 
     def close(self) -> None:
-        """Ends all remotes without calling `on_lost`, as the endpoint is closed."""
+        """Marks all connected tasks (`Remote`) as no longer alive and forgets them,
+        because the endpoint closes. Does not call `on_lost`."""
         for remote in self._remotes.values():
             remote.alive = False
         self._remotes.clear()

@@ -262,8 +262,9 @@ class Pipeline:
         self._fetch(step, now)
 
     def broke(self, step: ClosureStep, ending: Any) -> None:
-        """Records that the step returned by `next` could not advance. The step ends
-        when all before it have run."""
+        """Records that the step returned by `next` raised when it was given the values
+        of a pull, to name the rows that it needs next. The step ends with ``ending``
+        when all steps before it have run."""
         self._answered.remove(step)
         step.ending, step.ready = ending, True
 

@@ -116,8 +116,7 @@ class Block:
         finished chunk the bytes to send on, if it is sent on."""
 
     def cut(self, elements: int) -> int:
-        """Divides the block into chunks of at most ``elements`` elements; returns the
-        number of chunks."""
+        """Divides the block into chunks, as `cut`; returns the number of chunks."""
         self.step, chunks = cut(self.count, elements)
         self.at, self.have = [-1] * chunks, [None] * chunks
         return chunks
@@ -129,9 +128,9 @@ class Block:
 
 
 def cut(count: int, elements: int) -> tuple[int, int]:
-    """Divides ``count`` elements into chunks of equal length, except the last one, of
-    at most ``elements`` (or `_GRAIN`) elements. Returns the length and the number of
-    chunks; zero elements are one chunk."""
+    """Divides ``count`` elements into chunks of equal length, of which the last may be
+    shorter. The length is a multiple of `_GRAIN`, and at most ``elements`` rounded up
+    to one. Returns the length and the number of chunks; zero elements are one chunk."""
     chunks = -(-count // elements) or 1
     step = -(-count // chunks)
     step = -(-step // _GRAIN) * _GRAIN or _GRAIN

@@ -440,11 +440,11 @@ class _Window:
 
 
 class _Steps:
-    """The steps of a window, and their results; ``done`` is how many were traced so
-    far.
+    """The local steps that one closure traces (a window, or a segment of one), and
+    their results; ``done`` is how many were traced so far.
 
     Args:
-        batches: The elements of each step.
+        batches: For each step, the elements that it draws.
     """
 
     def __init__(self, window: _Window, step: _Step, batches: list[Drawn]) -> None:

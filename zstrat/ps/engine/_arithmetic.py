@@ -95,8 +95,9 @@ def distinct(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def bucket(rows: int, most: int) -> int:
-    """Returns the least of 16, 24, 32, 48, 64, ... that is not below ``rows``; at most
-    ``most``. So at most a third of a call is padding, with two programs per doubling of
+    """Returns the number of rows to which a program's input of ``rows`` rows is padded:
+    the least of 16, 24, 32, 48, 64, ... that holds them, but at most ``most``. So above
+    16 rows at most a third of the input is padding, with two programs per doubling of
     the number of rows."""
     size = max(rows, min(FEWEST, most))
     power = 1 << (size - 1).bit_length()

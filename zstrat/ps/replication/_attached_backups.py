@@ -369,7 +369,8 @@ class Completeness:
         Args:
             view: The newest view that the process knows.
             is_alone: Whether the process is a primary without a whole backup.
-            lost_at: When the program was lost, in seconds.
+            lost_at: When this process lost the coordinator's program, on the clock of
+                ``parted_at``; None: it has not lost it.
         """
         if is_alone or self._sure_view == view:
             return True

@@ -201,7 +201,8 @@ class PlacementRule(enum.StrEnum):
 
 
 class VariablePlacement:
-    """Decides on which ps each new component is stored."""
+    """Decides on which ps each new component of a variable is stored: all of it, or
+    some rows of a sharded one."""
 
     def __init__(
         self, ps_count: int, rule: PlacementRule = PlacementRule.ROUND_ROBIN
