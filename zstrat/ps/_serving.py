@@ -26,18 +26,15 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, final
 from zstrat.errors import BusyError, ZstratError, to_wire
 from zstrat.telemetry import PS_PHASES, Phase, Recorder
 from zstrat.wire import (
+    READ_ANSWERS,
     CloseRound,
     Done,
     Exchange,
     Exchanged,
-    Merged,
     Message,
-    Pulled,
-    PulledRound,
     Push,
     Pushed,
     PushPart,
-    TableSizes,
 )
 
 from ._requests import (
@@ -76,8 +73,6 @@ T = TypeVar("T")
 _PUSHES: Final = (Push, PushPart, Exchange)
 _APPLIED: Final = (Pushed, Exchanged)
 """How pushes are answered."""
-_READ: Final = frozenset({Pulled, PulledRound, Merged, TableSizes})
-"""Answers that may leave before the backup has what they read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -251,7 +246,9 @@ class Serving:
                 return ticket.request.answer
         log = self._store.log
         # A read may leave before the backup has what it shows (docs/consistency.md).
-        return served if log is None or type(served) in _READ else log.hold(served)
+        return (
+            served if log is None or type(served) in READ_ANSWERS else log.hold(served)
+        )
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Starts to apply a push while its body arrives, if it need not wait; then
@@ -452,7 +449,7 @@ class Serving:
                 answer.set_exception(outcome)
         elif not answer.done():
             log = self._store.log
-            if log is None or type(outcome) in _READ:
+            if log is None or type(outcome) in READ_ANSWERS:
                 answer.set_result(outcome)
             else:
                 log.answer(answer, outcome)

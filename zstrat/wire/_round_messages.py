@@ -10,7 +10,7 @@ import enum
 from typing import ClassVar, NamedTuple
 
 from ._schema import Arrays, message
-from ._session import COORDINATOR, TRAINING, Repeat, request
+from ._session import COORDINATOR, TRAINING, Repeat, read_answer, request
 from ._step_messages import StepContribution
 from ._variable_messages import Read, Update
 
@@ -92,7 +92,7 @@ class PullMerged:
     trees: bool
 
 
-@message
+@read_answer
 class Merged:
     """Answers `PullMerged` with an update for each variable that has a gradient. The
     first arrays are ``trees``, as `BindOptimizer` has sent them."""
@@ -116,7 +116,7 @@ class PullRound:
     arrays: Arrays
 
 
-@message
+@read_answer
 class PulledRound:
     """Answers `PullRound`, as `Pulled`. ``numbers``: for each of ``after`` the round
     that was open when the values were read."""

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import ClassVar, Final, NamedTuple
 
 from ._schema import Arrays, PlainTree, message
-from ._session import COORDINATOR, READING, TRAINING, Repeat, request
+from ._session import COORDINATOR, READING, TRAINING, Repeat, read_answer, request
 
 
 class UpdateOp(enum.IntEnum):
@@ -187,7 +187,7 @@ class AskTables:
     keys: list[int]
 
 
-@message
+@read_answer
 class TableSizes:
     """Answers `AskTables`, one number per table each: rows; bytes of rows, ids, index
     and slots; rows that were born, and removed or evicted, since the server has the
@@ -294,7 +294,7 @@ class PullRows:
     sets: list[int] = field(default_factory=list)
 
 
-@message
+@read_answer
 class Pulled:
     """Answers a pull: one version per read, in order, and one per set. ``arrays`` has
     the values of those whose version differs from the known one, in order, of sets
