@@ -40,7 +40,7 @@ from zstrat.wire import (
 from ._requests import (
     PendingRequest,
     Request,
-    Stored,
+    StoreRequest,
     advance,
     exchange,
     names_of,
@@ -316,7 +316,7 @@ class Serving:
         finally:
             self._watches.remove(watch)
 
-    def _applied(self, message: Message | Folded, began: float) -> None:
+    def _applied(self, message: object, began: float) -> None:
         """Records how long a push or a round took, with the pull after it in an
         exchange: from ``began`` until now."""
         pushed = message.message if isinstance(message, Folded) else message
@@ -349,7 +349,7 @@ class Serving:
     ) -> Message | PendingRequest[Message]:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold
-            stored: Stored | RoundStored = message.message
+            stored: StoreRequest | RoundStored = message.message
         else:
             fold, stored = None, message
         store = self._store
@@ -359,7 +359,10 @@ class Serving:
         if isinstance(stored, RoundStored):
             place, closed = self._require_place, self.round_closed
             return advance(serve_round(store, stored, place, closed))
-        return serve(store, stored, fold)
+        if fold is not None:
+            assert isinstance(stored, Push)
+            return store.push_folded(stored, fold)
+        return serve(store, stored)
 
     def _refuse(self, error: Exception) -> PlainTree:
         self.failed += 1

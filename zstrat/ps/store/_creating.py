@@ -31,6 +31,7 @@ from zstrat.ps.tables._id_table import IdTable
 from zstrat.wire import TABLE_ROW_BYTES, VariableEntry, dtype_named
 
 from ._cell import Cell
+from ._plan import StorePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ def _is_ours(value: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class CreatePlan:
+class CreatePlan(StorePlan):
     """Validated new variables. ``work`` is their bytes."""
 
     generation: int
@@ -124,7 +125,7 @@ class CreatePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class InitializePlan:
+class InitializePlan(StorePlan):
     """Validated new variables, whose values a shipped initializer will make."""
 
     generation: int
@@ -240,7 +241,7 @@ _AXES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TablesPlan:
+class TablesPlan(StorePlan):
     """Validated new tables, whose rows begin as a shipped initializer makes them."""
 
     generation: int

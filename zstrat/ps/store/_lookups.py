@@ -18,6 +18,8 @@ from zstrat.ps.client._reading import ROWS
 from zstrat.ps.engine._arithmetic import check_ids, check_rows, gather
 from zstrat.ps.tables import NO_ROW
 
+from ._plan import StorePlan
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -40,7 +42,7 @@ value of one that is not found takes as long again as its row, and more."""
 
 
 @dataclass(slots=True)
-class RowsPlan:
+class RowsPlan(StorePlan):
     """Validated reads: rows to gather, and values that are leased (`Store.plan_rows`).
     ``work`` estimates the bytes that are moved."""
 
@@ -115,7 +117,7 @@ def rows_plan(
     return RowsPlan(variables.generation, wanted, work + searched)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TableItems:
     """A validated read of the buckets of a table from ``first`` to before ``last``.
 
@@ -123,7 +125,6 @@ class TableItems:
         largest: Bound of the bytes of the answer.
     """
 
-    generation: int
     held: HeldVariable
     first: int
     last: int
@@ -131,10 +132,6 @@ class TableItems:
     since: int = -1
     wanted: np.ndarray | None = None
     """Distinct ids, in place of buckets."""
-    further: tuple[np.ndarray, ...] = ()
-    """With ``since``: ids that were removed, and the cut."""
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     @property
     def work(self) -> int:
@@ -146,8 +143,9 @@ class TableItems:
             rows = len(self.wanted)
         return rows * (self.held.cell.row_bytes + 2 * SEARCH)
 
-    def compute(self) -> None:
-        """Reads ids and rows.
+    def read(self) -> tuple[np.ndarray, ...]:
+        """Returns ids and rows; with ``since`` also the ids that were removed, and the
+        cut.
 
         Raises:
             UnavailableError: The value was lost.
@@ -157,31 +155,32 @@ class TableItems:
         table = held.table
         assert table is not None
         if self.wanted is None:
-            self.ids, at = table.index.items(self.first, self.last)
+            ids, at = table.index.items(self.first, self.last)
         else:
             # Ids that were removed, or never came, are left out of the answer.
             at = table.index.rows(self.wanted)
             there = at != NO_ROW
-            self.ids, at = self.wanted[there], at[there]
+            ids, at = self.wanted[there], at[there]
+        further: tuple[np.ndarray, ...] = ()
         # The turn of the table is held, so rows and changes are of one moment.
         if table.changed is not None and self.since >= 0:
             new = table.changed.look().take(at) > self.since
-            self.ids, at = self.ids[new], at[new]
+            ids, at = ids[new], at[new]
             removed = table.removed_since(self.since, self.first, self.last)
-            self.further = removed, np.array([table.cut])
+            further = removed, np.array([table.cut])
         nbytes = len(at) * (held.cell.row_bytes + 8)
         if nbytes > self.largest:
             raise InvalidArgumentError(
                 f"{held.cell.who}: buckets {self.first} to {self.last} are {nbytes} "
                 f"bytes, the limit is {self.largest}: ask for fewer at a time"
             )
-        self.rows = gather(value, at)
+        return ids, gather(value, at), *further
 
 
 def table_items(
     variables: HeldVariables, message: PullTable, largest: int
 ) -> TableItems:
-    """Plans to read buckets of a table.
+    """Returns a read of buckets of a table.
 
     Raises:
         NotFoundError: No variable has the key.
@@ -206,7 +205,7 @@ def table_items(
     for ids in message.arrays:
         check_ids(ids, (ids.size, *held.cell.shape[1:]), held.cell.shape, held.cell.who)
     wanted = message.arrays[0] if message.arrays else None
-    return TableItems(variables.generation, held, first, last, largest, since, wanted)
+    return TableItems(held, first, last, largest, since, wanted)
 
 
 def require_table(held: HeldVariable) -> IdTable:

@@ -27,7 +27,8 @@ from zstrat.wire import EvictionRule, UpdateOp
 
 from ._cell import Write
 from ._creating import CreatePlan, InitializePlan, TablesPlan
-from ._lookups import SEARCH, RowsPlan, TableItems
+from ._lookups import SEARCH, RowsPlan
+from ._plan import ReadPlan, StorePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -213,7 +214,7 @@ class UpdateRun:
 
 
 @dataclass(frozen=True, slots=True)
-class PushPlan:
+class PushPlan(StorePlan):
     """A validated push. ``work`` estimates the bytes that its arithmetic moves."""
 
     generation: int
@@ -458,7 +459,7 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
 
 
 @dataclass(slots=True)
-class OptimizerPlan:
+class OptimizerPlan(StorePlan):
     """The plan to load a transformation and register it."""
 
     generation: int
@@ -474,7 +475,7 @@ class OptimizerPlan:
 
 
 @dataclass(slots=True)
-class BindPlan:
+class BindPlan(StorePlan):
     """A tree to trace and to bind. ``find`` looks a variable up by its key."""
 
     generation: int
@@ -492,7 +493,7 @@ class BindPlan:
 Plan = (
     PushPlan
     | RowsPlan
-    | TableItems
+    | ReadPlan
     | CreatePlan
     | InitializePlan
     | TablesPlan
