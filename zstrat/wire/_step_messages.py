@@ -14,7 +14,7 @@ from ._session import COORDINATOR, Repeat, request
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a closure on a worker. FAILED: none of its updates was sent;
+    """The outcome of a closure on a worker. FAILED: this run has sent no updates;
     DOUBTFUL: it failed too, and some may have been applied. CANCELLED: it did not run.
     """
 
