@@ -135,8 +135,13 @@ def contributions(schedules: Sequence[Schedule]) -> list[list[frozenset[int] | N
         assert at[rank] == [len(actions) for actions in schedule.blocks], "stuck"
     assert received == set(sent), "a hop that nobody receives"
     for b in range(blocks):
-        held = {sums[r][b] for r in range(size) if finished[r][b] is not None}
-        assert len(held) <= 1, "finished twice, and not alike"
+        held = [(r, sums[r][b]) for r in range(size) if finished[r][b] is not None]
+        for rank, order in held[1:]:
+            first, expected = held[0]
+            assert order == expected, (
+                f"block {b} was finished twice, and not alike: rank {rank} has added "
+                f"{order}, rank {first} {expected}"
+            )
     return [
         [have[r][b] if finished[r][b] is not None else None for b in range(blocks)]
         for r in range(size)

@@ -253,6 +253,29 @@ def test_a_step_that_fails_loses_nothing_or_skips_its_examples(local):
             assert [epoch.number for epoch in iterator.epochs] == []
 
 
+def test_examples_of_updates_that_a_failed_eager_step_has_pushed_come_once(local):
+    with zs.ParameterServerStrategy(resolver_of(local, (0,), (0, 1))) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            seen = zs.Variable(np.zeros(20, np.float32), name="seen")
+
+        @zs.function(eager=True)
+        def step(iterator, allowed):
+            ids = np.asarray(next(iterator))
+            seen.assign_add(np.bincount(ids, minlength=20).astype(np.float32))
+            seen.value()  # pushes
+            if 5 in ids and not allowed:
+                raise ValueError("five")
+
+        iterator = iter(coordinator.create_leased_dataset(np.arange(20), 4))
+        with pytest.raises(ValueError, match="five") as caught:
+            coordinator.schedule_epoch(step, iterator, (iterator, False))
+        assert any("left out" in note for note in caught.value.__notes__)
+        coordinator.schedule_epoch(step, iterator, (iterator, True))
+        coordinator.join()
+        assert seen.numpy().tolist() == [1.0] * 20
+
+
 def test_steps_that_draw_several_batches_or_another_number_than_leased(local):
     with zs.ParameterServerStrategy(resolver_of(local, (0,), (0, 1))) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)

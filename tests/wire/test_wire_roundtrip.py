@@ -299,9 +299,12 @@ def test_every_dataclass_of_the_protocol_is_a_message() -> None:
         for each in vars(importlib.import_module(module.name)).values()
         if isinstance(each, type) and isinstance(vars(each).get("kind"), int)
     }
+    missing = [f"{x.__module__}.{x.__name__}" for x in classes - {*get_args(Message)}]
+    assert not missing, "add the message to the union at the end of its file"
     assert classes == set(get_args(Message))
     assert len({cls.kind for cls in classes}) == len(classes)
-    assert {cls.__name__ for cls in classes} <= set(vars(zstrat.wire))
+    unknown = {cls.__name__ for cls in classes} - set(vars(zstrat.wire))
+    assert not unknown, "add the message to zstrat/wire/__init__.py"
 
 
 def test_import_needs_neither_jax_nor_zmq() -> None:

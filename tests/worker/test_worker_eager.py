@@ -314,3 +314,20 @@ async def test_what_it_pushes_is_as_old_as_the_pushes_of_others_since_its_read(w
     await world.run(await world.ship(step), [1])
     told = world.worker.telemetry()["staleness"]["ps:0"]["total"]
     assert Histogram.from_plain(told).buckets() == [[2, 1], [3, 1]]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_run_that_raises_is_in_doubt_if_it_has_pushed(world, reads):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        v.assign_add(1.0)
+        if reads:
+            v.value()  # what is pending is pushed
+        raise Stopped
+
+    (error,) = await world.run(await world.ship(step), [1])
+    assert isinstance(error, Stopped)
+    assert world.value(v) == reads
+    assert (1 in world.doubtful) is reads

@@ -8,16 +8,17 @@ returns the answer. The caller (`_serving`) lets a thread compute the plan of a
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
+    Any,
     Final,
     Generic,
     NamedTuple,
     Protocol,
+    TypeGuard,
     TypeVar,
-    assert_never,
 )
 
 from zstrat.errors import InvalidArgumentError
@@ -40,7 +41,6 @@ from zstrat.wire import (
     Push,
     Pushed,
     PushPart,
-    TableSizes,
     UpdateOp,
     Withdraw,
     is_keys,
@@ -50,52 +50,40 @@ from .store._creating import CreatePlan
 from .store._decoding import Decoding, ReplyEncoding, is_coded, wants_codec
 from .store._fold import Folded
 from .store._ledger import UNNAMED
-from .store._lookups import RowsPlan, TableItems
+from .store._lookups import RowsPlan
+from .store._plan import ReadPlan, StorePlan
 from .store._plans import PushPlan
+from .store._store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
-    from zstrat.wire import PlainTree, Read
+    from zstrat.wire import Message, PlainTree, Read
 
     from .store._decoding import CodedMessage
     from .store._fold import Fold
     from .store._plans import Plan
-    from .store._store import Store
 
 INLINE: Final = 4 * 2**20
 """The most bytes of arithmetic, as `work_of` estimates them, that the event loop
 computes by itself: they take 0.1 to 0.8 ms. A thread takes about 0.1 ms to wake and as
 much to report."""
 
-Plain = (
-    Push
-    | PushPart
-    | Pull
-    | PullRows
-    | PullTable
-    | AskTables
-    | CreateVariables
-    | InitializeVariables
-    | CreateTables
-    | DeleteVariables
-    | CreateOptimizer
-    | BindOptimizer
-    | Withdraw
-)
-"""Requests that are a single action; `exchange` serves a push and a pull in one
-message."""
 
-Stored = Exchange | Plain
-"""Requests that use the store, and so wait for their turn."""
+class StoreRequest(Protocol):
+    """A request that uses the store, and so takes its turn."""
 
-Request = Stored | Folded
+    @property
+    def session(self) -> int: ...
 
-Outcome = Done | Pushed | Pulled | TableSizes | Again
-_OUTCOMES: Final = (Pulled, Pushed, Done, Again, TableSizes)
-_SIZED: Final = (RowsPlan, TableItems, CreatePlan)
+
+Request = StoreRequest | Folded
+
+_UPDATES: Final = (Push, PushPart)
+_READS: Final = (Pull, PullRows)
+_SIZED: Final = (RowsPlan, ReadPlan, CreatePlan)
 
 
 class Computation(Protocol):
@@ -136,21 +124,24 @@ def advance(
     return PendingRequest(plan, running)
 
 
-def serve(
-    store: Store, message: Plain, fold: Fold | None
-) -> Outcome | PendingRequest[Outcome]:
-    """Serves a request that needs a single action.
+def is_of_store(message: Message) -> TypeGuard[StoreRequest]:
+    """Returns whether the store serves a request."""
+    return type(message) in _OF_STORE
+
+
+def serve(store: Store, message: StoreRequest) -> Message | PendingRequest[Message]:
+    """Serves a request that needs a single action; `exchange` serves the one of two.
 
     Raises:
-        ZstratError: The request is refused; nothing has changed.
+        ZstratError: It is refused; nothing has changed.
     """
     # Formats first: the store and its log know plain arrays only.
-    if isinstance(message, Push | PushPart) and is_coded(message.updates):
+    if isinstance(message, _UPDATES) and is_coded(message.updates):
         return advance(_decoded(store, message))
-    if isinstance(message, Pull | PullRows) and wants_codec(message.reads):
+    if isinstance(message, _READS) and wants_codec(message.reads):
         return advance(_encoded(store, message))
-    begun = plan_request(store, message, fold)
-    if isinstance(begun, _OUTCOMES):
+    begun = OPERATIONS[type(message)].begin(store, message)
+    if not isinstance(begun, StorePlan):
         return begun
     # Most requests are short, and a generator for one would take a microsecond.
     if compute_short(store, begun, INLINE):
@@ -158,7 +149,7 @@ def serve(
     return advance(_complete(store, begun))
 
 
-def _complete(store: Store, plan: Plan) -> Running[Outcome]:
+def _complete(store: Store, plan: Plan) -> Running[Message]:
     yield plan  # computed on the thread, with the names of the request held
     return store.commit(plan)
 
@@ -177,17 +168,17 @@ def decode_updates(store: Store, message: CodedMessage) -> Running[CodedMessage]
     return decoding.message(message)
 
 
-def _decoded(store: Store, message: Push | PushPart) -> Running[Outcome]:
+def _decoded(store: Store, message: Push | PushPart) -> Running[Message]:
     plain = yield from decode_updates(store, message)
-    begun = plan_request(store, plain, None)
-    if isinstance(begun, _OUTCOMES):
+    begun = OPERATIONS[type(plain)].begin(store, plain)
+    if not isinstance(begun, StorePlan):
         return begun
     if not compute_short(store, begun, INLINE):
         yield begun
     return store.commit(begun)
 
 
-def _encoded(store: Store, message: Pull | PullRows) -> Running[Outcome]:
+def _encoded(store: Store, message: Pull | PullRows) -> Running[Message]:
     if isinstance(message, Pull):
         return (yield from pull(store, message.reads, (), ()))
     rows, arrays, sets = message.rows, message.arrays, message.sets
@@ -210,46 +201,6 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
         store.gave_up(plan)
         raise
     return True
-
-
-def plan_request(store: Store, message: Plain, fold: Fold | None) -> Outcome | Plan:
-    """Returns the answer to a request that takes no time, or the plan that has to be
-    computed for it.
-
-    Raises:
-        ZstratError: The request is refused; nothing has changed.
-    """
-    match message:
-        case Push():
-            return _pushed(store, message, fold)
-        case PushPart():
-            return store.plan_part(message)
-        case Pull(reads=reads):
-            return _pulled(store, reads, (), (), ())
-        case PullRows(reads=reads, rows=rows, arrays=arrays, sets=sets):
-            return _pulled(store, reads, rows, arrays, sets)
-        case PullTable():
-            return store.plan_items(message)
-        case AskTables(keys=keys):
-            return store.table_sizes(keys)
-        case CreateTables(session=session, tables=tables, code=code):
-            return store.plan_tables(tables, code, session)
-        case CreateVariables(variables=entries, arrays=arrays):
-            return store.plan_create(entries, arrays)
-        case InitializeVariables(variables=initial, code=code):
-            return store.plan_initialize(initial, code)
-        case CreateOptimizer(optimizer=optimizer, name=name, code=code):
-            return store.plan_optimizer(optimizer, name, code)
-        case BindOptimizer(optimizer=optimizer, arrays=arrays):
-            return store.plan_binding(optimizer, arrays)
-        case DeleteVariables(keys=keys, again=again):
-            store.delete(keys, again=again)
-            return Done()
-        case Withdraw(keys=keys, optimizers=optimizers):
-            store.withdraw(keys, optimizers)
-            return Done()
-        case _:
-            assert_never(message)
 
 
 def exchange(
@@ -296,7 +247,11 @@ def exchange(
     try:
         if is_coded(push.updates):
             push = yield from decode_updates(store, push)
-        pushed = _pushed(store, push, fold)
+        pushed: Message | PushPlan
+        if fold is None:
+            pushed = store.plan_push(push)
+        else:
+            pushed = store.push_folded(push, fold)
         if isinstance(pushed, PushPlan):
             if not compute_short(store, pushed, INLINE):
                 yield pushed
@@ -348,17 +303,13 @@ def pull(
     return pulled
 
 
-def _pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:
-    return store.plan_push(push) if fold is None else store.push_folded(push, fold)
-
-
 def _pulled(
     store: Store,
     reads: Sequence[Read],
     rows: Sequence[int],
     arrays: Sequence[np.ndarray],
     sets: Sequence[int],
-) -> Outcome | RowsPlan:
+) -> Message | RowsPlan:
     keys: Sequence[np.ndarray] = ()
     if sets:
         # Not validated yet: a slice of too few arrays would take indices for keys.
@@ -377,46 +328,20 @@ def _pulled(
 def names_of(message: Request) -> list[Hashable]:
     """Returns the names (variable keys, steps, optimizers) that a request uses. No
     other request may use them while it is served."""
-    match message:
-        case Folded(message=push):
-            return names_of(push)
-        case Exchange():
-            names = _names_of_push(0, message)
-            # Names may repeat: a ticket takes each once.
-            names += [read.key for read in message.reads]
-            names += message.rows
-            names += _keys_of_sets(message)
-            return names
-        case Push(writer=writer):
-            return _names_of_push(writer, message)
-        case PushPart():
-            return _names_of_push(0, message)
-        case Pull(reads=reads):
-            return [read.key for read in reads]
-        case PullRows(reads=reads, rows=rows):
-            keys = _keys_of_sets(message)
-            return [*(read.key for read in reads), *rows, *keys]
-        case PullTable(key=key):
-            return [key]
-        case CreateTables(tables=tables):
-            return [entry.key for entry in tables]
-        case CreateVariables(variables=entries):
-            return [entry.key for entry in entries]
-        case InitializeVariables(variables=initial):
-            return [entry.key for entry in initial]
-        case DeleteVariables(keys=keys) | AskTables(keys=keys):
-            return list(keys)
-        case CreateOptimizer(optimizer=optimizer) | BindOptimizer(optimizer=optimizer):
-            # Not the keys of the tree: it is traced without values, and binds those
-            # that are there.
-            return [("optimizer", optimizer)]
-        case Withdraw(keys=keys, optimizers=optimizers):
-            return [*keys, *(("optimizer", each) for each in optimizers)]
-        case _:
-            assert_never(message)
+    if isinstance(message, Folded):
+        return names_of(message.message)
+    if isinstance(message, Exchange):
+        names = _names_of_push(message)
+        # Names may repeat: a ticket takes each once.
+        names += [read.key for read in message.reads]
+        names += message.rows
+        names += _keys_of_sets(message)
+        return names
+    return OPERATIONS[type(message)].names(message)
 
 
-def _names_of_push(writer: int, message: Push | PushPart | Exchange) -> list[Hashable]:
+def _names_of_push(message: Push | PushPart | Exchange) -> list[Hashable]:
+    writer = message.writer if isinstance(message, Push) else 0
     step, updates = message.step, message.updates
     names: list[Hashable] = [update.key for update in updates]
     # An optimizer's programs are used by one push at a time, whatever variables it has.
@@ -443,3 +368,93 @@ def _keys_of(arrays: Sequence[np.ndarray]) -> list[int]:
     """Returns the variable keys in arrays that name sets. Ignores malformed arrays,
     which `serve` refuses."""
     return [key for each in arrays if is_keys(each) for key in each.tolist()]
+
+
+def _names_of_rows(message: PullRows) -> list[Hashable]:
+    keys = _keys_of_sets(message)
+    return [*(read.key for read in message.reads), *message.rows, *keys]
+
+
+def _names_of_optimizer(message: CreateOptimizer | BindOptimizer) -> list[Hashable]:
+    # Not the keys of the tree: it is traced without values, and binds those that are
+    # there.
+    return [("optimizer", message.optimizer)]
+
+
+def _names_of_variables(
+    message: CreateVariables | InitializeVariables,
+) -> list[Hashable]:
+    return [entry.key for entry in message.variables]
+
+
+def _pull(store: Store, message: Pull) -> Message:
+    return Pulled(*store.read(message.reads), store.counts.pushes)
+
+
+def _pull_rows(store: Store, message: PullRows) -> Message | RowsPlan:
+    return _pulled(store, message.reads, message.rows, message.arrays, message.sets)
+
+
+def _delete(store: Store, message: DeleteVariables) -> Done:
+    store.delete(message.keys, again=message.again)
+    return Done()
+
+
+def _withdraw(store: Store, message: Withdraw) -> Done:
+    store.withdraw(message.keys, message.optimizers)
+    return Done()
+
+
+class Operation(NamedTuple):
+    """How a request of the store is served."""
+
+    begin: Callable[[Store, Any], Message | Plan]
+    """Answers a request that takes no time, or returns what has to be computed; raises
+    ZstratError if it is refused, and nothing has changed."""
+    names: Callable[[Any], list[Hashable]]
+    """Returns the names that the request uses (`names_of`)."""
+
+
+OPERATIONS: Final[dict[type, Operation]] = {
+    Push: Operation(Store.plan_push, _names_of_push),
+    PushPart: Operation(Store.plan_part, _names_of_push),
+    Pull: Operation(_pull, lambda pull: [read.key for read in pull.reads]),
+    PullRows: Operation(_pull_rows, _names_of_rows),
+    PullTable: Operation(Store.plan_items, lambda pull: [pull.key]),
+    AskTables: Operation(
+        lambda store, asked: store.table_sizes(asked.keys),
+        lambda asked: list(asked.keys),
+    ),
+    CreateTables: Operation(
+        lambda store, new: store.plan_tables(new.tables, new.code, new.session),
+        lambda new: [entry.key for entry in new.tables],
+    ),
+    CreateVariables: Operation(
+        lambda store, new: store.plan_create(new.variables, new.arrays),
+        _names_of_variables,
+    ),
+    InitializeVariables: Operation(
+        lambda store, new: store.plan_initialize(new.variables, new.code),
+        _names_of_variables,
+    ),
+    CreateOptimizer: Operation(
+        lambda store, new: store.plan_optimizer(new.optimizer, new.name, new.code),
+        _names_of_optimizer,
+    ),
+    BindOptimizer: Operation(
+        lambda store, tree: store.plan_binding(tree.optimizer, tree.arrays),
+        _names_of_optimizer,
+    ),
+    DeleteVariables: Operation(_delete, lambda deleted: list(deleted.keys)),
+    Withdraw: Operation(
+        _withdraw,
+        lambda dropped: [
+            *dropped.keys,
+            *(("optimizer", each) for each in dropped.optimizers),
+        ],
+    ),
+}
+"""All requests of the store but `Exchange`. One more is a row here; its class says who
+may send it, and that of its answer whether it is a read (`zstrat.wire`)."""
+
+_OF_STORE: Final = frozenset({*OPERATIONS, Exchange})

@@ -54,7 +54,7 @@ from zstrat.wire import (
 )
 
 from ._joining import Joining, WaitingWorkers
-from ._requests import Stored
+from ._requests import StoreRequest, is_of_store
 from ._roles import Caller, check_role, is_forged
 from ._server_session import (
     Capturing,
@@ -259,7 +259,7 @@ class PsService:
             if not is_serving and not isinstance(message, _REPORTS):
                 return self._handle_aside(remote, message)
             check_role(self._task, remote, message)
-            if isinstance(message, Stored):
+            if is_of_store(message):
                 # Before it is computed, and before it waits for its turn: the promise
                 # bounds both.
                 if isinstance(message, _LOOKUPS) and message.rows:
@@ -310,7 +310,7 @@ class PsService:
             self._telemetry.failed += 1
             raise
 
-    def _served(self, message: Stored) -> Message | Awaitable[Message]:
+    def _served(self, message: StoreRequest) -> Message | Awaitable[Message]:
         self._telemetry.touch()
         served = self._serving.answer_request(message)
         # Programs that have joined may wait for this variable (`Joining`), which is

@@ -27,24 +27,21 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, final
 from zstrat.errors import BusyError, ZstratError, to_wire
 from zstrat.telemetry import PS_PHASES, Phase, Recorder
 from zstrat.wire import (
+    READ_ANSWERS,
     CloseRound,
     Done,
     Exchange,
     Exchanged,
-    Merged,
     Message,
-    Pulled,
-    PulledRound,
     Push,
     Pushed,
     PushPart,
-    TableSizes,
 )
 
 from ._requests import (
     PendingRequest,
     Request,
-    Stored,
+    StoreRequest,
     advance,
     exchange,
     names_of,
@@ -77,9 +74,6 @@ T = TypeVar("T")
 _PUSHES: Final = (Push, PushPart, Exchange)
 _APPLIED: Final = (Pushed, Exchanged)
 """The classes of answers to pushes."""
-_READ: Final = frozenset({Pulled, PulledRound, Merged, TableSizes})
-"""The classes of answers that may leave before the backup has the values they
-contain."""
 
 
 @dataclass(eq=False, slots=True)
@@ -257,7 +251,9 @@ class Serving:
                 return ticket.request.answer
         log = self._store.log
         # A read may leave before the backup has what it shows (docs/consistency.md).
-        return served if log is None or type(served) in _READ else log.hold(served)
+        return (
+            served if log is None or type(served) in READ_ANSWERS else log.hold(served)
+        )
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Starts to apply a push while its body arrives, if the push need not wait;
@@ -326,7 +322,7 @@ class Serving:
         finally:
             self._watches.remove(watch)
 
-    def _applied(self, message: Message | Folded, began: float) -> None:
+    def _applied(self, message: object, began: float) -> None:
         """Records how long a push or the closing of a round took, from ``began`` until
         now; in an exchange, including the pull."""
         pushed = message.message if isinstance(message, Folded) else message
@@ -359,7 +355,7 @@ class Serving:
     ) -> Message | PendingRequest[Message]:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold
-            stored: Stored | RoundStored = message.message
+            stored: StoreRequest | RoundStored = message.message
         else:
             fold, stored = None, message
         store = self._store
@@ -369,7 +365,10 @@ class Serving:
         if isinstance(stored, RoundStored):
             place, closed = self._require_place, self.round_closed
             return advance(serve_round(store, stored, place, closed))
-        return serve(store, stored, fold)
+        if fold is not None:
+            assert isinstance(stored, Push)
+            return store.push_folded(stored, fold)
+        return serve(store, stored)
 
     def _refuse(self, error: Exception) -> PlainTree:
         self.failed += 1
@@ -459,7 +458,7 @@ class Serving:
                 answer.set_exception(outcome)
         elif not answer.done():
             log = self._store.log
-            if log is None or type(outcome) in _READ:
+            if log is None or type(outcome) in READ_ANSWERS:
                 answer.set_result(outcome)
             else:
                 log.answer(answer, outcome)

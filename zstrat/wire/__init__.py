@@ -74,6 +74,7 @@ from ._round_messages import RoundNumber as RoundNumber
 from ._round_messages import RoundOrder as RoundOrder
 from ._schema import Arrays as Arrays
 from ._schema import PlainTree as PlainTree
+from ._session import READ_ANSWERS as READ_ANSWERS
 from ._session import REQUESTS as REQUESTS
 from ._session import AbsentPeer as AbsentPeer
 from ._session import Owner as Owner

@@ -367,5 +367,9 @@ _CLASSES: Final[tuple[type[Message], ...]] = get_args(Message)
 _KINDS: Final = {cls.kind: cls for cls in _CLASSES}
 _BY_CLASS: Final = _FormsByClass()
 _BY_KIND: Final = _FormsByKind()
-if len(_KINDS) != len(_CLASSES):
-    raise TypeError("zstrat.wire: two messages have the same kind")
+for _cls in _CLASSES:
+    if (_other := _KINDS[_cls.kind]) is not _cls:
+        raise TypeError(
+            f"zstrat.wire: {_cls.__name__} and {_other.__name__} both have kind "
+            f"{_cls.kind}; {max(_KINDS) + 1} is free"
+        )

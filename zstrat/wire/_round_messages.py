@@ -11,7 +11,7 @@ import enum
 from typing import ClassVar, NamedTuple
 
 from ._schema import Arrays, message
-from ._session import COORDINATOR, TRAINING, Repeat, request
+from ._session import COORDINATOR, TRAINING, Repeat, read_answer, request
 from ._step_messages import StepContribution
 from ._variable_messages import Read, Update
 
@@ -97,7 +97,7 @@ class PullMerged:
     trees: bool
 
 
-@message
+@read_answer
 class Merged:
     """Answers `PullMerged` with an update for each variable that has a gradient. The
     first ``trees`` arrays are trees of variables, as `BindOptimizer` has sent them."""
@@ -121,7 +121,7 @@ class PullRound:
     arrays: Arrays
 
 
-@message
+@read_answer
 class PulledRound:
     """Answers `PullRound` with the fields of `Pulled`. ``numbers``: for each optimizer
     of ``after`` the number of the round that was open when the values were read."""

@@ -97,6 +97,20 @@ def request(*, by: frozenset[Job], repeat: Repeat) -> Callable[[type[T]], type[T
     return decorate
 
 
+READ_ANSWERS: Final[set[type]] = set()
+"""The answers that only show what a store holds (`read_answer`)."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def read_answer(cls: type[T]) -> type[T]:
+    """Makes a class of messages that answer reads (`message`). A parameter server sends
+    them before its backup has what they show (docs/consistency.md). No answer to a
+    change may be one."""
+    made = message(cls)
+    READ_ANSWERS.add(made)
+    return made
+
+
 def check_sender(task: str, sender: str, role: Job, message: object) -> None:
     """Raises an error if a task with the role ``role`` may not send the message.
 

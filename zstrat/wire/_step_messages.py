@@ -15,9 +15,9 @@ from ._session import COORDINATOR, Repeat, request
 
 
 class Outcome(enum.IntEnum):
-    """The outcome of a closure on a worker. FAILED: it raised an error, and none of its
-    updates was sent. DOUBTFUL: it failed, and some of its updates may have been
-    applied. CANCELLED: it did not run."""
+    """The outcome of a closure on a worker. FAILED: this run has sent no updates;
+    DOUBTFUL: it failed too, and some may have been applied. CANCELLED: it did not run.
+    """
 
     OK = 0
     FAILED = 1

@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import ClassVar, Final, NamedTuple
 
 from ._schema import Arrays, PlainTree, message
-from ._session import COORDINATOR, READING, TRAINING, Repeat, request
+from ._session import COORDINATOR, READING, TRAINING, Repeat, read_answer, request
 
 
 class UpdateOp(enum.IntEnum):
@@ -198,7 +198,7 @@ class AskTables:
     keys: list[int]
 
 
-@message
+@read_answer
 class TableSizes:
     """Answers `AskTables`, with one number per table in each field: rows; bytes of
     rows, ids, index and slots; rows that were born, and removed or evicted, since the
@@ -308,7 +308,7 @@ class PullRows:
     sets: list[int] = field(default_factory=list)
 
 
-@message
+@read_answer
 class Pulled:
     """Answers a pull: one version per read, in order, and one per set. ``arrays`` has,
     in order, the values of the reads and sets whose version differs from the known one

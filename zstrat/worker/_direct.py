@@ -192,6 +192,11 @@ class Direct:
         # Under jax.jit reads are callbacks, on threads of XLA's.
         self._lock: Final = threading.RLock()
 
+    @property
+    def has_pushed(self) -> bool:
+        """Whether updates may have been sent."""
+        return self._part > 0
+
     def finish(self) -> None:
         """Pushes the waiting updates, after the body has run to its end.
 

@@ -24,6 +24,7 @@ from zstrat.errors import (
     StaleSessionError,
     WorkerLostError,
 )
+from zstrat.telemetry import Kind, metrics_of
 from zstrat.transport.health import TelemetryNotices, process_report, process_totals
 from zstrat.wire import (
     CloseSession,
@@ -380,6 +381,9 @@ class WorkerService:
         time."""
         session, owner = self._session, self._ownership.owner
         values: dict[str, PlainTree] = {
+            # First: who counts by itself, below, is right.
+            **_NEVER_COUNTED,
+            **self._counts,
             "job": self._me.job,
             "task": self._task,
             "incarnation": self._me.incarnation,
@@ -394,8 +398,6 @@ class WorkerService:
             "platform": self._platform,
             "devices": self._devices,
         }
-        for name in _COUNTED:
-            values[name] = self._counts[name]
         if session is not None:
             values |= session.runner.statistics()
             values["retries"] = session.client.repeats
@@ -419,10 +421,12 @@ class WorkerService:
         return {"pulls_per_s": pulls, "pushes_per_s": pushes, **process_totals()}
 
 
-_COUNTED: Final = (
-    *("done", "failed", "cancelled", "duplicates", "pushes", "pulls"),
-    *("encoded_from", "encoded_to"),
-)
+_NEVER_COUNTED: Final = {
+    metric.name: 0
+    for metric in metrics_of("worker")
+    if metric.kind is Kind.COUNTER and metric.path == ("service", metric.name)
+}
+"""What is reported of a counter before it has counted."""
 
 
 def _input_context(index: int, count: int) -> InputContext:

@@ -395,6 +395,7 @@ class StepRunner:
         push: list[PsUpdate] | RoundPush | None = None
         lent: Sequence[Lent] = ()
         notes: EagerNotes | None = None
+        storage: Direct | None = None
         kept: list[StepUpdate] = []
         if step.ending is not None:
             ending = step.ending
@@ -411,7 +412,8 @@ class StepRunner:
             try:
                 if step.work is None:
                     notes = EagerNotes()
-                    result = self._eager(step, task, notes)
+                    storage = self._eager_storage(step, task, notes)
+                    result = self._eager(task, notes, storage)
                 else:
                     # Computed before the trees are awaited: the servers trace them
                     # meanwhile.
@@ -430,9 +432,11 @@ class StepRunner:
             except _NotBoundError as error:
                 ending = self._not_run(step, error.__cause__ or error)
             except BaseException as error:  # to the coordinator, as the outcome
-                # An eager step sends updates before it ends; the docs say what then
-                # becomes of those of one that raises an error of its own.
-                pushed = step.work is None and isinstance(error, ZstratError)
+                # An eager step sends updates before it ends, and its examples must not
+                # be leased again then, whatever it raises.
+                pushed = storage is not None and (
+                    storage.has_pushed or isinstance(error, ZstratError)
+                )
                 ending = _closure.failed(step.number, error, pushed=pushed)
                 # A step that fails has no effect, so what was to be pushed is dropped
                 # and its residuals return.
@@ -497,12 +501,16 @@ class StepRunner:
         shared = [update for update in result.updates if update.spec.ps != RESIDENT]
         return result._replace(updates=shared), kept
 
-    def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
-        function = self.resources.code(task.function)
-        args, kwargs = self._arguments(task)
+    def _eager_storage(
+        self, step: ClosureStep, task: _Task, notes: EagerNotes
+    ) -> Direct:
         attempt, to_note = task.context.attempt, self.resources.to_note(task.leases)
         run = EagerRun(step.number, attempt, task.low_water, to_note)
-        storage = self._storage(run, notes)
+        return self._storage(run, notes)
+
+    def _eager(self, task: _Task, notes: EagerNotes, storage: Direct) -> StepResult:
+        function = self.resources.code(task.function)
+        args, kwargs = self._arguments(task)
         draw = partial(self._draw, notes)
         leased = self.resources.begin_leases(task.leases)
         result = self._run_eager(function, args, kwargs, storage, draw)

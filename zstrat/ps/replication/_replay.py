@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.memory import lasting
-from zstrat.ps._requests import INLINE, Outcome, compute_short, plan_request
+from zstrat.ps._requests import INLINE, OPERATIONS, compute_short
 from zstrat.ps._round_serving import close_round
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
@@ -32,6 +31,7 @@ from zstrat.ps.snapshots._snapshot import SnapshotTensor
 from zstrat.ps.snapshots._table_loading import RowsToAdd, TableLoading, sent_rows
 from zstrat.ps.store._cell import Cell
 from zstrat.ps.store._ledger import UNNAMED
+from zstrat.ps.store._plan import StorePlan
 from zstrat.ps.store._plans import BindPlan
 from zstrat.ps.tables._growing_cell import growing
 from zstrat.ps.tables._id_table import TALL
@@ -281,7 +281,7 @@ def replay(store: Store, change: Message) -> Running[None]:
     elif isinstance(begun, Loading):
         yield begun
         begun.commit()
-    elif begun is not None and not isinstance(begun, Outcome):
+    elif isinstance(begun, StorePlan):
         # With the bound of the primary: what its loop has done is short here, too.
         if not compute_short(store, begun, INLINE):
             yield begun
@@ -443,15 +443,17 @@ def _copied(store: Store, whole: CopyWhole) -> Running[None]:
         yield indexing
 
 
-_as_requested: Final = partial(plan_request, fold=None)
-"""Replays a request that the primary has served."""
+def _as_requested(store: Store, message: Message) -> Message | Plan:
+    """Replays a request that the primary has served."""
+    return OPERATIONS[type(message)].begin(store, message)
+
 
 CHANGES: Final[
     dict[
         type[Message],
         Callable[
             [Store, Any],
-            Outcome | Plan | Loading | Running[Outcome] | Running[None] | None,
+            Message | Plan | Loading | Running[Message] | Running[None] | None,
         ],
     ]
 ] = {

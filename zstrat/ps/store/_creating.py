@@ -32,6 +32,7 @@ from zstrat.ps.tables._id_table import IdTable
 from zstrat.wire import TABLE_ROW_BYTES, VariableEntry, dtype_named
 
 from ._cell import Cell
+from ._plan import StorePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ def _is_ours(value: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class CreatePlan:
+class CreatePlan(StorePlan):
     """The plan to create validated variables with given values. ``work`` is the bytes
     of the values."""
 
@@ -127,7 +128,7 @@ class CreatePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class InitializePlan:
+class InitializePlan(StorePlan):
     """The plan to create validated variables whose values a shipped initializer
     makes."""
 
@@ -248,7 +249,7 @@ _AXES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TablesPlan:
+class TablesPlan(StorePlan):
     """The plan to create validated tables, whose new rows a shipped initializer
     makes."""
 

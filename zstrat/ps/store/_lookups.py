@@ -19,6 +19,8 @@ from zstrat.ps.client._reading import ROWS
 from zstrat.ps.engine._arithmetic import check_ids, check_rows, gather
 from zstrat.ps.tables import NO_ROW
 
+from ._plan import StorePlan
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -41,7 +43,7 @@ initial row for an id that is not found takes as long as its row again, and more
 
 
 @dataclass(slots=True)
-class RowsPlan:
+class RowsPlan(StorePlan):
     """The plan of a validated read of rows to gather, and of values that are leased
     (`Store.plan_rows`). ``work`` estimates the bytes that are moved."""
 
@@ -117,7 +119,7 @@ def rows_plan(
     return RowsPlan(variables.generation, wanted, work + searched)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TableItems:
     """The plan of a validated read of a table: rows in its buckets from ``first`` to
     before ``last``.
@@ -126,7 +128,6 @@ class TableItems:
         largest: The most bytes that the answer may have.
     """
 
-    generation: int
     held: HeldVariable
     first: int
     last: int
@@ -134,11 +135,6 @@ class TableItems:
     since: int = -1
     wanted: np.ndarray | None = None
     """Distinct ids whose rows are read, instead of buckets."""
-    further: tuple[np.ndarray, ...] = ()
-    """If ``since`` is given: ids that were removed, and the number of the last
-    change."""
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     @property
     def work(self) -> int:
@@ -150,47 +146,49 @@ class TableItems:
             rows = len(self.wanted)
         return rows * (self.held.cell.row_bytes + 2 * SEARCH)
 
-    def compute(self) -> None:
-        """Reads ids and rows.
+    def read(self) -> tuple[np.ndarray, ...]:
+        """Returns ids and rows; with ``since`` also the ids that were removed, and the
+        cut.
 
         Raises:
             UnavailableError: The value was lost.
-            InvalidArgumentError: The rows are too many for one answer.
+            InvalidArgumentError: There are too many rows for one answer.
         """
         held, value = self.held, self.held.cell.look()
         table = held.table
         assert table is not None
         if self.wanted is None:
-            self.ids, at = table.index.items(self.first, self.last)
+            ids, at = table.index.items(self.first, self.last)
         else:
             # Ids that were removed, or never came, are left out of the answer.
             at = table.index.rows(self.wanted)
             there = at != NO_ROW
-            self.ids, at = self.wanted[there], at[there]
+            ids, at = self.wanted[there], at[there]
+        further: tuple[np.ndarray, ...] = ()
         # The turn of the table is held, so rows and changes are of one moment.
         if table.changed is not None and self.since >= 0:
             new = table.changed.look().take(at) > self.since
-            self.ids, at = self.ids[new], at[new]
+            ids, at = ids[new], at[new]
             removed = table.removed_since(self.since, self.first, self.last)
-            self.further = removed, np.array([table.cut])
+            further = removed, np.array([table.cut])
         nbytes = len(at) * (held.cell.row_bytes + 8)
         if nbytes > self.largest:
             raise InvalidArgumentError(
                 f"{held.cell.who}: buckets {self.first} to {self.last} are {nbytes} "
                 f"bytes, the limit is {self.largest}: ask for fewer at a time"
             )
-        self.rows = gather(value, at)
+        return ids, gather(value, at), *further
 
 
 def table_items(
     variables: HeldVariables, message: PullTable, largest: int
 ) -> TableItems:
-    """Returns the plan to read buckets of a table.
+    """Returns a read of buckets of a table.
 
     Raises:
         NotFoundError: No variable has the key.
-        InvalidArgumentError: The variable is not a table, the buckets do not exist, or
-            it is not known what has changed since the given number.
+        InvalidArgumentError: It is not a table, or has no such buckets, or it is not
+            known what has changed since.
     """
     key, first, last, since = message.key, message.first, message.last, message.since
     held = variables[key]
@@ -210,7 +208,7 @@ def table_items(
     for ids in message.arrays:
         check_ids(ids, (ids.size, *held.cell.shape[1:]), held.cell.shape, held.cell.who)
     wanted = message.arrays[0] if message.arrays else None
-    return TableItems(variables.generation, held, first, last, largest, since, wanted)
+    return TableItems(held, first, last, largest, since, wanted)
 
 
 def require_table(held: HeldVariable) -> IdTable:

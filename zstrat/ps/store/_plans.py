@@ -27,7 +27,8 @@ from zstrat.wire import EvictionRule, UpdateOp
 
 from ._cell import Write
 from ._creating import CreatePlan, InitializePlan, TablesPlan
-from ._lookups import SEARCH, RowsPlan, TableItems
+from ._lookups import SEARCH, RowsPlan
+from ._plan import ReadPlan, StorePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,6 +93,7 @@ class ServerUpdate:
     @property
     def write(self) -> Write:
         """How the update writes to the memory of the value."""
+        """Applies the update to the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
         if self.op in _OF_ROWS:
@@ -217,7 +219,7 @@ class UpdateRun:
 
 
 @dataclass(frozen=True, slots=True)
-class PushPlan:
+class PushPlan(StorePlan):
     """The plan of a validated push. ``work`` estimates the bytes that its arithmetic
     moves."""
 
@@ -464,7 +466,7 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
 
 
 @dataclass(slots=True)
-class OptimizerPlan:
+class OptimizerPlan(StorePlan):
     """The plan to load an optax transformation from shipped code and register it."""
 
     generation: int
@@ -481,7 +483,7 @@ class OptimizerPlan:
 
 
 @dataclass(slots=True)
-class BindPlan:
+class BindPlan(StorePlan):
     """The plan to trace the tree of an optimizer and bind its variables. ``find``
     returns the variable with a key."""
 
@@ -500,7 +502,7 @@ class BindPlan:
 Plan = (
     PushPlan
     | RowsPlan
-    | TableItems
+    | ReadPlan
     | CreatePlan
     | InitializePlan
     | TablesPlan

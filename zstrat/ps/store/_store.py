@@ -63,12 +63,12 @@ from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import DoneLeases, Ledger, Parts, Writers, plain_push
 from ._lookups import (
     RowsPlan,
-    TableItems,
     require_table,
     rows_plan,
     table_items,
     too_many,
 )
+from ._plan import ReadPlan
 from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan
 from ._rounds import OpenRounds, merged_part
 from ._variables import HeldVariables
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import AppliedParts, ArraySpec, PullTable, TableEntry
+    from zstrat.wire import AppliedParts, ArraySpec, Message, PullTable, TableEntry
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class Store:
         load_code = self.engine.load_code
         return tables_plan(entries, code, load_code, self.variables, session)
 
-    def plan_items(self, message: PullTable) -> TableItems:
+    def plan_items(self, message: PullTable) -> ReadPlan:
         """Plans to read buckets of a table: ids and their rows.
 
         Raises:
@@ -254,7 +254,13 @@ class Store:
             InvalidArgumentError: The variable is not a table, the buckets do not exist,
                 or it is not known what has changed since the given number.
         """
-        return table_items(self.variables, message, self._largest)
+        items = table_items(self.variables, message, self._largest)
+
+        def answer(arrays: tuple[np.ndarray, ...]) -> Pulled:
+            self.counts.rows += len(arrays[0])
+            return Pulled([items.held.version], arrays, self.counts.pushes)
+
+        return ReadPlan(self.variables.generation, items.work, items.read, answer)
 
     def table_sizes(self, keys: Sequence[int]) -> TableSizes:
         """Returns, for each table in order: rows, bytes, counts of rows added and
@@ -547,7 +553,7 @@ class Store:
             return Done()
         return BindPlan(self.variables.generation, known, data, self.variables.get)
 
-    def commit(self, plan: Plan) -> Done | Pushed | Pulled:
+    def commit(self, plan: Plan) -> Message:
         """Makes the changes visible that a plan has computed: versions, keys, ledger.
         Returns the answer.
 
@@ -563,10 +569,8 @@ class Store:
             case RowsPlan(versions=versions, leases=leases, rows=rows):
                 self.counts.rows += sum(map(len, rows))
                 return Pulled(versions, (*leases, *rows), self.counts.pushes)
-            case TableItems(held=held, ids=ids, rows=values, further=further):
-                self.counts.rows += len(ids)
-                arrays = (ids, values, *further)
-                return Pulled([held.version], arrays, self.counts.pushes)
+            case ReadPlan(answer=answer, found=found):
+                return answer(found)
             case TablesPlan(made=tables):
                 self.variables.hold_tables(tables)
             case CreatePlan(entries=entries, cells=cells):
