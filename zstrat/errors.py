@@ -344,6 +344,7 @@ _MAX_FIELD_LENGTH: Final = 8000
 """Characters of a text or bytes field that are sent, so that many errors fit into one
 message, even if they print arrays."""
 _HERE: Final = f"{os.path.dirname(__file__)}/"
+_LIBRARY: Final = f"{os.path.dirname(os.__file__)}/"
 _MAX_FIELDS: Final = 16
 """Number of fields that are sent; errors of zstrat and Python have at most five."""
 
@@ -353,7 +354,7 @@ def to_wire(error: BaseException, *, full: bool = True) -> WireError:
     becomes a note.
 
     Unless ``full``, an error that a ``raise`` of zstrat made is sent without its
-    traceback, which has no line of the user. Long texts lose their middle, so that the
+    traceback if that has no line of the user. Long texts lose their middle, so that the
     result fits into a message.
     """
     wire = _to_plain(error, full)
@@ -390,10 +391,25 @@ def is_refusal(error: BaseException) -> bool:
     return opcode == "RAISE_VARARGS" and code.co_filename.startswith(_HERE)
 
 
+def _is_of_zstrat_alone(error: BaseException) -> bool:
+    """Returns whether the error is a refusal whose traceback has no line of the user,
+    whose code may have made the call that was refused."""
+    if not is_refusal(error):
+        return False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        # Handlers run in thread pools, and some through jax.
+        is_library = file.startswith(_LIBRARY) and "/site-packages/" not in file
+        is_library = is_library or "/site-packages/jax" in file
+        if not (file.startswith(_HERE) or is_library):
+            return False
+    return True
+
+
 def _to_plain(error: BaseException, full: bool) -> WireError:
     cause = error.__cause__
-    hides = isinstance(error, ZstratError) and is_refusal(error) and not full
-    hides = hides and (cause is None or is_refusal(cause))
+    hides = not full and isinstance(error, ZstratError) and _is_of_zstrat_alone(error)
+    hides = hides and (cause is None or _is_of_zstrat_alone(cause))
     if error.__traceback__ is None or hides:
         notes = _notes(error)
     else:  # includes the notes

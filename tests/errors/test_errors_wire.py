@@ -83,14 +83,25 @@ def test_every_error_is_copied_and_pickled_as_itself(cls, copied):
     assert str(again) == str(error)
 
 
-def test_a_refusal_of_ours_comes_without_a_traceback_of_ours():
-    """The message is for the user, and none of the lines are."""
+def refused():
     with pytest.raises(ZstratError) as raised:
         decode(b"x", [], LIMITS)
-    refusal = to_wire(raised.value, full=False)
+    return raised.value
+
+
+def test_a_refusal_of_ours_comes_without_a_traceback_of_ours():
+    """The message is for the user, and none of the lines are."""
+    error = refused()
+    error.__traceback__ = error.__traceback__.tb_next  # without the line of this file
+    refusal = to_wire(error, full=False)
     assert not hasattr(from_wire(refusal), "__notes__")
-    (note,) = from_wire(to_wire(raised.value)).__notes__
+    (note,) = from_wire(to_wire(error)).__notes__
     assert "zstrat/wire/" in note
+
+
+def test_a_refusal_of_a_call_by_the_user_comes_with_the_line_of_the_call():
+    (note,) = from_wire(to_wire(refused(), full=False)).__notes__
+    assert "in refused" in note
 
 
 @pytest.mark.parametrize("lost", [False, True])

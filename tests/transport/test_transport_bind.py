@@ -9,7 +9,7 @@ import pytest
 import zmq
 from transport_talk import pull
 
-from zstrat.config import Settings
+from zstrat.config import Settings, Timeouts
 from zstrat.errors import ClosedError, PermissionDeniedError
 from zstrat.transport import (
     Endpoint,
@@ -147,3 +147,11 @@ async def test_a_process_without_descriptors_says_so_and_keeps_nothing():
         await new_endpoint(sockets=sockets).bind("127.0.0.1:0")
     assert raised.value.errno == errno.EMFILE
     assert sockets.made.closed
+
+
+async def test_an_option_that_a_socket_refuses_is_an_error_and_no_hang():
+    settings = Settings(Timeouts(handshake=3e6))  # more milliseconds than an int has
+    me = hello("ps", 0, new_incarnation())
+    endpoint = Endpoint(me, lambda *_: None, settings=settings)
+    with pytest.raises(OverflowError):
+        await asyncio.wait_for(endpoint.bind("127.0.0.1:0"), 10)

@@ -145,6 +145,19 @@ def new_socket(
     """Returns a new ROUTER or DEALER with zstrat's options, not yet bound or
     connected."""
     socket: zmq.Socket[bytes] = context.socket(kind)
+    try:
+        _set_options(socket, kind, address, settings)
+    except BaseException:  # to the caller, who could never end the context
+        socket.close(linger=0)
+        raise
+    if kind != zmq.ROUTER:
+        note_address(socket, address.endpoint)
+    return socket
+
+
+def _set_options(
+    socket: zmq.Socket[bytes], kind: int, address: Address, settings: Settings
+) -> None:
     times, limits = settings.timeouts, settings.limits
     # The default has no limit, and the end of the context would wait. Who closes a
     # socket says how long a goodbye may take.
@@ -176,8 +189,6 @@ def new_socket(
         # closes, the last answers among it. A link sends only after the handshake.
         socket.immediate = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
-        note_address(socket, address.endpoint)
-    return socket
 
 
 def bound_to(socket: zmq.Socket[bytes]) -> str:

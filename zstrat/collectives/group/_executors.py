@@ -243,8 +243,8 @@ class EngineExecutor:
             self._thread = thread
 
     def drop(self, turn: CallTurn) -> None:
-        """Marks a turn as one without an operation: the executor's thread only enters
-        and leaves it."""
+        """Removes a turn that gets no operation from the queue of the executor's
+        thread; the caller still has to enter and leave the turn."""
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
@@ -264,7 +264,8 @@ class EngineExecutor:
             self._engine.close()
 
     def _ended(self, error: ZstratError) -> None:
-        """Makes the engine and all turns raise the error that ended the generation."""
+        """Makes the engine raise the error that ended the generation, and ends all
+        waits for turns."""
         self._engine.abort(error)
         self._turns.end()
 
