@@ -410,7 +410,12 @@ def _to_plain(error: BaseException, full: bool) -> WireError:
     cause = error.__cause__
     hides = not full and isinstance(error, ZstratError) and _is_of_zstrat_alone(error)
     hides = hides and (cause is None or _is_of_zstrat_alone(cause))
-    if error.__traceback__ is None or hides:
+    # `trim` has left a refusal without lines of its own, but those of the user in its
+    # cause are where the user has to look.
+    has_lines = error.__traceback__ is not None
+    if full and cause is not None:
+        has_lines = has_lines or cause.__traceback__ is not None
+    if hides or not has_lines:
         notes = _notes(error)
     else:  # includes the notes
         notes = "".join(traceback.format_exception(error))

@@ -82,9 +82,31 @@ async def test_a_profile_that_is_asked_for_late_is_there(profiled, temporary):
     thread, capture = make()
     await capture.serve(begin(-1000.0))
     await thread.told.wait()
-    told = capture.serve(EndCapture(SESSION))
+    told = await capture.serve(EndCapture(SESSION))
     capture.close()
     assert [told.profile] == [str(path) for path in temporary.iterdir()]
+
+
+async def test_a_profile_that_is_asked_for_while_it_stops_is_complete(profiled):
+    """The thread has yet to stop it, as it has a step to end before."""
+    thread, capture = make()
+    late = []
+    thread.tell = lambda event: (late.append(event), thread.told.set())
+    submit = thread.submit
+
+    def submitted(job):
+        while late:
+            late.pop(0)()
+        return submit(job)
+
+    thread.submit = submitted
+    await capture.serve(begin(-1000.0))
+    await thread.told.wait()
+    told = capture.serve(EndCapture(SESSION))
+    assert profiled, "the thread has not stopped it"
+    told = await told
+    assert not profiled
+    assert told.profile
 
 
 async def test_a_session_that_ends_takes_its_profile_with_it(profiled, temporary):

@@ -12,8 +12,9 @@ import pytest
 
 from zstrat import errors
 from zstrat.config import Limits
+from zstrat.data import Elements
 from zstrat.errors import NotFoundError
-from zstrat.program import ResultLayout, StepResult, trim
+from zstrat.program import ResultLayout, StepResult, function, prepare, trim
 from zstrat.wire import Outcome
 from zstrat.worker import Executor
 from zstrat.worker._closure import ResultLayouts, failed
@@ -103,6 +104,32 @@ def test_a_refusal_of_ours_has_no_traceback_of_ours():
         Results(1000).of(9)
     error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
     assert trim(error).__traceback__ is None
+
+
+def users_branch(x):
+    return x if x > 0 else -x
+
+
+def users_step(x):
+    return users_branch(x)
+
+
+def test_a_refusal_of_ours_comes_with_the_users_lines_of_its_cause():
+    """Its words name the last of them only."""
+    with pytest.raises(TypeError) as raised:
+        prepare(function(users_step), (np.float32(1),), {})
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    _, _, notes, _ = failed(1, error).completion.error
+    assert "return users_branch(x)" in notes
+    assert "_refusals.py" not in notes
+
+
+def test_the_cause_of_a_refusal_that_has_no_line_of_the_user_is_not_told():
+    with pytest.raises(TypeError) as raised:
+        Elements(3)
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    _, _, notes, _ = failed(1, error).completion.error
+    assert notes == ""
 
 
 def test_tracebacks_of_our_own_defects_stay_whole():

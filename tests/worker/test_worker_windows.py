@@ -83,8 +83,9 @@ class Thread:
         self.work()
 
 
-@pytest.fixture
-def thread():
+def make(*, draws):
+    """Makes a thread with a function of windows, which draws elements or is called
+    without any."""
     before = creator.set(Creator())
     try:
         optimizer = zs.LocalOptimizer(
@@ -94,13 +95,19 @@ def thread():
         creator.reset(before)
     one, two = (unbound(VariableSpec(n, f"v{n}", (), "float32", 0)) for n in (100, 101))
 
-    def step(iterator):
-        batch = next(iterator)
+    def step(*iterators):
+        batch = next(iterators[0]) if draws else np.float32(1)
         optimizer.apply_gradients((batch, batch), (one, two))
         return batch
 
     batches = zs.StepIterator(iter(np.arange(9, dtype=np.float32)), steady=True)
-    return Thread({b"window": optimizer.window(step), b"arguments": ((batches,), {})})
+    args = (batches,) if draws else ()
+    return Thread({b"window": optimizer.window(step), b"arguments": (args, {})})
+
+
+@pytest.fixture
+def thread():
+    return make(draws=True)
 
 
 def drawn(ending):
@@ -125,3 +132,20 @@ def test_a_window_without_a_copy_puts_back_what_it_has_drawn_in_order(thread):
     assert [drawn(ending) for ending in thread.endings] == [[1.0], [2.0]]
     # Each is for the round that it has read, so it contributes.
     assert [push.contributions[0].weight for push in thread.pushes] == [1.0] * 3
+
+
+def test_windows_that_draw_nothing_take_their_places_in_order_again():
+    """If a window that was prepared behind one without a copy kept its place, a later
+    window would have the same place, and contribute nothing."""
+    thread = make(draws=False)
+    thread.dispatch(1, 2, 3)
+    thread.answer(0)
+    thread.runner.resources.residents.settle(1, failed=True)
+    thread.work()
+    thread.answer(1)
+    thread.dispatch(4, 5)
+    while thread.pulls:
+        thread.answer(len(thread.pushes))
+    numbers = [ending.completion.step for ending in thread.endings]
+    assert numbers == [1, 2, 3, 4, 5]
+    assert [push.contributions[0].weight for push in thread.pushes] == [1.0] * 4

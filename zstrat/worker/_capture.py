@@ -64,7 +64,8 @@ class SessionCapture:
         self._recorder, self._executor, self._clock = recorder, executor, clock
         self._profile = JaxProfile(clock, 0)
         self._limit: asyncio.TimerHandle | None = None
-        """Timer that stops jax's profile if no message does; None: no profile runs."""
+        """Timer that stops jax's profile if no message does; None: no profile runs, or
+        its time is up."""
         self._is_reported = True
         """Whether the program has received the path of the profile's folder, or no
         profile ran."""
@@ -85,9 +86,8 @@ class SessionCapture:
                 self._profile = JaxProfile(self._clock, spans)
                 return self._begin_profile(seconds) if message.profile else Done()
             case EndCapture():
-                if self._limit is None:
-                    return self._captured()
-                return self._end_profile()
+                # Also a profile whose time is up: the thread may have yet to stop it.
+                return self._captured() if self._is_reported else self._end_profile()
 
     def close(self) -> None:
         """Stops jax's profile and removes its folder, unless the program has received

@@ -536,7 +536,9 @@ class StepRunner:
     def _draw_again(self, step: ClosureStep) -> None:
         """Gives back the elements, and the place among windows, of the head of the
         line, after those of later steps, which are prepared once more."""
-        if step.work is not None and step.work.plan.draws:
+        # Places, too, are given back last one first, whether or not windows draw.
+        has_place = step.place is not None
+        if step.work is not None and (step.work.plan.draws or has_place):
             for other in self.pipeline.put_back():
                 self._give_back(other)
                 other.work = None

@@ -121,12 +121,15 @@ def trim(error: BaseException) -> BaseException:
     the error.
 
     An error without a line of the user keeps all frames, because it is about zstrat,
-    unless a ``raise`` there made it: its message is for the user then.
+    unless a ``raise`` there made it: its message is for the user then, and says what a
+    cause without a line of the user means.
     """
     if environment().get("ZSTRAT_TRACEBACK") != "full":
+        is_refused = False
         for cause in _chain(error):
             trace = _trimmed(cause.__traceback__)
-            if trace is not None or is_refusal(cause):
+            is_refused = is_refused or is_refusal(cause)
+            if trace is not None or is_refused:
                 cause.__traceback__ = trace
                 _remove_note_of_jax(cause)
     return error
