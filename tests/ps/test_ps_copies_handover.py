@@ -150,7 +150,8 @@ async def test_a_copy_that_is_not_whole_is_not_left(copies, process):
         await copies.ask(PromoteBackup(SESSION, 2), service)
 
 
-async def test_peers_wait_for_no_next_process_if_nothing_is_left_to_it(tmp_path):
+@pytest.mark.parametrize("late", ["own", "first", "second"])
+async def test_peers_wait_for_no_next_process_if_nothing_is_left_to_it(tmp_path, late):
     tmp_path.chmod(0o700)
     settings = Settings(state=tmp_path)
     process = PsProcess(
@@ -160,12 +161,18 @@ async def test_peers_wait_for_no_next_process_if_nothing_is_left_to_it(tmp_path)
     process.service.handle(chief, OpenSession(SESSION, 0, 1, []))
 
     class Copy:
+        def __init__(self, name):
+            self.name, self.service, self.endpoint = name, self, self
+
+        async def drain(self):
+            return self.name != late
+
         async def close(self, reason, returns=0.0):
             said.append((reason, returns))
-            return True
 
-    process._copies[1] = Copy()
-    assert await process.leave(None, drained=False) == 0.0
-    ((reason, returns),) = said
-    assert returns == 0.0
-    assert "next process" not in reason
+    process._copies.update({1: Copy("first"), 2: Copy("second")})
+    assert await process.leave(None, drained=late != "own") == 0.0
+    assert len(said) == 2
+    for reason, returns in said:
+        assert returns == 0.0
+        assert "next process" not in reason

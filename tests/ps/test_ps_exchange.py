@@ -124,6 +124,19 @@ async def test_a_refused_push_changes_nothing_and_the_pull_is_answered(rig):
     assert rig.statistics()["failed"] == 1
 
 
+async def test_a_refused_part_comes_without_a_traceback_as_a_push_does(
+    rig, monkeypatch
+):
+    """The message is for the user, and none of the lines are."""
+    wrong = exchange(0, 9, rows=[1], indices=[[4]])
+    answer = rig.ask(wrong)
+    for error in answer.push_error, answer.pull_error:
+        assert not hasattr(error_of(error), "__notes__")
+    monkeypatch.setenv("ZSTRAT_TRACEBACK", "full")
+    (note,) = error_of(rig.ask(wrong).push_error).__notes__
+    assert "zstrat/ps/" in note
+
+
 async def test_operands_and_indices_are_told_apart_from_the_end(rig):
     short = exchange(0, reads=[0], rows=[1], indices=[[1]])
     missing = Exchange(

@@ -25,6 +25,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps import Handover, Inherited
+from zstrat.ps._thread import ComputeThread
 from zstrat.ps.handover._state_files import StateFiles
 from zstrat.testing import FakeClock, full_disk
 from zstrat.wire import (
@@ -390,3 +391,22 @@ async def test_a_state_that_comes_too_late_is_not_left(tmp_path, monkeypatch):
         asyncio.get_running_loop().call_later(0.4, go_on.set)
         assert not await now.handover.leave(left, 0.2)
     assert take(Handover(folder, 0, TASK)) is None
+
+
+async def test_a_state_that_is_complete_in_time_is_left(tmp_path, monkeypatch):
+    """Its thread ends only after the time that it had."""
+    folder, close = tmp_path / "s", ComputeThread.close
+    async with successors(folder) as now:
+        await now.answer(created(1))
+        assert await now.service.drain()
+        now.is_over = True
+
+        async def late(thread, deadline):
+            await asyncio.sleep(1.0)
+            return await close(thread, deadline)
+
+        monkeypatch.setattr(ComputeThread, "close", late)
+        own = now.service.role.state_for_successor(0)
+        left = Inherited(77, now.service.owner, own)
+        assert await now.handover.leave(left, 1.0)
+    assert take(Handover(folder, 0, TASK)) is not None

@@ -75,18 +75,17 @@ class _HostedCopy:
     service: PsService
     endpoint: Endpoint
 
-    async def close(self, reason: str, returns: float = 0.0) -> bool:
-        """Finishes accepted requests and closes the copy; returns whether all of
-        them were done in time. Cancellation: the address of the copy is free all the
-        same."""
+    async def close(self, reason: str) -> None:
+        """Finishes accepted requests and closes the copy. Cancellation: the address of
+        the copy is free all the same."""
         try:
-            return await self.service.drain()
+            await self.service.drain()
         finally:
-            await self.endpoint.close(reason, returns)
+            await self.endpoint.close(reason)
 
     def left(self, store: int) -> HandedOverStore:
-        """Returns the state of the copy of ``store`` for the next process, after
-        `close`."""
+        """Returns the state of the copy of ``store`` for the next process, when the
+        copy is drained and closed."""
         state, hosted = self.service.role.state_for_successor(store), self.hosted
         return replace(state, address=hosted.address, incarnation=hosted.incarnation)
 
@@ -238,11 +237,17 @@ class PsProcess:
         async with self._changing:
             # First: `_end_stale_copies` must not drop what the next process takes over.
             copies, self._copies = self._copies, {}
-            # Peers wait for a next process only if that can have what is here.
-            why, returns = (RESTART, seconds) if drained else (_SHUT_DOWN, 0.0)
-            ends = [await copy.close(why, returns) for copy in copies.values()]
-        # All or nothing: peers that know the incarnation expect all that it had.
-        if not drained or not all(ends):
+            # All or nothing: peers that know the incarnation expect all that it had.
+            is_whole = False
+            try:
+                ends = [await copy.service.drain() for copy in copies.values()]
+                is_whole = drained and all(ends)
+            finally:
+                # Peers wait for a next process only if that can have what is here.
+                why, returns = (RESTART, seconds) if is_whole else (_SHUT_DOWN, 0.0)
+                for copy in copies.values():
+                    await copy.endpoint.close(why, returns)
+        if not is_whole:
             _LOG.error(
                 "what this process holds is lost with it: something that it had "
                 "accepted did not end within ZSTRAT_DRAIN"

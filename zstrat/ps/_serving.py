@@ -22,9 +22,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
 
-from zstrat.errors import BusyError, ZstratError, to_wire
+from zstrat.errors import BusyError, ZstratError
 from zstrat.telemetry import PS_PHASES, Phase, Recorder
 from zstrat.wire import (
     READ_ANSWERS,
@@ -37,6 +37,7 @@ from zstrat.wire import (
     Pushed,
     PushPart,
 )
+from zstrat.wire.connection import failure
 
 from ._requests import (
     PendingRequest,
@@ -372,7 +373,7 @@ class Serving:
 
     def _refuse(self, error: Exception) -> PlainTree:
         self.failed += 1
-        return cast("PlainTree", to_wire(error))
+        return failure(error).error
 
     def _enter(self, message: Request | RoundStored) -> Ticket[_WaitingRequest]:
         self._admit()

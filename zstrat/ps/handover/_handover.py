@@ -146,13 +146,15 @@ class Handover:
             False if the state could not be written within ``seconds``; the log says
             why.
 
-        Cancellation: no state is left.
+        Cancellation: no state is left, unless it is complete already.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
+        # Not the compute thread, which `drain` has ended by now.
+        thread = self._make_thread(f"state {self._task}")
         try:
             async with asyncio.timeout(seconds):
-                await self.write(left)
+                await self._write(left, DiskThread(thread, self._task))
         except TimeoutError:
             words = f"it was not written within ZSTRAT_HANDOVER={seconds:g} s"
         except Exception as error:  # goes to the log: the process ends all the same
@@ -160,10 +162,14 @@ class Handover:
         else:
             log.info("left %s in %.1f s", _words(left), loop.time() - began)
             return True
+        finally:
+            # Outside of the limit: a state that is complete by now is left. What could
+            # not be written may still hold the disk; the process does not wait for it.
+            await thread.close(loop.time() + 1.0)
         log.error("what this process holds is lost with it: %s", words)
         return False
 
-    async def write(self, left: Inherited) -> None:
+    async def _write(self, left: Inherited, disk: DiskThread) -> None:
         """Writes the content of all stores, which no longer change.
 
         Raises:
@@ -171,9 +177,6 @@ class Handover:
 
         Cancellation: no state is left.
         """
-        # Not the compute thread, which `drain` has ended by now.
-        thread = self._make_thread(f"state {self._task}")
-        disk = DiskThread(thread, self._task)
         path, stores = self._files.new_path(), StoreWriting()
         facts = {
             "incarnation": left.incarnation,
@@ -198,10 +201,6 @@ class Handover:
                 removed = disk.submit(self._files.remove)
                 removed.add_done_callback(lambda done: done.exception())
             raise
-        finally:
-            # What could not be written may still hold the disk; the process does not
-            # wait for that.
-            await thread.close(asyncio.get_running_loop().time() + 1.0)
 
     def take(
         self, load_code: Callable[[bytes], object], *, largest: int

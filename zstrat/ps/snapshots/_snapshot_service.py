@@ -93,9 +93,7 @@ class SnapshotService:
         self._snapshots = Snapshots(task)
         self._epoch = 0
         """Grows when the coordinator is lost, so that requests from before can be given
-        up.
-
-        """
+        up."""
         self._sorting = asyncio.Lock()
         self._busy = 0
         self._idle = asyncio.Event()

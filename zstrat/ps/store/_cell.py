@@ -209,9 +209,7 @@ class Cell:
         self._writing: Buffer | None = None
         self._pins: tuple[Pin, ...] = ()
         """The pins that share the buffer with the value; empty while the value is on
-        the device.
-
-        """
+        the device."""
         self._idle = 0
         self._lost = ""
 

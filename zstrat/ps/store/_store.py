@@ -423,14 +423,14 @@ class Store:
         return Pushed(True, self._versions(push), self.counts.pushes)
 
     def plan_part(self, part: PushPart) -> PushPlan | Pushed:
-        # First: a run that differs has to fail, even where its push counts as a
-        # duplicate.
         """Plans a part of an eager step, otherwise as `plan_push`.
 
         Raises:
             RetryDiffersError: Another part was applied under its number.
             StaleSessionError: A later run of the step has begun.
         """
+        # First: a run that differs has to fail, even where its push counts as a
+        # duplicate.
         self.note_part(part)
         return self.plan_push(plain_push(part))
 

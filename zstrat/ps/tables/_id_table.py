@@ -93,9 +93,7 @@ class IdTable(IndexedIds):
         table does not note changes."""
         self._cut = Cell(np.zeros(2, _ID))
         """The number of the last change (*cut*), and the number up to which removed ids
-        were forgotten.
-
-        """
+        were forgotten."""
         if entry.follows:
             self.changed = GrowingCell((), _ID)
             self.gone = IdNumbers(np.int64, f"{who}, {GONE}")
