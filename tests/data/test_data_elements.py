@@ -63,7 +63,7 @@ def test_end_is_out_of_range_and_names_the_dataset():
 
 
 def test_what_cannot_be_iterated_is_refused():
-    with pytest.raises(TypeError, match="it is a int"):
+    with pytest.raises(TypeError, match="got int"):
         Elements(3)  # type: ignore[arg-type]
 
 
