@@ -102,6 +102,17 @@ def test_what_mixes_variables_is_refused(servers):
             zs.Optimizer(update, params=params)
 
 
+@pytest.mark.parametrize("parts", [{"first": 0}, (keras.optimizers.SGD(),)])
+def test_an_own_optimizer_with_an_attribute_named_optimizers(parts):
+    """It is one of its parts, and they are those that are optimizers."""
+    from zstrat.integrations.keras.optimizers import parts_of
+
+    optimizer = keras.optimizers.SGD(weight_decay=0.1)
+    optimizer.optimizers = parts
+    own = [x for x in parts if isinstance(x, keras.optimizers.Optimizer)]
+    assert parts_of(optimizer) == [optimizer, *own]
+
+
 def test_what_is_sent_needs_no_keras():
     """A worker and a server unpickle it in a process that has not imported Keras."""
     import pickle

@@ -89,6 +89,26 @@ def test_averages_of_replicas_count_rows():
     np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
 
 
+def test_averages_in_bfloat16_are_of_all_replicas():
+    def make():
+        keras.utils.set_random_seed(1)
+        normal = keras.layers.BatchNormalization(momentum=0.5, dtype="bfloat16")
+        model = keras.Sequential([keras.Input((4,)), normal, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    plain = make()
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = make()
+    for each in (plain, model):
+        each.fit(X[:8], Y[:8], batch_size=8, shuffle=False, verbose=0)
+    found, expected = (
+        np.asarray(each.layers[0].moving_mean.value, "float32")
+        for each in (model, plain)
+    )
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
 def test_a_loss_that_is_no_mean_over_rows_is_refused(reduction):
     """Replicas count by their rows, so its gradient would be another one."""
@@ -196,6 +216,50 @@ def test_the_gradients_of_an_own_step_are_checked(is_mean):
         model.fit(X, Y, verbose=0)
 
 
+class Fitted(keras.Model):
+    """A model with a `train_step` of its own that fits the mean of the last array of a
+    batch, and gives `stateless_apply` its arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = keras.layers.Dense(1, kernel_initializer="zeros")
+
+    def call(self, x):
+        return self.last(x)
+
+    def train_step(self, state, data):
+        values, others, slots, sums = state
+
+        def loss_fn(values):
+            outputs, _ = self.stateless_call(values, others, data[0])
+            return keras.ops.mean(keras.ops.square(outputs - data[-1].mean()))
+
+        loss, grads = jax.value_and_grad(loss_fn)(values)
+        values, slots = self.optimizer.stateless_apply(
+            optimizer_variables=slots, grads=grads, trainable_variables=values
+        )
+        return {"loss": loss}, (values, others, slots, sums)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_an_own_step_takes_tuples_of_any_length_and_arrays_of_other_lengths(others):
+    batch = X[:8], *[X[:8, :1]] * others, np.arange(20, dtype="float32")
+
+    def trained():
+        model = Fitted()
+        model(X[:1])
+        model.compile("sgd")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    plain = trained()
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = trained()
+    for each in (plain, model):
+        each.fit((x for x in [batch]), steps_per_epoch=1, shuffle=False, verbose=0)
+    np.testing.assert_allclose(model.last.bias, plain.last.bias, rtol=1e-5)
+
+
 def test_a_sum_is_found_whatever_weights_the_first_rows_have():
     class Sum(keras.losses.Loss):
         def __call__(self, y, x, sample_weight=None):
@@ -262,6 +326,33 @@ def test_replicas_drop_different_values():
     assert len(set(drops)) == 4
     (state,) = model.non_trainable_variables
     assert state.value.tolist() == [3, 2]
+
+
+def test_replicas_count_alike_with_a_counter_of_the_users_own():
+    """It has the dtype of seeds, but is not one."""
+
+    class Counts(keras.layers.Layer):
+        def build(self, shape):
+            kind = {"dtype": "uint32", "trainable": False, "initializer": "zeros"}
+            self.count = self.add_weight(shape=(), **kind)
+
+        def call(self, x):
+            self.count.assign(self.count + 1)
+            return x * keras.ops.cast(self.count < 100, "float32")
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), Counts(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    plain = make()
+    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = make()
+    for each in (plain, model):
+        each.fit(X[:16], Y[:16], batch_size=8, shuffle=False, verbose=0)
+    for found, expected in zip(model.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(found.value, expected.value, rtol=1e-5, atol=1e-7)
 
 
 def test_a_model_for_batches_of_one_size_is_refused():

@@ -23,7 +23,7 @@ import numpy as np
 
 from zstrat.program import KerasWarning
 
-from ._private import noted_losses
+from ._private import is_seed, noted_losses
 from ._steps import Batch, trace_step
 
 if TYPE_CHECKING:
@@ -102,8 +102,10 @@ def _weighted(batch: Batch) -> Batch:
     any loss is a mean, and weights that differ between halves reveal a loss that
     divides by their sum."""
     data = jax.tree.unflatten(batch.treedef, batch.arrays)
-    *_, weights = keras.utils.unpack_x_y_sample_weight(data)
-    kept = len(batch.arrays) - len(jax.tree.leaves(weights))  # of (x, y, weights)
+    # A train_step of the user's own may take tuples of other lengths.
+    if not isinstance(data, tuple | list) or len(data) != 3:
+        return batch
+    kept = len(batch.arrays) - len(jax.tree.leaves(data[2]))  # of (x, y, weights)
 
     def other(array: np.ndarray) -> np.ndarray:
         given = np.linspace(0.5, 2, len(array)) if array.dtype.kind == "f" else 1
@@ -154,7 +156,7 @@ def _require(
     run, rng = jax.jit(found), np.random.default_rng(0)
     trained = [np.asarray(v.value) for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
-    seeds = [v.dtype == "uint32" for v in state]
+    seeds = list(map(is_seed, state))
     turns = range(_DRAWS if any(seeds) else 1)
     others = list(zip(state, seeds, strict=True))
     drawn = [[v + np.uint32(n) if s else v for v, s in others] for n in turns]

@@ -12,6 +12,7 @@ which Keras to install if one of these names is missing:
 | `get_keras_mask` of ``keras.src.backend`` | the mask that a loss is given |
 | `_distribute_data` of its trainer | moves batches to devices of this process |
 | ``_shape`` of a variable | set while a step is traced on rows of a table |
+| the state of a SeedGenerator | two numbers of uint32, by which it is recognized |
 | `_symbolic_build` | builds a model, its metrics and its optimizer for a batch |
 
 `make_train_function`, `make_test_function`, `make_predict_function`,
@@ -215,6 +216,13 @@ def with_shapes(shapes: Iterable[tuple[Any, tuple[int, ...]]]) -> Iterator[None]
     finally:
         for variable, before, _ in given:
             variable._shape = before
+
+
+def is_seed(array: Any) -> bool:
+    """Returns whether the array, one of the state of a model, is that of a
+    `keras.random.SeedGenerator`: a seed and a counter. A single number of that dtype is
+    a counter of the user's own."""
+    return bool(array.dtype == "uint32" and array.shape == (2,))
 
 
 def layers_of(model: Any) -> list[Any]:

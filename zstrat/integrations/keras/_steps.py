@@ -74,10 +74,14 @@ class Batch:
         return next((x.shape[0] for x in self.arrays if x.ndim), 1)
 
     def part(self, start: int, end: int) -> Batch:
-        """Returns rows ``start`` to ``end`` of the batch; scalars are kept as they
-        are."""
-        cut = [x[start:end] if x.ndim else x for x in self.arrays]
-        return Batch(self.treedef, tuple(cut))
+        """Returns rows ``start`` to ``end`` of the batch, of an array with several (or
+        fewer) rows for each the same share; scalars are kept as they are."""
+        rows = max(1, self.rows)
+
+        def cut(x: Any) -> Any:
+            return x[start * len(x) // rows : end * len(x) // rows] if x.ndim else x
+
+        return Batch(self.treedef, tuple(map(cut, self.arrays)))
 
 
 def _array(leaf: Any, *, whole: bool) -> Any:
@@ -245,7 +249,11 @@ def _train(model: Any, state: Any, data: Any, after: Sequence[Any]) -> Any:
     optimizer, count = model.optimizer, len(state[0])
     calls: list[list[Any]] = []
 
-    def stateless_apply(_: Any, grads: Any, __: Any) -> Any:
+    # With the names of Keras: they may be given by name.
+    def stateless_apply(
+        optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        del optimizer_variables, trainable_variables
         calls.append(list(grads))
         return list(after[:count]), list(after[count:])
 

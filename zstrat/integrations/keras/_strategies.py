@@ -44,7 +44,7 @@ from zstrat.variables import (
 )
 
 from ._means import require_mean_reductions, require_means
-from ._private import layers_of, noted_losses
+from ._private import is_seed, layers_of, noted_losses
 from ._sources import Draw, LeaseSource
 from ._steps import Batch, trace_step
 from ._training import Training
@@ -130,7 +130,8 @@ class ReplicaTraining(Training):
             for at, value in zip(whole.changed, after, strict=False):
                 # The mean over replicas is to be one over rows. Shares of one size
                 # need no factor, which would round.
-                if part.rows * replicas != batch.rows and value.dtype.kind == "f":
+                is_real = jnp.issubdtype(value.dtype, jnp.floating)
+                if part.rows * replicas != batch.rows and is_real:
                     value = before[at] + (value - before[at]) * (share * replicas)
                 state[at].assign(value)
             seen = after[len(whole.changed) :]
@@ -206,7 +207,7 @@ class ReplicaTraining(Training):
                     name=f"{name}/state_{number}",
                     trainable=False,
                     aggregation=of.MEAN
-                    if array.dtype.kind == "f"
+                    if jnp.issubdtype(array.dtype, jnp.floating)  # bfloat16, too
                     else of.ONLY_FIRST_REPLICA,
                 )
         return made
@@ -232,7 +233,7 @@ def _own_seeds(state: Sequence[Any]) -> list[Any]:
     # The fraction of the golden ratio: multiples of it are far from each other, and
     # from the seeds of other layers, which are often small numbers.
     apart = jnp.uint32(context.replica_id_in_sync_group) * np.uint32(0x9E3779B9)
-    return [v + apart if v.dtype == "uint32" else v for v in state]
+    return [v + apart if is_seed(v) else v for v in state]
 
 
 def _nothing(

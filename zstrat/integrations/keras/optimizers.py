@@ -191,9 +191,11 @@ def _uniform(array: np.ndarray) -> Any:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that a MultiOptimizer consists of; of others the optimizer
-    itself."""
-    return list(getattr(optimizer, "optimizers", [optimizer]))
+    """Returns the optimizer, and the optimizers that a MultiOptimizer consists of. An
+    optimizer of the user's own may have an attribute of that name, of any type."""
+    parts = getattr(optimizer, "optimizers", None)
+    given = parts if isinstance(parts, list | tuple) else ()
+    return [optimizer, *[x for x in given if isinstance(x, keras.optimizers.Optimizer)]]
 
 
 def _require_possible(optimizer: Any) -> None:
