@@ -330,6 +330,25 @@ def test_those_that_said_that_they_return_are_waited_for(world):
     assert world.session.cluster.outage_error is None
 
 
+def test_a_server_that_is_back_at_once_still_gets_its_backup_first(world):
+    """The wait for the backups had ended with the loss."""
+    first = world.ps[0]
+    handle, opened = first.handle, []
+
+    def cut(message):
+        if isinstance(message, OpenSession):
+            opened.append(message)
+            if len(opened) == 2:  # of its process: its store was entered before
+                first.kill("cut")
+                first.come_back(same=True)
+        return handle(message)
+
+    first.handle = cut
+    session = world.connect()
+    assert session.cluster.outage_error is None
+    assert world.on_loop(world.paired)
+
+
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
     world.connect()
     ends = []
