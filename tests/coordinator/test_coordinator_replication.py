@@ -349,6 +349,28 @@ def test_a_server_that_is_back_at_once_still_gets_its_backup_first(world):
     assert world.on_loop(world.paired)
 
 
+@pytest.mark.parametrize("resume", ["", "run"])
+def test_a_process_that_restarts_before_its_store_is_entered_is_entered_again(
+    world, resume
+):
+    """With a name the process joins before the stores that it serves."""
+    first = world.ps[0]
+    handle, opened = first.handle, []
+
+    def restarted(message):
+        if isinstance(message, OpenSession):
+            opened.append(message)
+            if len(opened) == 2:
+                first.kill()
+                first.come_back()
+        return handle(message)
+
+    first.handle = restarted
+    session = world.connect(resume=resume)
+    assert session.cluster.outage_error is None
+    assert world.on_loop(world.paired)
+
+
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
     world.connect()
     ends = []

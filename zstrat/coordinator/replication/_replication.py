@@ -76,7 +76,7 @@ class Replication:
         self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
         self._cluster, self._make_link = cluster, make_link
-        self._takes_over = False
+        self._takes_over = self._is_opening = False
         opening = OpenSession(session, 0, 0, [], name=name, replicas=replicas)
         self._known: Final = StoreProcesses(self, opening, timeouts, make_link)
         for number, address in enumerate(addresses):
@@ -177,7 +177,16 @@ class Replication:
         Cancellation: `open` may be called again.
         """
         self._known.start()
-        await self._known.wait_ready(deadline)
+        # Until `start` nobody seeks a process for a copy, so one that was started again
+        # since it joined enters again only because of this.
+        self._is_opening = True
+        try:
+            for process in self.processes:
+                if process.gone:
+                    self._take_back(process)
+            await self._known.wait_ready(deadline)
+        finally:
+            self._is_opening = False
         # The restore starts it when the stores are filled: copies of empty ones are of
         # no use.
         if self._is_renewed:
@@ -367,7 +376,7 @@ class Replication:
                     self._cluster.message_received(served, message)
 
     def _take_back(self, task: TaskSession) -> None:
-        if self.is_started or self._takes_over:
+        if self.is_started or self._takes_over or self._is_opening:
             number, placement = task.place, self.placement
             # While orphaned stores are searched, no other process serves them.
             is_served = self.is_started and placement.is_own(number)
