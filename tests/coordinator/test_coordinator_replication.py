@@ -371,6 +371,35 @@ def test_a_process_that_restarts_before_its_store_is_entered_is_entered_again(
     assert world.on_loop(world.paired)
 
 
+@pytest.mark.parametrize("turns", [4, 7])
+@pytest.mark.parametrize("message", range(1, 5))
+@pytest.mark.parametrize("resume", ["", "run"])
+def test_a_server_may_restart_at_any_message_of_the_opening(
+    world, resume, message, turns
+):
+    """A few turns of the loop after it came."""
+    first = world.ps[0]
+    handle, came = first.handle, []
+
+    def restart(turns):
+        if turns:
+            asyncio.get_running_loop().call_soon(restart, turns - 1)
+        else:
+            first.kill()
+            first.come_back()
+
+    def counted(asked):
+        came.append(asked)
+        if len(came) == message:
+            restart(turns)
+        return handle(asked)
+
+    first.handle = counted
+    session = world.connect(resume=resume)
+    world.until(world.paired)
+    assert session.cluster.outage_error is None
+
+
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
     world.connect()
     ends = []

@@ -143,6 +143,9 @@ class SessionRenewal:
         self.resumed, self.origin = False, self.session
         # In the sessions that restores enter, keys are counted from this one, too.
         self._keep_origin()
+        # The lives of processes with which stores begin are known when all are there.
+        if cluster.replication is not None:
+            await cluster.replication.wait_processes(deadline)
         self.renew_workers({})
         await arrive(cluster.ps, cluster.workers, deadline)
 
