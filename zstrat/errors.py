@@ -344,6 +344,7 @@ _MAX_FIELD_LENGTH: Final = 8000
 """Characters of a text or bytes field that are sent, so that many errors fit into one
 message, even if they print arrays."""
 _HERE: Final = f"{os.path.dirname(__file__)}/"
+_LIBRARY: Final = (f"{os.path.dirname(os.__file__)}/", "<frozen")
 _MAX_FIELDS: Final = 16
 """Number of fields that are sent; errors of zstrat and Python have at most five."""
 
@@ -390,10 +391,24 @@ def is_refusal(error: BaseException) -> bool:
     return opcode == "RAISE_VARARGS" and code.co_filename.startswith(_HERE)
 
 
+def _is_own_refusal(error: BaseException) -> bool:
+    """Returns whether the error is a refusal without a line of the user above it: code
+    of the user that zstrat calls may have called zstrat."""
+    frames = traceback.walk_tb(error.__traceback__)
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    return is_refusal(error) and all(map(_is_inner, files))
+
+
+def _is_inner(file: str) -> bool:
+    """Returns whether a source file belongs to zstrat or to Python's library."""
+    is_library = file.startswith(_LIBRARY) and "/site-packages/" not in file
+    return is_library or file.startswith(_HERE)
+
+
 def _to_plain(error: BaseException, full: bool) -> WireError:
     cause = error.__cause__
-    hides = isinstance(error, ZstratError) and is_refusal(error) and not full
-    hides = hides and (cause is None or is_refusal(cause))
+    hides = isinstance(error, ZstratError) and not full and _is_own_refusal(error)
+    hides = hides and (cause is None or _is_own_refusal(cause))
     if error.__traceback__ is None or hides:
         notes = _notes(error)
     else:  # includes the notes

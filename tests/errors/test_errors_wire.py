@@ -83,14 +83,31 @@ def test_every_error_is_copied_and_pickled_as_itself(cls, copied):
     assert str(again) == str(error)
 
 
-def test_a_refusal_of_ours_comes_without_a_traceback_of_ours():
-    """The message is for the user, and none of the lines are."""
+def refusal():
+    """Of zstrat, as zstrat catches it: without our frame."""
     with pytest.raises(ZstratError) as raised:
         decode(b"x", [], LIMITS)
-    refusal = to_wire(raised.value, full=False)
-    assert not hasattr(from_wire(refusal), "__notes__")
-    (note,) = from_wire(to_wire(raised.value)).__notes__
+    return raised.value.with_traceback(raised.value.__traceback__.tb_next)
+
+
+def test_a_refusal_of_ours_comes_without_a_traceback_of_ours():
+    """The message is for the user, and none of the lines are."""
+    refused = refusal()
+    assert not hasattr(from_wire(to_wire(refused, full=False)), "__notes__")
+    (note,) = from_wire(to_wire(refused)).__notes__
     assert "zstrat/wire/" in note
+
+
+def test_a_refusal_below_a_line_of_the_user_comes_with_it():
+    """An initializer of theirs, say, that calls zstrat."""
+    with pytest.raises(ZstratError) as raised:
+        decode(b"the user's", [], LIMITS)
+    (note,) = from_wire(to_wire(raised.value, full=False)).__notes__
+    assert "the user's" in note
+    wrapped = refusal()
+    wrapped.__cause__ = raised.value
+    (note,) = from_wire(to_wire(wrapped, full=False)).__notes__
+    assert "the user's" in note
 
 
 @pytest.mark.parametrize("lost", [False, True])
