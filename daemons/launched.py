@@ -40,6 +40,9 @@ _IN_MEMORY: Final = Path("/dev/shm")
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a daemon of a fleet; ends the process with the exit codes of the daemon."""
     job, *arguments = sys.argv[1:] if argv is None else argv
+    # Before the import of jax, which takes seconds: if the parent ends meanwhile,
+    # another process is in its place.
+    parent = os.getppid()
     # The conversation gets its own descriptor, and everything else that is printed goes
     # to the log: an import that prints a line would be taken for an answer.
     report = os.dup(1)
@@ -62,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         # another task has failed, leaves none.
         with kept_for_good():
             from zstrat.worker import WorkerService  # noqa: F401
-    arguments += ["--parent", str(os.getppid()), "--report", str(report)]
+    arguments += ["--parent", str(parent), "--report", str(report)]
     if not received["keys"]:
         MAINS[job](arguments)
         return
     # In memory, so that no disk keeps what was deleted.
-    parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=parent))
+    memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=memory))
     try:
         write_keys(folder / "keys", received["keys"])
         arguments += ["--keys", str(folder / "keys"), "--remove-keys", str(folder)]

@@ -344,7 +344,7 @@ _MAX_FIELD_LENGTH: Final = 8000
 """Characters of a text or bytes field that are sent, so that many errors fit into one
 message, even if they print arrays."""
 _HERE: Final = f"{os.path.dirname(__file__)}/"
-_LIBRARY: Final = f"{os.path.dirname(os.__file__)}/"
+_LIBRARY: Final = (f"{os.path.dirname(os.__file__)}/", "<frozen")
 _MAX_FIELDS: Final = 16
 """Number of fields that are sent; errors of zstrat and Python have at most five."""
 

@@ -1,5 +1,6 @@
 """Connecting: who is waited for and said so, and workers that are not alike."""
 
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
+from zstrat.coordinator import _cluster
 from zstrat.coordinator.connecting import _arrival, _task_links
 from zstrat.errors import BusyError, DeadlineExceededError, HeldError
 from zstrat.testing import FakeClock
@@ -212,7 +214,39 @@ def test_a_server_that_restarts_while_the_session_is_opened_is_taken_empty(
     assert session.session == second != first
     assert lost.hello.incarnation == session.cluster.ps[0].hello.incarnation
     assert session.cluster.outage_error is None
-    assert "task:0" in caplog.text
+    assert "task:0 was lost before anything was created" in caplog.text
+    assert "restore" not in caplog.text, "the program need not do anything"
+    world.on_loop(session.cluster.renewal.renew_servers)
+    world.until(lambda: all(task.is_ready for task in session.cluster.ps))
+    assert {ps.sessions[-1].origin for ps in world.ps} == {session.origin}, (
+        "keys are counted from it in later sessions, too"
+    )
+
+
+def test_a_silent_worker_does_not_hold_up_a_session_that_starts_again(
+    make_world, monkeypatch
+):
+    """It joins later, as it would if no server had been lost."""
+    monkeypatch.setattr(_cluster, "WORKERS_JOIN_SECONDS", 0.01)
+    world = make_world(ps=1, workers=2)
+    (worker, silent), (lost,) = world.workers, world.ps
+    handle, asked = worker.handle, []
+
+    def restarted(message):
+        asked.append(message)
+        if len(asked) == 1:  # the server has not joined yet
+            raise BusyError("asked again a moment later")
+        if len(asked) == 2:
+            lost.kill()
+            lost.come_back()
+        return handle(message)
+
+    worker.handle, silent.handle = restarted, lambda message: None
+    began = time.monotonic()
+    session = world.connect(connect=3.0, turn=0.0)
+    assert time.monotonic() - began < 2.0
+    assert len({opening.session for opening in lost.sessions}) == 2
+    assert session.cluster.outage_error is None
 
 
 def test_the_session_tells_tasks_who_they_are(make_world):

@@ -344,6 +344,17 @@ def test_a_suspect_waits_for_the_slowest_worker_as_others_do():
     assert members.largest_lead == 1
 
 
+def test_a_suspect_at_the_bound_keeps_the_next_one_from_another_worker():
+    """Each of them may kill its worker: one after the other."""
+    members = opened(2, closures_in_flight=4, staleness=0)
+    assert give(members, 0, suspects=2) == {0: 1}
+    assert give(members, 0, suspects=1, first=10) == {}
+    first = members.members[0]
+    first.in_flight.clear()
+    members.ended(first, 1, 1.0)
+    assert give(members, 0, suspects=1, first=20) == {1: 1}
+
+
 def test_the_oldest_closure_may_end_while_it_is_described():
     """The loop takes it away, while another thread reads."""
 

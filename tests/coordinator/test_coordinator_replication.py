@@ -330,6 +330,76 @@ def test_those_that_said_that_they_return_are_waited_for(world):
     assert world.session.cluster.outage_error is None
 
 
+def test_a_server_that_is_back_at_once_still_gets_its_backup_first(world):
+    """The wait for the backups had ended with the loss."""
+    first = world.ps[0]
+    handle, opened = first.handle, []
+
+    def cut(message):
+        if isinstance(message, OpenSession):
+            opened.append(message)
+            if len(opened) == 2:  # of its process: its store was entered before
+                first.kill("cut")
+                first.come_back(same=True)
+        return handle(message)
+
+    first.handle = cut
+    session = world.connect()
+    assert session.cluster.outage_error is None
+    assert world.on_loop(world.paired)
+
+
+@pytest.mark.parametrize("resume", ["", "run"])
+def test_a_process_that_restarts_before_its_store_is_entered_is_entered_again(
+    world, resume
+):
+    """With a name the process joins before the stores that it serves."""
+    first = world.ps[0]
+    handle, opened = first.handle, []
+
+    def restarted(message):
+        if isinstance(message, OpenSession):
+            opened.append(message)
+            if len(opened) == 2:
+                first.kill()
+                first.come_back()
+        return handle(message)
+
+    first.handle = restarted
+    session = world.connect(resume=resume)
+    assert session.cluster.outage_error is None
+    assert world.on_loop(world.paired)
+
+
+@pytest.mark.parametrize("turns", [4, 7])
+@pytest.mark.parametrize("message", range(1, 5))
+@pytest.mark.parametrize("resume", ["", "run"])
+def test_a_server_may_restart_at_any_message_of_the_opening(
+    world, resume, message, turns
+):
+    """A few turns of the loop after it came."""
+    first = world.ps[0]
+    handle, came = first.handle, []
+
+    def restart(turns):
+        if turns:
+            asyncio.get_running_loop().call_soon(restart, turns - 1)
+        else:
+            first.kill()
+            first.come_back()
+
+    def counted(asked):
+        came.append(asked)
+        if len(came) == message:
+            restart(turns)
+        return handle(asked)
+
+    first.handle = counted
+    session = world.connect(resume=resume)
+    world.until(world.paired)
+    assert session.cluster.outage_error is None
+
+
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
     world.connect()
     ends = []

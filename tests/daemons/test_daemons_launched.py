@@ -28,8 +28,10 @@ def left(secret: Path) -> list[Path]:
     return [file for file in files if file.read_text() == secret.read_text()]
 
 
-def launched(job: str, keys: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a daemon that gets its keys as of a fleet."""
+def launched(
+    job: str, keys: Path, under: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a daemon that gets its keys as of a fleet, ``under`` another command."""
     command = ["zstrat.daemons.launched", job, "--index", "0", "--bind", "127.0.0.1:0"]
     files = [keys / f"{job}.secret", *keys.glob("*.public")]
     setup = {
@@ -38,7 +40,7 @@ def launched(job: str, keys: Path, **env: str) -> subprocess.CompletedProcess[st
         "host": {"rank": "0", "tasks": "1"},
     }
     return subprocess.run(
-        [sys.executable, "-P", "-m", *command, "--launcher-timeout", "60"],
+        [*under, sys.executable, "-P", "-m", *command, "--launcher-timeout", "60"],
         input=json.dumps(setup) + "\n",
         capture_output=True,
         text=True,
@@ -61,4 +63,24 @@ def test_a_worker_that_is_killed_while_it_imports_jax_has_no_keys_yet(
     (tmp_path / "jax.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     ran = launched("worker", keys, PYTHONPATH=str(tmp_path))
     assert ran.returncode == -9, ran.stderr
+    assert left(keys / "worker.secret") == []
+
+
+def test_a_parent_that_ends_while_a_worker_imports_jax_is_missed(
+    keys: Path, tmp_path: Path
+) -> None:
+    """By then another process is in its place."""
+    (tmp_path / "jax.py").write_text(
+        "import os, sys, time\n"
+        "parent = os.getppid()\n"
+        "os.kill(parent, 9)\n"
+        "while os.getppid() == parent:\n"
+        "    time.sleep(0.01)\n"
+        f"sys.path.remove({str(tmp_path)!r})\n"
+        "del sys.modules['jax']\n"
+        "import jax\n"
+    )
+    shell = ("sh", "-c", '"$@"; exit', "sh")
+    ran = launched("worker", keys, shell, PYTHONPATH=str(tmp_path))
+    assert "has already ended" in ran.stderr
     assert left(keys / "worker.secret") == []

@@ -245,11 +245,22 @@ class Cluster:
                     opening.cancel()
                     await asyncio.gather(opening, return_exceptions=True)
             if (outage := self.outage_error) is None:
+                if loss.done():
+                    continue  # it is back already, but its backup was not waited for
                 return
             if self.renewal.resumed or self.options.is_shared:
                 raise outage
-            log.warning("%s before anything was created: starting again", outage)
+            # Without the rest of the error, which asks for another strategy.
+            log.warning(
+                "%s was lost before anything was created (%s): all tasks start again, "
+                "empty",
+                outage.task,
+                outage.reason,
+            )
             await self.renewal.start_empty(deadline)
+            await all_joined(
+                self.workers, min(deadline, loop.time() + WORKERS_JOIN_SECONDS)
+            )
 
     async def close(self, exits: bool) -> None:
         """Closes the session on all tasks; with ``exits`` their processes drain and

@@ -535,6 +535,11 @@ class Members:
         if not suspects:
             self._reserved = None
             return []
+        chosen = self._reserved
+        if chosen is not None and chosen.alone:
+            # With it this worker may have reached the bound of staleness: the next
+            # suspect waits all the same, as it could kill a second worker.
+            return []
         # Not one that is avoided while others are sound: it is idle, so it would be
         # chosen each time, and the suspect would fail there and come back.
         candidates = [member for member in self.sound if member.is_open]
@@ -542,7 +547,6 @@ class Members:
             # Who waits at the bound is idle, too; the slowest one never waits there.
             most = self._slowest() + self.staleness
             candidates = [member for member in candidates if member.started <= most]
-        chosen = self._reserved
         if chosen not in candidates:
             chosen = min(candidates, key=lambda m: len(m.in_flight), default=None)
         self._reserved = chosen

@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.coordinator._session_pause import SessionCut, cut_of
-from zstrat.coordinator.connecting import ClusterTasks, all_joined, arrive
+from zstrat.coordinator.connecting import ClusterTasks, arrive
 from zstrat.data import Lease
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
@@ -125,7 +125,8 @@ class SessionRenewal:
             await self.start_empty(deadline)
 
     async def start_empty(self, deadline: float) -> None:
-        """Enters another session with all tasks, in which nothing has been created.
+        """Enters another session with all parameter servers and at least one worker, in
+        which nothing has been created.
 
         Args:
             deadline: Loop time.
@@ -140,9 +141,13 @@ class SessionRenewal:
         self._keep_origin()
         self.renew_servers()
         self.resumed, self.origin = False, self.session
+        # In the sessions that restores enter, keys are counted from this one, too.
+        self._keep_origin()
+        # The lives of processes with which stores begin are known when all are there.
+        if cluster.replication is not None:
+            await cluster.replication.wait_processes(deadline)
         self.renew_workers({})
         await arrive(cluster.ps, cluster.workers, deadline)
-        await all_joined(cluster.workers, deadline)
 
     async def _resume(self, name: str, deadline: float) -> None:
         cluster, replication = self._cluster, self._cluster.replication

@@ -76,7 +76,7 @@ class Replication:
         self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
         self._cluster, self._make_link = cluster, make_link
-        self._takes_over = False
+        self._is_stopped = False
         opening = OpenSession(session, 0, 0, [], name=name, replicas=replicas)
         self._known: Final = StoreProcesses(self, opening, timeouts, make_link)
         for number, address in enumerate(addresses):
@@ -122,15 +122,12 @@ class Replication:
             PSUnavailableError: A store has no complete copy.
             ZstratError: As `arrive`.
         """
-        # From now on a process that loses its data may enter again (`_take_back`).
-        self._takes_over = True
         await arrive(self.processes, (), deadline)
         successors = await self.orphans.find(deadline)
         if successors:
             await self.orphans.serve(successors, deadline)
             return self.orphans.origin
         await self.orphans.keep_origin(self._orders.session, deadline)
-        self._takes_over = False
         await self.create_stores(deadline)
         return None
 
@@ -176,14 +173,25 @@ class Replication:
 
         Cancellation: `open` may be called again.
         """
-        self._known.start()
-        await self._known.wait_ready(deadline)
+        await self.wait_processes(deadline)
         # The restore starts it when the stores are filled: copies of empty ones are of
         # no use.
         if self._is_renewed:
             return
         self.start()
         await self.wait_whole(deadline)
+
+    async def wait_processes(self, deadline: float) -> None:
+        """Waits until all processes are in the session.
+
+        Raises:
+            DeadlineExceededError: A process is not there at ``deadline`` (loop time).
+            BusyError, VersionMismatchError, PermissionDeniedError: A process refuses.
+
+        Cancellation: nothing is lost.
+        """
+        self._known.start()
+        await self._known.wait_ready(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
         """Waits until each store has a backup, if stores get backups.
@@ -281,6 +289,7 @@ class Replication:
 
         Cancellation: stopped all the same.
         """
+        self._is_stopped = True
         self._stop()
         await self._orders.wait_ended()
 
@@ -367,7 +376,8 @@ class Replication:
                     self._cluster.message_received(served, message)
 
     def _take_back(self, task: TaskSession) -> None:
-        if self.is_started or self._takes_over:
+        # Also before `start`: it may have been started again while others are awaited.
+        if not self._is_stopped:
             number, placement = task.place, self.placement
             # While orphaned stores are searched, no other process serves them.
             is_served = self.is_started and placement.is_own(number)
@@ -392,7 +402,7 @@ class Replication:
             if copy.is_primary:
                 # The process there may be another one by now, which is empty.
                 self._cluster.ps[store].move(copy.address, life=copy.incarnation)
-        self.is_started, self._takes_over = True, False
+        self.is_started = True
         self._orders.carry_out(self.placement.take_over_stores(left, lives))
         for process, life in zip(self.processes, lives, strict=True):
             if not process.is_ready:
