@@ -6,6 +6,7 @@ The oracle is a counter for each example, to which a step adds 1 for each that i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -271,7 +272,8 @@ def test_examples_of_updates_that_a_failed_eager_step_has_pushed_come_once(local
         with pytest.raises(ValueError, match="five") as caught:
             coordinator.schedule_epoch(step, iterator, (iterator, False))
         assert any("left out" in note for note in caught.value.__notes__)
-        coordinator.schedule_epoch(step, iterator, (iterator, True))
+        with contextlib.suppress(zs.OutOfRangeError):  # steps beside may have had all
+            coordinator.schedule_epoch(step, iterator, (iterator, True))
         coordinator.join()
         assert seen.numpy().tolist() == [1.0] * 20
 
