@@ -53,17 +53,6 @@ def test_a_module_and_an_error():
         programs.run(["-c", "1/0"], check=True, stderr=programs.DEVNULL)
 
 
-def test_what_it_has_at_the_end_is_torn_down():
-    text = """
-class Last:
-    def __del__(self):
-        print("torn down", flush=True)
-
-last = Last()
-"""
-    assert programs.run(["-c", text], stdout=-1).stdout == b"torn down\n"
-
-
 def test_it_is_talked_to_and_killed():
     text = "while True: print(input().upper(), flush=True)"
     pipes = {"stdin": programs.PIPE, "stdout": programs.PIPE, "text": True}

@@ -4,9 +4,7 @@
 To start Python and to import what they need takes a program a second and a half of the
 processor, most of what many of them take at all. It has happened here, once for all."""
 
-import atexit
 import builtins
-import ctypes
 import gc
 import importlib
 import os
@@ -36,11 +34,9 @@ def code(descriptor):
     """Returns in each program with what it runs; ends the server with the tests."""
     # Not what pytest would import: the names of the fork server of zstrat itself.
     forks = importlib.import_module("zstrat.daemons.fork_server").ForkLoop
-    atexit.register(_keep_modules)  # before jax, so that it comes last
     for name in IMPORTED:
         importlib.import_module(name)
     lowering.share_contexts()
-    _imported.update(sys.modules)
     gc.collect()
     gc.freeze()
     order = forks(socket.socket(fileno=descriptor)).run()
@@ -48,22 +44,6 @@ def code(descriptor):
         sys.exit()
     _take_place(order)
     return _program(order.arguments)
-
-
-_imported = {}
-"""The modules that programs share."""
-
-
-_OWN = ("__main__", "builtins", "sys")
-
-
-def _keep_modules():
-    """Leaves the shared modules as they are when a program ends. To tear them down
-    writes to all memory that it shares, and would be most of what many programs do."""
-    for name, module in _imported.items():
-        if sys.modules.get(name) is module and name not in _OWN:
-            del sys.modules[name]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_imported))
 
 
 def _take_place(order):
