@@ -91,7 +91,7 @@ class Announced(NamedTuple):
         if outside:
             blobs, arrays = arrays[-len(outside) :], arrays[: -len(outside)]
             for at, blob in zip(outside, blobs, strict=True):
-                # A copy: whoever keeps code or a pickle must not keep a frame of the
+                # A copy: code and pickles are kept, and must not keep a frame of the
                 # socket.
                 fields[at] = blob.tobytes()
         if form.arrays is not None:

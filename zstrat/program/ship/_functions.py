@@ -267,7 +267,7 @@ _MADE_AGAIN: Final = frozenset(
         "__annotations_cache__",
     }
 )
-"""Names of attributes that each class gets anew, and that are not sent."""
+"""Names of attributes that Python makes for each class, and that are not sent."""
 _OF_DATACLASS: Final = frozenset(
     {"__dataclass_params__", "__dataclass_fields__", "__match_args__"}
 )
