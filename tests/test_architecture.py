@@ -26,6 +26,7 @@ FLOORS = {
     "zstrat.doors": 0,
     "zstrat.memory": 0,
     "zstrat.rows": 0,
+    "zstrat.native": 0,
     "zstrat.threads": 0,
     "zstrat.paths": 0,
     "zstrat.signals": 0,

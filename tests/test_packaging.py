@@ -4,8 +4,10 @@ it, installed somewhere else and used from a folder that is no checkout."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -46,7 +48,8 @@ def checkout(*options: str) -> set[str]:
     for folder, folders, files in os.walk(ROOT):
         kept = [name for name in folders if name not in LEFT]
         folders[:] = [name for name in kept if name == ".ci" or name[0] != "."]
-        found |= {str(Path(folder, name).relative_to(ROOT)) for name in files}
+        sources = [name for name in files if not name.endswith(".so")]
+        found |= {str(Path(folder, name).relative_to(ROOT)) for name in sources}
     return found - set(LEFT)
 
 
@@ -130,6 +133,31 @@ def test_contents(wheel: Path) -> None:
         if path.suffix in (".py", ".service", ".target", ".typed", *PAGE)
     }
     assert on_disk <= set(names), on_disk - set(names)
+
+
+@pytest.mark.skipif(
+    shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None,
+    reason="needs the C compiler that this Python was built with",
+)
+def test_the_compiled_loops_are_for_all_versions_of_python(wheel: Path) -> None:
+    assert "-cp311-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        assert "zstrat/native/_loops.abi3.so" in archive.namelist()
+
+
+def test_without_a_compiler_it_is_installed_without_loops(
+    sdist: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / sdist.name.removesuffix(".tar.gz")
+    none = {"CC": "false"}
+    run(sys.executable, "-c", BUILD, "build_wheel", tmp_path, cwd=source, env=none)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        names = archive.namelist()
+    assert "zstrat/native/_rows.py" in names
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_importable_from_anywhere(installed: dict[str, str], tmp_path: Path) -> None:

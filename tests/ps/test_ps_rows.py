@@ -11,6 +11,7 @@ from ps_trees import bind_each
 from tiers import combined
 
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from zstrat.native import IS_BUILT, RowProgram
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps.engine import _row_programs as row_kinds
 from zstrat.ps.engine import gather
@@ -31,6 +32,9 @@ OPTIMIZERS = {
     "rmsprop": lambda: optax.rmsprop(0.1),
     "schedule": lambda: optax.adam(optax.exponential_decay(0.1, 2, 0.5)),
     "inject": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "adadelta": lambda: optax.adadelta(0.1),
+    "lion": lambda: optax.lion(1e-2),
+    "clipped": lambda: optax.chain(optax.clip(0.5), optax.adagrad(0.1)),
     "every second": lambda: optax.MultiSteps(
         optax.sgd(0.1), 2
     ).gradient_transformation(),
@@ -350,6 +354,7 @@ def test_gradients_of_rows_must_fit():
 
 def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch):
     monkeypatch.setattr(row_kinds, "CALL_BYTES", 16 * WIDTH * 4)
+    monkeypatch.setattr(row_kinds, "IS_BUILT", False)  # loops cannot fail
     store = store_with("adagrad")
     create(store, {1: table(0)})
     rows, gradient = np.arange(ROWS), table(1)
@@ -377,6 +382,46 @@ def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch)
     want = Lazy("adagrad", table(0))
     want.push(rows, gradient)
     np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-5)
+
+
+OF_LOOPS = {
+    "sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "schedule", "inject",
+    "schedule free", "adadelta", "lion", "clipped",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not IS_BUILT, reason="the extension is not built")
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *((name, (3,)) for name in OPTIMIZERS if name not in WHOLE),
+        ("adam", ()),
+        ("adagrad", (2, 300)),
+    ],
+)
+def test_compiled_loops_update_rows_as_xla_does(monkeypatch, name, row):
+    """But for the last bits, as XLA joins a product and a sum."""
+    updates, update = [], RowProgram.update
+
+    def counted(program, *given):
+        updates.append(program)
+        update(program, *given)
+
+    def trained():
+        store, rng = store_with(name), np.random.default_rng(0)
+        create(store, {1: table(0, row=row)})
+        for turn, count in enumerate((5, 40, 0, 17, 1)):
+            rows = rng.permutation(ROWS)[:count]
+            push_to(store, rows_push((1, rows, table(turn, count, row))))
+        return value_of(store, 1)
+
+    monkeypatch.setattr(RowProgram, "update", counted)
+    by_loops = trained()
+    assert len(updates) == (5 if name in OF_LOOPS else 0)
+    monkeypatch.setattr(row_kinds, "IS_BUILT", False)
+    updates.clear()
+    np.testing.assert_allclose(by_loops, trained(), rtol=2e-5, atol=1e-6)
+    assert not updates
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "?", "f2", BF16])

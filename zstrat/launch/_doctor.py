@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.errors import ZstratError
+from zstrat.native import IS_BUILT
 from zstrat.telemetry import RECENT, Limit, TaskReport, limits, over, report
 from zstrat.transport import Security, key_names
 from zstrat.wire import Job
@@ -89,6 +90,9 @@ def _packages() -> Iterator[Finding]:
             missing = Finding(name, False, "not installed", f"pip install {name}")
             # It is optional: asyncio's own loop does the same.
             yield Finding(name, None, "not installed") if name == "uvloop" else missing
+    words = "built" if IS_BUILT else "not built: numpy and XLA update rows, more slowly"
+    advice = "" if IS_BUILT else "install a C compiler, then zstrat again"
+    yield Finding("loops for rows", IS_BUILT or None, words, advice)
 
 
 def _keys(settings: Settings) -> Finding:

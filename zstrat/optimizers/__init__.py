@@ -14,6 +14,8 @@ from ._leaf import LeafRule as LeafRule
 from ._leaf import cut_for_rows as cut_for_rows
 from ._leaf import leaf_rule as leaf_rule
 from ._padding import dependence_on_padding as dependence_on_padding
+from ._row_operations import RowOperations as RowOperations
+from ._row_operations import row_operations as row_operations
 from ._state import state_classes as state_classes
 from ._structure import TreeStructure as TreeStructure
 from ._transformation import Extras as Extras

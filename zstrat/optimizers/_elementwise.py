@@ -41,8 +41,7 @@ class ElementwiseUpdate:
 
     form: Any
     by_element: tuple[bool, ...]
-    _jaxpr: Any
-    _consts: tuple[Any, ...]
+    closed: Any
 
     def run(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
@@ -53,24 +52,24 @@ class ElementwiseUpdate:
         Args:
             value: ``[n]``, as are the gradient and the slots of ``by_element``.
         """
-        env = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
+        env = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
         given = [value, *slots, gradient, *operands]
-        env.update(zip(self._jaxpr.invars, given, strict=True))
+        env.update(zip(self.closed.jaxpr.invars, given, strict=True))
 
         def known(var: Any) -> Any:
             return var.val if isinstance(var, Literal) else env[var]
 
         # Equation by equation, not as a jaxpr: its shapes are those of one variable,
         # and this runs on several side by side.
-        for eqn in self._jaxpr.eqns:
+        for eqn in self.closed.jaxpr.eqns:
             operand = [known(var) for var in eqn.invars]
-            if _spreads(eqn):
+            if spreads(eqn):
                 outputs = jax.lax.broadcast(operand[0], value.shape)
             else:
                 outputs = eqn.primitive.bind(*operand, **eqn.params)
             several = eqn.primitive.multiple_results
             env.update(zip(eqn.outvars, outputs if several else [outputs], strict=True))
-        moved, *after = [known(var) for var in self._jaxpr.outvars]
+        moved, *after = [known(var) for var in self.closed.jaxpr.outvars]
         return moved, after
 
 
@@ -116,7 +115,7 @@ def elementwise(
     form: list[Any] = [(const.dtype, const.tobytes()) for const in consts]
     form += [_kind(var, shape) for var in jaxpr.invars]
     for eqn in jaxpr.eqns:
-        params = [] if _spreads(eqn) else sorted(eqn.params.items())
+        params = [] if spreads(eqn) else sorted(eqn.params.items())
         known = [(name, comparable(value)) for name, value in params]
         form.append((eqn.primitive, *map(place, eqn.invars), *known))
         for var in eqn.outvars:
@@ -124,7 +123,7 @@ def elementwise(
     form += map(place, jaxpr.outvars)
     by_element = tuple(elements[1 : 1 + slots])
     made = tuple(form), rule.tree.wide, rule.tree.random
-    return ElementwiseUpdate(made, by_element, jaxpr, tuple(closed.consts))
+    return ElementwiseUpdate(made, by_element, closed)
 
 
 def _kind(var: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -132,7 +131,7 @@ def _kind(var: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(aval.shape) == shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
-def _spreads(eqn: Any) -> bool:
+def spreads(eqn: Any) -> bool:
     """Returns whether an equation broadcasts one scalar to an array."""
     is_scalar = not getattr(eqn.invars[0].aval, "shape", None) if eqn.invars else False
     return eqn.primitive.name == "broadcast_in_dim" and is_scalar
@@ -148,6 +147,6 @@ def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
     if not shapes <= {(), shape}:
         return False
     outputs = {tuple(var.aval.shape) for var in eqn.outvars}
-    if _spreads(eqn):
+    if spreads(eqn):
         return outputs == {shape}
     return eqn.primitive.name in ELEMENTWISE and outputs == {shape}

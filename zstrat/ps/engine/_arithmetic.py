@@ -32,6 +32,7 @@ import numpy as np
 
 from zstrat.errors import InvalidArgumentError
 from zstrat.ids import hashes_of
+from zstrat.native import put_rows, take_rows
 from zstrat.rows import divided, runs, sums
 from zstrat.wire import UpdateOp
 
@@ -66,20 +67,8 @@ def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Returns a copy of the rows ``indices`` ([n] of intp, in range), in that order."""
     out = np.empty((len(indices), *table.shape[1:]), table.dtype)
     if out.size:
-        # Clipping, because numpy buffers ``out`` when it has to be able to refuse.
-        as_rows(table).take(indices, out=as_rows(out), mode="clip")
+        take_rows(as_rows(table), indices, as_rows(out))
     return out
-
-
-def put_rows(table: np.ndarray, indices: np.ndarray, rows: np.ndarray) -> None:
-    """Writes opaque rows ``[n]`` (`as_rows`) to the positions ``indices`` ([n] of intp,
-    distinct, in range)."""
-    # A subscript copies elements of up to 16 bytes in a loop made for their size, and
-    # of others by a call for each: `put` takes three quarters of that.
-    if table.dtype.itemsize > 16:
-        table.put(indices, rows, mode="clip")
-    else:
-        table[indices] = rows
 
 
 def are_increasing(indices: np.ndarray) -> bool:

@@ -5,6 +5,10 @@ a program for each bucket of numbers of rows.
 kind owns the memory that rows are gathered into, aligned so that XLA reads it without a
 copy. The results of one call are donated to the next call as its memory: fresh memory
 costs as much as all of the arithmetic.
+
+Elementwise updates in float32, as of SGD, Adagrad and Adam, need no program for a
+number of rows where `zstrat.native` is built: its loops update rows where they are
+(`RowLoop`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.memory import aligned
+from zstrat.native import IS_BUILT
+from zstrat.optimizers import row_operations
 
 from ._arithmetic import CALL_BYTES, FEWEST, as_rows, bucket, sizes
 from ._flat_updates import Shape, SlotLayout, SlotLayouts, operands_of, shape, spec
@@ -26,6 +32,7 @@ from ._flat_updates import Shape, SlotLayout, SlotLayouts, operands_of, shape, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from zstrat.native import RowProgram as LoopProgram
     from zstrat.optimizers import LeafRule
     from zstrat.ps.store._cell import Cell
 
@@ -121,16 +128,40 @@ class RowProgram:
 
 
 @dataclass(slots=True)
+class RowLoop:
+    """An update by compiled loops, of any number of rows.
+
+    ``scalars`` computes, from the slots without rows and the operands, the constants of
+    the loops and the new slots without rows; None if ``constants`` never change.
+    """
+
+    program: LoopProgram
+    constants: np.ndarray
+    scalars: Any
+
+    def start(
+        self, shared: Sequence[np.ndarray], operands: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the constants of an update, and the new slots without rows."""
+        if self.scalars is None:
+            return self.constants, []
+        constants, slots = self.scalars(list(shared), list(operands))
+        return np.asarray(constants), [np.asarray(each) for each in slots]
+
+
+@dataclass(slots=True)
 class RowKind:
     """The updates of tables whose rows have the same layout, and their programs.
 
     ``is_apart``: the slots without rows are not computed from any row. ``most``: the
-    largest number of rows that one call takes.
+    largest number of rows that one call takes. ``loop`` replaces programs, if it is not
+    None.
     """
 
     layout: RowLayout
     is_apart: bool
     most: int
+    loop: RowLoop | None
     memory: list[np.ndarray]
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
@@ -255,11 +286,16 @@ class RowKinds:
         most = _most(layout.gathered)
         # One piece of memory for programs of all sizes: calls come one after the other.
         memory = [aligned((most * _nbytes_of(row),), _BYTE) for row in layout.gathered]
-        with layout.rule.tree.arithmetic(), self.layouts.naming(cell):
+        with (
+            layout.rule.tree.arithmetic(),
+            self.layouts.naming(cell),
+            self.layouts.on_cpu(),
+        ):
             jaxpr = jax.make_jaxpr(_update_of(layout))(
                 *_arguments_of(layout, FEWEST)
             ).jaxpr
-        return RowKind(layout, _is_apart(jaxpr, layout), most, memory)
+            loop = _loop_of(layout) if IS_BUILT else None
+        return RowKind(layout, _is_apart(jaxpr, layout), most, loop, memory)
 
     def _compile(self, kind: RowKind, size: int, cell: Cell) -> RowProgram:
         layout = kind.layout
@@ -325,6 +361,25 @@ def _update_of(layout: RowLayout) -> Any:
         return [new, *rows], shared
 
     return update
+
+
+def _loop_of(layout: RowLayout) -> RowLoop | None:
+    """Returns the update as compiled loops; None if they cannot compute it."""
+    if layout.gradient.dtype != np.float32:
+        return None
+    operations = row_operations(
+        layout.rule,
+        (FEWEST, *layout.value.shape),
+        tuple([np.dtype(leaf.dtype) for leaf in layout.leaves]),
+    )
+    if operations is None:
+        return None
+    operands = list(operands_of(layout.rule))
+    call = jax.jit(operations.scalars).lower(layout.shared, operands).compile()
+    if not operations.is_fixed:
+        return RowLoop(operations.program, np.zeros(0, np.float32), call)
+    constants, _ = call([], [])
+    return RowLoop(operations.program, np.asarray(constants), None)
 
 
 def _flat(update: Any, layout: RowLayout, size: int) -> Any:

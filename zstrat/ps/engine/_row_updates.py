@@ -21,10 +21,11 @@ import numpy as np
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.memory import lasting
+from zstrat.native import put_rows, take_rows
 from zstrat.ps.store._cell import Cell, Write
 from zstrat.ps.tables._growing_cell import growing
 
-from ._arithmetic import as_rows, pack, put_rows
+from ._arithmetic import as_rows, pack
 from ._row_programs import NEW_ROWS, RowKind, RowKinds
 from ._slots import RowStep, Slots, lose
 
@@ -58,8 +59,10 @@ class RowCalls(NamedTuple):
 
     @property
     def is_compiled(self) -> bool:
-        programs = self.kind.programs
-        return all(size in programs for size in self.sizes)
+        kind = self.kind
+        if kind.loop is not None:
+            return True
+        return all(size in kind.programs for size in self.sizes)
 
 
 class RowUpdates:
@@ -162,6 +165,8 @@ class RowUpdates:
             done += calls.steps
 
     def _compile(self, calls: RowCalls) -> None:
+        if calls.kind.loop is not None:
+            return
         for size in calls.sizes:
             self._kinds.program(calls.kind, size, calls.steps[0].cell)
 
@@ -398,8 +403,17 @@ class RowUpdates:
     ) -> list[np.ndarray]:
         """Updates the rows of all steps in the calls; returns the new slots without
         rows."""
-        kind, steps, sizes = calls.kind, calls.steps, calls.sizes
+        kind, steps = calls.kind, calls.steps
         shared = [cell.look() for cell in steps[0].slots[self._optimizer].shared]
+        if kind.loop is not None:
+            with kind.layout.rule.tree.arithmetic():
+                constants, others = kind.loop.start(shared, steps[0].operands)
+            update = kind.loop.program.update
+            for step, arrays in zip(steps, tables, strict=True):
+                gradient = np.ascontiguousarray(step.gradient)
+                update(constants, arrays, step.indices, gradient)
+            return others
+        sizes = calls.sizes
         new: list[np.ndarray] | None = None
         packed = pack([len(step.indices) for step in steps], kind.most)
         for pieces, size in zip(packed, sizes, strict=True):
@@ -447,8 +461,7 @@ def _gather(
         indices, end = step.indices[start:stop], at + stop - start
         # The last buffer is the gradient's, which has no table.
         for table, buffer in zip(tables[update], program.opaque, strict=False):
-            # Indices were checked; with mode="raise" numpy would take a copy of `out`.
-            table.take(indices, out=buffer[at:end], mode="clip")
+            take_rows(table, indices, buffer[at:end])
         program.inputs[-1][at:end] = step.gradient[start:stop]
         at = end
     # The buffers still have rows of earlier calls.
