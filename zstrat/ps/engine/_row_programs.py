@@ -185,7 +185,8 @@ class RowKinds:
     def count(self) -> int:
         """Number of programs that have been compiled."""
         return len(self._initials) + sum(
-            len(kind.programs) for kind in list(self._alike.values())
+            len(kind.programs) + (kind.loop is not None)
+            for kind in list(self._alike.values())
         )
 
     def get(self, layout: int, gradient: np.dtype) -> RowKind | None:
