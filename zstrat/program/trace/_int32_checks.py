@@ -57,13 +57,8 @@ def wide_leaves(
     wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
     if not wide:
         return {}
-    args, kwargs = call.treedef.unflatten(call.leaves)
-    paths = [
-        f"{root}{keystr(path)}"
-        for root, tree in (("args", args), ("kwargs", kwargs))
-        for path, _ in joined.flatten_with_path(tree)[0]
-    ]
-    places = [paths[gap] for gap in gaps]
+    named = places_of(*call.treedef.unflatten(call.leaves))
+    places = [named[gap][0] for gap in gaps]
     for number, element in enumerate(elements):
         whole = element.treedef.unflatten(element.leaves)
         places += [
