@@ -139,14 +139,10 @@ def beside_name(variable: ObjectNode, leaf: str) -> str:
     return f"{variable.path}/{leaf}".removeprefix("/") if leaf else variable.path
 
 
-def slot_name(optimizer: str, variable: str, leaf: str) -> str:
-    return f"{optimizer}/.slots/{variable}/{leaf}".removeprefix("/")
-
-
 def _tensor_name(variable: ObjectNode, optimizer: ObjectNode | None, leaf: str) -> str:
     if optimizer is None:
         return beside_name(variable, leaf)
-    return slot_name(optimizer.path, variable.path, leaf)
+    return f"{optimizer.path}/.slots/{variable.path}/{leaf}".removeprefix("/")
 
 
 def _number(optimizer: ObjectNode) -> int:

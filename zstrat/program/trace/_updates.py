@@ -247,14 +247,13 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
         quotient = jax.lax.div(value.at[at].get(mode="clip"), rows[row])
         return value.at[at].set(quotient, mode="drop")
 
-    def in_rounds(value: jax.Array) -> Any:
-        return jax.lax.fori_loop(0, rounds, one, value)
-
-    def row_by_row(value: jax.Array) -> Any:
-        return jax.lax.fori_loop(0, indices.shape[0], each, value)
-
     # A round looks at all rows.
-    divided: jax.Array = jax.lax.cond(rounds > 32, row_by_row, in_rounds, value)
+    divided: jax.Array = jax.lax.cond(
+        rounds > 32,
+        lambda value: jax.lax.fori_loop(0, indices.shape[0], each, value),
+        lambda value: jax.lax.fori_loop(0, rounds, one, value),
+        value,
+    )
     return divided
 
 
