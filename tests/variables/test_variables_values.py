@@ -22,6 +22,7 @@ def test_python_values_get_tf_dtypes_and_arrays_keep_theirs():
     assert dtypes == {"float32"}
     assert zv.Variable(3).dtype == zv.Variable([1, 2]).dtype == np.int32
     assert zv.Variable(True).dtype == np.bool_
+    assert zv.Variable([1j]).dtype == np.complex64
     with pytest.warns(zv.DowncastWarning):
         wide = [zv.Variable(np.zeros(2, order)).dtype for order in ("<f8", ">f8")]
     assert wide == [np.float64, np.dtype("<f8")]
