@@ -33,6 +33,7 @@ FLOORS = {
     "zstrat.streams": 0,
     "zstrat.ids": 0,
     "zstrat.initializers": 0,
+    "zstrat.jaxprs": 0,
     "zstrat.wire": 1,
     "zstrat.telemetry": 1,
     "zstrat.cluster": 2,
@@ -93,6 +94,7 @@ DOORS = {
 }
 
 JAX_AT_IMPORT = {
+    "zstrat.jaxprs",
     "zstrat.variables",
     "zstrat.program",
     "zstrat.worker",

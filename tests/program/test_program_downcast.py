@@ -65,10 +65,15 @@ def table(storage, request):
     return storage.on_devices(TABLE)
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_indices_of_a_step_that_only_updates_have_to_fit(table, dtype):
+def test_indices_of_a_step_that_only_updates_have_to_fit(storage, table, dtype, beside):
+    here = storage.on_devices(TABLE)
+
     @zs.function
     def step(it, index):
+        if beside:  # then its value is an output before the indices
+            here.assign_add(jnp.ones((10, 4)))
         table.scatter_sub(IndexedSlices(jnp.ones((2, 4)), next(it)))
         table.scatter_add(IndexedSlices(jnp.ones((2, 4)), index))
 

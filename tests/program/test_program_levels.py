@@ -36,12 +36,16 @@ def test_flow():
         doubled, other = jax.jit(lambda x, y: (x * 2, y + 1))(a, b)
         looped = jax.lax.fori_loop(0, 3, lambda _, x: (x[1], x[0]), (a, a + c))[0]
         flat = jnp.concatenate([doubled.reshape(-1), a.reshape(-1)])
-        return doubled, other, looped, flat, a.reshape(-1), a.astype(np.int8)
+        apart = jax.lax.fori_loop(0, 3, lambda _, x: (x[0] * 2, x[1] + 1), (a, c))[0]
+        either = jax.lax.cond(b > 0, lambda x, y: (x, y), lambda x, y: (-x, y), a, c)
+        results = doubled, other, looped, flat, a.reshape(-1), a.astype(np.int8)
+        return *results, apart, either[0].sum()
 
     a = np.arange(4, dtype=np.int32).reshape(2, 2)
     closed = jax.make_jaxpr(program)(a, np.float32(1), np.int32(2))
     flow = Flow(closed)
     assert [flow.inputs_of([n]) for n in range(4)] == [0b001, 0b010, 0b101, 0b001]
+    assert [flow.inputs_of([n]) for n in (6, 7)] == [0b001, 0b011]
     assert flow.origin(3) == (*flow.origin(0), *flow.origin(4))
     assert [flow.input_at_origin(n) for n in (0, 4, 5)] == [None, 0, None]
     part, inputs = flow.part([3, 0])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import textwrap
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from zstrat.variables import Variable
 pytestmark = pytest.mark.usefixtures("programs")
 
 HOUR = 3600.0
+INF = float("inf")
 
 
 @pytest.fixture
@@ -42,6 +44,11 @@ def value():
 @pytest.fixture
 def checkpoint(value):
     return Checkpoint(value=value)
+
+
+@pytest.fixture
+def managed(checkpoint, tmp_path):
+    return partial(CheckpointManager, checkpoint, tmp_path)
 
 
 def names(manager) -> list[str]:
@@ -65,42 +72,19 @@ def test_the_newest_are_kept(checkpoint, tmp_path):
     assert manager.checkpoint is checkpoint
 
 
-def test_all_are_kept(checkpoint, tmp_path):
-    manager = CheckpointManager(checkpoint, tmp_path, None, checkpoint_name="m")
-    for _ in range(4):
-        manager.save()
-    assert folders(tmp_path) == names(manager) == ["m-1", "m-2", "m-3", "m-4"]
-
-
-def test_one_every_few_hours_is_kept_for_good(checkpoint, tmp_path):
-    clock = FakeClock(1e9)
-    options = {"keep_checkpoint_every_n_hours": 2, "clock": clock}
-    manager = CheckpointManager(checkpoint, tmp_path, 1, **options)
-    for _ in range(3):
-        clock.advance(HOUR)
-        manager.save()
-    manager.close()
-    again = CheckpointManager(checkpoint, tmp_path, 1, **options)
-    for _ in range(3):
-        clock.advance(HOUR)
-        again.save()
-    assert names(again) == ["ckpt-6"]
-    assert folders(tmp_path) == ["ckpt-2", "ckpt-4", "ckpt-6"]
-
-
 def test_the_newest_is_what_was_saved_last_whatever_its_number(
-    checkpoint, value, tmp_path
+    managed, value, tmp_path
 ):
     """Also beside one of a higher number that is kept for good, and is in no list."""
     clock = FakeClock(1e9)
     options = {"keep_checkpoint_every_n_hours": 2, "clock": clock}
-    manager = CheckpointManager(checkpoint, tmp_path, 1, **options)
+    manager = managed(1, **options)
     for number in (10, 3):
         clock.advance(3 * HOUR)
         value.assign(np.full(2000, number, "f4"))
         manager.save(checkpoint_number=number)
     assert folders(tmp_path) == ["ckpt-10", "ckpt-3"]
-    again = CheckpointManager(checkpoint, tmp_path, 1, **options)
+    again = managed(1, **options)
     assert names(again) == ["ckpt-3"]
     assert latest_checkpoint(tmp_path).endswith("ckpt-3")
     value.assign(np.zeros(2000, "f4"))
@@ -110,11 +94,9 @@ def test_the_newest_is_what_was_saved_last_whatever_its_number(
     assert names(again) == ["ckpt-10"]
 
 
-def test_intervals(checkpoint, tmp_path):
+def test_intervals(managed):
     step = Variable(np.int64(0))
-    manager = CheckpointManager(
-        checkpoint, tmp_path, 3, step_counter=step, checkpoint_interval=10
-    )
+    manager = managed(3, step_counter=step, checkpoint_interval=10)
     assert manager.checkpoint_interval == 10
     assert manager.save().endswith("ckpt-1")
     step.assign(9)
@@ -124,18 +106,14 @@ def test_intervals(checkpoint, tmp_path):
     assert manager.save() is None
     step.assign(19)
     assert manager.save().endswith("ckpt-3")
-    again = CheckpointManager(
-        checkpoint, tmp_path, 3, step_counter=lambda: 19, checkpoint_interval=10
-    )
+    again = managed(3, step_counter=lambda: 19, checkpoint_interval=10)
     assert again.restore_or_initialize().endswith("ckpt-3")
     assert again.save() is None
 
 
-def test_intervals_of_seconds(checkpoint, tmp_path):
+def test_intervals_of_seconds(managed):
     clock, step = FakeClock(1e9), Variable(np.int64(0))
-    manager = CheckpointManager(
-        checkpoint,
-        tmp_path,
+    manager = managed(
         3,
         step_counter=step,
         checkpoint_interval=10,
@@ -150,17 +128,15 @@ def test_intervals_of_seconds(checkpoint, tmp_path):
     assert manager.save().endswith("ckpt-2"), "the seconds have passed"
     step.assign(19)
     assert manager.save().endswith("ckpt-3"), "the steps have"
-    again = CheckpointManager(
-        checkpoint, tmp_path, 3, checkpoint_interval_s=60, clock=clock
-    )
+    again = managed(3, checkpoint_interval_s=60, clock=clock)
     again.restore_or_initialize()
     assert again.save() is None
     clock.advance(60)
     assert again.save().endswith("ckpt-4")
 
 
-def test_numbers_of_ones_own(checkpoint, tmp_path):
-    manager = CheckpointManager(checkpoint, tmp_path, 5)
+def test_numbers_of_ones_own(managed, checkpoint):
+    manager = managed(5)
     assert manager.save(100).endswith("ckpt-100")
     assert manager.save(Variable(np.int64(200))).endswith("ckpt-200")
     assert manager.save(100).endswith("ckpt-100")  # replaced, and the newest now
@@ -168,9 +144,9 @@ def test_numbers_of_ones_own(checkpoint, tmp_path):
     assert checkpoint.save_counter.numpy() == 3
 
 
-def test_checkpoints_of_other_names_are_left_alone(checkpoint, tmp_path, caplog):
-    best = CheckpointManager(checkpoint, tmp_path, 2, checkpoint_name="best")
-    last = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="last")
+def test_checkpoints_of_other_names_are_left_alone(managed, checkpoint, tmp_path):
+    best = managed(2, checkpoint_name="best")
+    last = managed(1, checkpoint_name="last")
     checkpoint.save(tmp_path / "first")
     best.save()
     for _ in range(3):
@@ -187,17 +163,15 @@ def test_checkpoints_of_other_names_are_left_alone(checkpoint, tmp_path, caplog)
 
 
 def test_the_newest_of_another_name_is_restored_and_stays(
-    checkpoint, value, tmp_path, caplog
+    managed, value, tmp_path, caplog
 ):
     """As TensorFlow restores what the state file of the folder calls the newest."""
     for name in ("first", "second"):
         value.assign(value + 1)
-        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=name).save()
+        managed(1, checkpoint_name=name).save()
     value.assign(np.zeros(2000, "f4"))
     ran = []
-    manager = CheckpointManager(
-        checkpoint, tmp_path, 1, init_fn=lambda: ran.append("init_fn")
-    )
+    manager = managed(1, init_fn=lambda: ran.append("init_fn"))
     newest = str(tmp_path / "second-2")
     assert (manager.latest_checkpoint, manager.checkpoints) == (newest, [])
     assert manager.restore_or_initialize() == newest
@@ -213,79 +187,80 @@ def test_the_newest_of_another_name_is_restored_and_stays(
     assert not caplog.records
 
 
-def test_hours_are_those_of_a_name(checkpoint, tmp_path):
-    """Each manager keeps what it would without the other."""
+@pytest.mark.parametrize(
+    ("hours", "kept"),
+    [
+        (2, ["a-2", "a-4", "a-6", "b-2", "b-4", "b-6"]),
+        (0, ["a-6", "b-6"]),  # as TensorFlow, which asks whether there are hours
+    ],
+)
+def test_one_every_few_hours_is_kept_for_good(managed, tmp_path, hours, kept):
+    """Each manager keeps what it would without the other, and without its end."""
     clock = FakeClock(1e9)
-    both = [
-        CheckpointManager(
-            checkpoint,
-            tmp_path,
-            1,
-            keep_checkpoint_every_n_hours=2,
-            checkpoint_name=name,
-            clock=clock,
-        )
-        for name in ("a", "b")
-    ]
-    for hour in range(1, 7):
-        clock.advance(HOUR)
+    options = {"keep_checkpoint_every_n_hours": hours, "clock": clock}
+    for start in (1, 4):
+        both = [managed(1, checkpoint_name=name, **options) for name in ("a", "b")]
+        for hour in range(start, start + 3):
+            clock.advance(HOUR)
+            for manager in both:
+                manager.save(hour)
         for manager in both:
-            manager.save(hour)
-    kept = ["a-2", "a-4", "a-6", "b-2", "b-4", "b-6"]
+            manager.close()
+    assert names(both[0]) == ["a-6"]
     assert folders(tmp_path) == kept
 
 
-def test_arguments(checkpoint, tmp_path):
-    manager = CheckpointManager(checkpoint, tmp_path, 1)
-    for number in (-1, 1.5, float("nan"), float("inf"), "1.0", [1]):
+def test_numbers_of_checkpoints_are_whole(managed, tmp_path):
+    manager = managed(1)
+    with pytest.raises(TypeError, match="checkpoint_name=3"):
+        latest_checkpoint(tmp_path, 3)
+    for number in (-1, 1.5, float("nan"), INF, "1.0", [1]):
         with pytest.raises(ValueError, match="checkpoint_number="):
             manager.save(number)
     assert folders(tmp_path) == []
     for number in ("10", np.array(10.0), 2**60 + 1):
         assert manager.save(number).endswith(f"ckpt-{int(number)}")
-    for keep in (0, -1):
-        with pytest.raises(ValueError, match="max_to_keep"):
-            CheckpointManager(checkpoint, tmp_path, keep)
-    for keep in (1.5, "3", float("inf")):
-        with pytest.raises(TypeError, match="max_to_keep"):
-            CheckpointManager(checkpoint, tmp_path, keep)
-    for name in (
-        "keep_checkpoint_every_n_hours",
-        "checkpoint_interval",
-        "checkpoint_interval_s",
-    ):
-        for number in ("2", float("nan"), [2]):
-            with pytest.raises(TypeError, match=f"{name}=.*: expected a number"):
-                CheckpointManager(
-                    checkpoint, tmp_path, 1, step_counter=int, **{name: number}
-                )
-    for call in (
-        lambda: CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=3),
-        lambda: latest_checkpoint(tmp_path, 3),
-    ):
-        with pytest.raises(TypeError, match="checkpoint_name=3"):
-            call()
-    with pytest.raises(ValueError, match="step_counter"):
-        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=5)
-    with pytest.raises(ValueError, match="checkpoint_interval_s=0"):
-        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval_s=0)
-    with pytest.raises(ValueError, match="'/'"):
-        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="a/b")
 
 
-@pytest.mark.parametrize("keep", [2.0, np.int32(2), np.float32(2), Variable(2)])
-def test_how_many_are_kept_is_any_whole_number(checkpoint, tmp_path, keep):
-    manager = CheckpointManager(checkpoint, tmp_path, keep)
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        *[({"max_to_keep": x}, ValueError, "max_to_keep") for x in (0, -1)],
+        *[({"max_to_keep": x}, TypeError, "max_to_keep") for x in (1.5, "3", INF)],
+        *[
+            ({"step_counter": int, name: x}, TypeError, f"{name}=.*: expected a number")
+            for name in (
+                "keep_checkpoint_every_n_hours",
+                "checkpoint_interval",
+                "checkpoint_interval_s",
+            )
+            for x in ("2", float("nan"), [2])
+        ],
+        ({"checkpoint_name": 3}, TypeError, "checkpoint_name=3"),
+        ({"checkpoint_interval": 5}, ValueError, "step_counter"),
+        ({"checkpoint_interval_s": 0}, ValueError, "checkpoint_interval_s=0"),
+        ({"checkpoint_name": "a/b"}, ValueError, "'/'"),
+    ],
+)
+def test_arguments(managed, given, error, words):
+    with pytest.raises(error, match=words):
+        managed(**{"max_to_keep": 1, **given})
+
+
+@pytest.mark.parametrize("keep", [None, 2.0, np.int32(2), np.float32(2), Variable(2)])
+def test_how_many_are_kept_is_any_whole_number_or_all(managed, tmp_path, keep):
+    manager = managed(keep)
     for _ in range(3):
         manager.save()
-    assert folders(tmp_path) == names(manager) == ["ckpt-2", "ckpt-3"]
+    wanted = ["ckpt-1", "ckpt-2", "ckpt-3"][0 if keep is None else 1 :]
+    assert folders(tmp_path) == names(manager) == wanted
 
 
 @pytest.mark.parametrize(
     "name", ["a b", "a\nb", "größe", "a-1", ".", b"bytes", Path("path")]
 )
-def test_names_of_ones_own(checkpoint, value, tmp_path, name):
-    manager = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=name)
+def test_names_of_ones_own(managed, value, tmp_path, name):
+    manager = managed(1, checkpoint_name=name)
     for number in range(2):
         value.assign(np.full(2000, number, "f4"))
         path = manager.save()
@@ -297,23 +272,9 @@ def test_names_of_ones_own(checkpoint, value, tmp_path, name):
     assert (value.numpy() == 1).all()
 
 
-def test_every_0_hours_none_is_kept_for_good(checkpoint, tmp_path):
-    """As TensorFlow, which asks whether there are hours."""
-    clock = FakeClock(1e9)
-    manager = CheckpointManager(
-        checkpoint, tmp_path, 1, keep_checkpoint_every_n_hours=0, clock=clock
-    )
-    for _ in range(3):
-        clock.advance(HOUR)
-        manager.save()
-    assert folders(tmp_path) == ["ckpt-3"]
-
-
-def test_restore_or_initialize(checkpoint, value, tmp_path):
+def test_restore_or_initialize(managed, value, tmp_path):
     ran = []
-    manager = CheckpointManager(
-        checkpoint, tmp_path, 2, init_fn=lambda: ran.append(value.assign(value + 1))
-    )
+    manager = managed(2, init_fn=lambda: ran.append(value.assign(value + 1)))
     assert manager.restore_or_initialize() is None
     assert len(ran) == 1
     path = manager.save()
@@ -326,8 +287,8 @@ def test_restore_or_initialize(checkpoint, value, tmp_path):
         CheckpointManager(more, tmp_path, 2).restore_or_initialize()
 
 
-async def test_the_async_forms(checkpoint, tmp_path):
-    manager = CheckpointManager(checkpoint, tmp_path, 1)
+async def test_the_async_forms(managed):
+    manager = managed(1)
     path = await manager.save_async()
     assert await manager.restore_or_initialize_async() == path
 
@@ -354,15 +315,15 @@ def scribble(path):
 
 
 @pytest.mark.parametrize("damage", [cut, flip, lose, scribble])
-def test_the_one_before_a_damaged_one_is_taken(checkpoint, value, tmp_path, damage):
-    manager = CheckpointManager(checkpoint, tmp_path, 3)
+def test_the_one_before_a_damaged_one_is_taken(managed, value, tmp_path, damage):
+    manager = managed(3)
     for number in (1, 2):
         value.assign(np.full(2000, number, "f4"))
         manager.save()
     damage(tmp_path / "ckpt-2")
     value.assign(np.full(2000, 9, "f4"))
     manager.close()
-    again = CheckpointManager(checkpoint, tmp_path, 3)
+    again = managed(3)
     with pytest.warns(CheckpointWarning, match=r"ckpt-2.*ckpt-2") as told:
         assert again.restore_or_initialize().endswith("ckpt-1")
     assert told[0].filename == __file__
@@ -375,21 +336,21 @@ def test_the_one_before_a_damaged_one_is_taken(checkpoint, value, tmp_path, dama
     assert len(list((tmp_path / "ckpt-2").iterdir())) == 2
 
 
-def test_a_damaged_one_of_a_higher_number_does_not_come_back(checkpoint, tmp_path):
-    manager = CheckpointManager(checkpoint, tmp_path, 3)
+def test_a_damaged_one_of_a_higher_number_does_not_come_back(managed, tmp_path):
+    manager = managed(3)
     for number in (2, 10):
         manager.save(checkpoint_number=number)
     flip(tmp_path / "ckpt-10")
     with pytest.warns(CheckpointWarning, match="ckpt-10"):
         manager.restore_or_initialize()
     manager.save(checkpoint_number=4)
-    assert names(CheckpointManager(checkpoint, tmp_path, 3)) == ["ckpt-2", "ckpt-4"]
+    assert names(managed(3)) == ["ckpt-2", "ckpt-4"]
     assert "ckpt-10" in folders(tmp_path)  # nobody deletes it
 
 
-def test_if_all_are_damaged_nothing_is_initialized(checkpoint, tmp_path):
+def test_if_all_are_damaged_nothing_is_initialized(managed, tmp_path):
     ran = []
-    manager = CheckpointManager(checkpoint, tmp_path, 3, init_fn=lambda: ran.append(1))
+    manager = managed(3, init_fn=lambda: ran.append(1))
     for _ in range(2):
         manager.save()
     flip(tmp_path / "ckpt-1")
@@ -405,8 +366,10 @@ def test_if_all_are_damaged_nothing_is_initialized(checkpoint, tmp_path):
     assert ran == []
 
 
-def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog):
-    manager = CheckpointManager(checkpoint, tmp_path, 9)
+def test_a_list_that_is_lost_or_behind_is_made_anew(
+    managed, checkpoint, tmp_path, caplog
+):
+    manager = managed(9)
     for _ in range(3):
         manager.save()
     (tmp_path / "other-7").mkdir()
@@ -424,14 +387,11 @@ def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog
 
 
 def test_the_newest_of_all_is_what_was_saved_last_though_the_list_is_behind(
-    checkpoint, tmp_path
+    managed, checkpoint, tmp_path
 ):
     """The first program was killed between a checkpoint and the list; another manager
     has saved since then. Without a list it is told by the times, too."""
-    one, two = (
-        CheckpointManager(checkpoint, tmp_path, 5, checkpoint_name=name)
-        for name in ("one", "two")
-    )
+    one, two = (managed(5, checkpoint_name=name) for name in ("one", "two"))
     state = tmp_path / "checkpoint"
     one.save()
     behind = state.read_bytes()
@@ -447,12 +407,12 @@ def test_the_newest_of_all_is_what_was_saved_last_though_the_list_is_behind(
 
 
 def test_a_save_of_a_lower_number_that_was_killed_before_the_list_is_the_newest(
-    checkpoint, tmp_path
+    managed, checkpoint, tmp_path
 ):
-    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    manager = managed(3)
     manager.save(checkpoint_number=9)
     killed = checkpoint.write(tmp_path / "ckpt-4")
-    other = CheckpointManager(checkpoint, tmp_path, 3, checkpoint_name="other")
+    other = managed(3, checkpoint_name="other")
     assert names(manager) == ["ckpt-9", "ckpt-4"]
     assert latest_checkpoint(tmp_path) == manager.latest_checkpoint == killed
     other.save(7)
@@ -462,8 +422,10 @@ def test_a_save_of_a_lower_number_that_was_killed_before_the_list_is_the_newest(
     assert folders(tmp_path) == ["ckpt-1", "ckpt-2", "ckpt-4", "other-7"]
 
 
-def test_a_full_disk_leaves_what_was_there(checkpoint, value, tmp_path, monkeypatch):
-    manager = CheckpointManager(checkpoint, tmp_path, 2)
+def test_a_full_disk_leaves_what_was_there(
+    managed, checkpoint, value, tmp_path, monkeypatch
+):
+    manager = managed(2)
     manager.save()
 
     def full(*_):
@@ -507,8 +469,8 @@ def other(folder, *words):
     )
 
 
-def test_two_programs_and_a_kill_in_the_middle(checkpoint, value, tmp_path):
-    manager = CheckpointManager(checkpoint, tmp_path, 3)
+def test_two_programs_and_a_kill_in_the_middle(managed, checkpoint, value, tmp_path):
+    manager = managed(3)
     with other(tmp_path, "halfway") as child:
         assert child.stdout.readline().strip() == str(tmp_path / "ckpt-1")
         assert child.stdout.readline() == "halfway\n"
@@ -527,12 +489,12 @@ def test_two_programs_and_a_kill_in_the_middle(checkpoint, value, tmp_path):
     assert len(list((tmp_path / "ckpt-2").iterdir())) == 2  # swept
 
 
-def test_garbage_of_killed_savers_is_removed(checkpoint, tmp_path):
+def test_garbage_of_killed_savers_is_removed(managed, checkpoint, tmp_path):
     for name in ("ckpt-7", "other-7", "ckpt-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-local-0-aaaa.safetensors").write_text("half")
     (tmp_path / "checkpoint.0123abcd.tmp").write_text("half")
-    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    manager = managed(3)
     assert names(manager) == []
     manager.save()
     assert folders(tmp_path) == ["ckpt-1", "ckpt-x", "other-7"]

@@ -107,25 +107,9 @@ def test_updates_do_not_change_values_that_were_read():
     np.testing.assert_array_equal(before, VALUE)
 
 
-@pytest.mark.parametrize(
-    "transformation",
-    [
-        optax.lars(0.1),
-        optax.adafactor(0.1),
-    ],
-    ids=["norm of values", "factored"],
-)
-def test_optimizers_that_depend_on_several_rows_are_refused(transformation):
-    x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="mixing")
-    rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
-    with pytest.raises(ValueError, match=r"'mixing'.*to_dense"):
-        optimizer.apply_gradients(rows, x)
-    np.testing.assert_array_equal(x.numpy(), VALUE)
-    optimizer.apply_gradients(rows.to_dense(), x)
-    assert not np.array_equal(x.numpy(), VALUE)
-
-
 OF_SEVERAL = {
+    "norm of values": lambda: optax.lars(0.1),
+    "factored": lambda: optax.adafactor(0.1),
     "MultiSteps": lambda: optax.MultiSteps(optax.sgd(1.0), 2),
     "around adam": lambda: optax.MultiSteps(optax.adam(0.1), 2),
     "there and back": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.5)),
@@ -136,13 +120,13 @@ OF_SEVERAL = {
 
 
 @pytest.mark.parametrize("name", OF_SEVERAL)
-def test_rows_are_not_moved_in_several_updates(name):
-    """A row that the last one does not name would lose what it was given before, or
+def test_rows_are_not_moved_by_what_looks_at_several_rows_or_updates(name):
+    """A row that the last update does not name would lose what it was given before, or
     keep what was to be taken back."""
     transformation = OF_SEVERAL[name]()
-    x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="every two")
+    x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="mixing")
     rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
-    with pytest.raises(ValueError, match="to_dense"):
+    with pytest.raises(ValueError, match=r"'mixing'.*to_dense"):
         optimizer.apply_gradients(rows, x)
     np.testing.assert_array_equal(x.numpy(), VALUE)
     want, state = VALUE, transformation.init(VALUE)

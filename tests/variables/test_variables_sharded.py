@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from tiers import examples
 
 import zstrat.variables as zv
-from zstrat.wire import UpdateOp
 
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 
 def sharded(value=VALUE, cuts=(4, 7), name="w"):
-    """Not in TF's layout on purpose: any neighbouring rows make a part."""
+    """Not in TF's layout on purpose: any neighbouring rows make a part. A variable that
+    is not sharded if ``cuts`` is None."""
+    if cuts is None:
+        return zv.Variable(value, name=name)
     parts = [
         zv.Variable(rows, name=f"part {n}")
         for n, rows in enumerate(np.split(value, cuts))
@@ -160,9 +162,11 @@ def test_a_copy_is_another_variable():
     assert (twin.name, len(twin)) == ("w", 3)
 
 
-def test_dense_updates_return_the_container():
-    w = sharded()
-    assert w.assign(VALUE * 2) is w
+@pytest.mark.shows("tf.Variable")
+@pytest.mark.parametrize("cuts", [None, (4, 7)])
+def test_dense_updates_return_the_variable(cuts):
+    w = sharded(cuts=cuts)
+    assert w.assign(VALUE * 2, read_value=False) is w
     assert w.assign_add(VALUE).assign_sub(np.ones((10, 2))) is w
     np.testing.assert_array_equal(w.numpy(), VALUE * 3 - 1)
     with pytest.raises(ValueError, match="'w'"):
@@ -185,7 +189,7 @@ SCATTERS = {
 @pytest.mark.parametrize("name", SCATTERS)
 @given(
     indices=st.lists(st.integers(0, 9), max_size=12),
-    cuts=st.lists(st.integers(0, 10), max_size=3).map(sorted),
+    cuts=st.none() | st.lists(st.integers(0, 10), max_size=3).map(sorted),
     seed=st.integers(0, 99),
 )
 @examples(25)
@@ -194,6 +198,7 @@ def test_scattering_is_that_of_numpy(name, indices, cuts, seed):
     # duplicates in an update is.
     rng = np.random.default_rng(seed)
     rows = 2.0 ** rng.integers(-2, 3, (len(indices), 2)).astype(np.float32)
+    name = "scatter_update" if cuts is None and name.startswith("batch") else name
     w, expected = sharded(VALUE, cuts), VALUE.copy()
     index = np.array(indices, np.int64)
     assert getattr(w, name)(zv.IndexedSlices(rows, index)) is w
@@ -201,9 +206,10 @@ def test_scattering_is_that_of_numpy(name, indices, cuts, seed):
     np.testing.assert_array_equal(w.numpy(), expected)
 
 
+@pytest.mark.parametrize("cuts", [None, (4, 7)])
 @pytest.mark.parametrize("bad", [-1, 10])
-def test_rows_that_are_not_there(bad):
-    w = sharded()
+def test_rows_that_are_not_there(bad, cuts):
+    w = sharded(cuts=cuts)
     slices = zv.IndexedSlices(np.ones((2, 2)), [0, bad])
     with pytest.raises(
         IndexError, match=f"scatter_add to .*'w'.*index {bad} is out of"
@@ -216,19 +222,22 @@ def test_rows_that_are_not_there(bad):
     np.testing.assert_array_equal(w.numpy(), VALUE)
 
 
+@pytest.mark.parametrize("cuts", [None, (4, 7)])
 @pytest.mark.parametrize(
-    "slices",
+    ("slices", "words"),
     [
-        zv.IndexedSlices(np.ones((2, 3)), [0, 1]),
-        zv.IndexedSlices(np.ones((3, 2)), [0, 1]),
-        zv.IndexedSlices(np.ones((2, 2)), [0.0, 1.0]),
-        zv.IndexedSlices(np.ones((1, 1, 2)), [[0]]),
-        zv.IndexedSlices(jnp.ones((1, 2), jnp.int32), [0]),
+        (zv.IndexedSlices(np.ones((2, 3)), [0, 1]), "shape mismatch"),
+        (zv.IndexedSlices(np.ones((3, 2)), [0, 1]), "shape mismatch"),
+        (zv.IndexedSlices(np.ones((2, 2)), [0.0, 1.0]), "indices"),
+        (zv.IndexedSlices(np.ones((1, 1, 2)), [[0]]), "indices"),
+        (zv.IndexedSlices(jnp.ones((1, 2), jnp.int32), [0]), "dtype mismatch"),
     ],
 )
-def test_rows_that_do_not_fit(slices):
-    with pytest.raises(ValueError, match=r"scatter_add.*'w'"):
-        sharded().scatter_add(slices)
+def test_rows_that_do_not_fit(slices, words, cuts):
+    w = sharded(cuts=cuts)
+    with pytest.raises(ValueError, match=f"scatter_add.*'w'.*{words}"):
+        w.scatter_add(slices)
+    np.testing.assert_array_equal(w.numpy(), VALUE)
 
 
 @pytest.mark.parametrize("ids", [[9, 0, 9, 4], [], np.array([3], np.uint8), (6, 5)])
@@ -252,21 +261,6 @@ async def test_ids_are_a_vector_of_integers(ids, words):
         sharded().sparse_read(ids)
     with pytest.raises(ValueError, match=words):
         await sharded().sparse_read_async(ids)
-
-
-async def test_the_twins_do_the_same():
-    w = sharded()
-    assert await w.assign_async(VALUE + 1) is w
-    await w.assign_add_async(VALUE)
-    await w.assign_sub_async(np.ones((10, 2)))
-    await w.scatter_async(
-        UpdateOp.SCATTER_MUL, zv.IndexedSlices(np.zeros((2, 2)), [0, 9])
-    )
-    expected = VALUE * 2
-    expected[[0, 9]] = 0
-    np.testing.assert_array_equal(await w.value_async(), expected)
-    np.testing.assert_array_equal(await w.read_value_async(), expected)
-    np.testing.assert_array_equal(await w.sparse_read_async([9, 4]), expected[[9, 4]])
 
 
 def test_staged_by_jax_it_is_refused():

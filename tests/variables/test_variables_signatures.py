@@ -10,7 +10,15 @@ from zstrat.wire import UpdateOp
 
 ON_READ = zv.VariableSynchronization.ON_READ
 DENSE = {"assign": [9.0, 9.0], "assign_add": [11.0, 12.0], "assign_sub": [-7.0, -6.0]}
-SCATTERS = ["add", "sub", "mul", "div", "min", "max", "update"]
+SCATTERS = {
+    "add": 7,
+    "sub": -1,
+    "mul": 12,
+    "div": 0.75,
+    "min": 3,
+    "max": 4,
+    "update": 4,
+}
 
 
 def whole():
@@ -61,24 +69,25 @@ async def test_updates_do_the_same_with_them(make, name, expected):
     np.testing.assert_array_equal(variable.numpy(), expected)
     variable = make()
     assert await getattr(variable, f"{name}_async")([9.0, 9.0], *positions) is variable
-    np.testing.assert_array_equal(variable.numpy(), expected)
+    np.testing.assert_array_equal(await variable.value_async(), expected)
+    np.testing.assert_array_equal(await variable.read_value_async(), expected)
+    with pytest.raises(ValueError, match="'w'"):
+        await getattr(variable, f"{name}_async")(1.0)
 
 
 @pytest.mark.parametrize("name", SCATTERS)
 async def test_updates_of_rows_do_the_same_with_them(make, name):
     delta = zv.IndexedSlices(np.float32([4.0]), [1])
-    expected = [
-        2.0,
-        {"add": 7, "sub": -1, "mul": 12, "div": 0.75, "min": 3, "max": 4, "update": 4}[
-            name
-        ],
-    ]
+    expected = [2.0, SCATTERS[name]]
     update = UpdateOp[f"SCATTER_{name.upper()}"]
     one, other, third = make(), make(), make()
     getattr(one, f"scatter_{name}")(delta, True, "op")
     getattr(other, f"scatter_{name}")(delta, use_locking=False, name=None)
-    await third.scatter_async(update, delta, use_locking=True, name="op")
-    for variable in (one, other, third):
+    assert await third.scatter_async(update, delta, True, name="op") is third
+    variables = [one, other, third]
+    if make is in_parts and name == "update":
+        variables.append(make().batch_scatter_update(delta, True, name="op"))
+    for variable in variables:
         np.testing.assert_array_equal(variable.numpy(), expected)
 
 
@@ -86,13 +95,6 @@ async def test_reads_of_rows_take_a_name(make):
     variable = make()
     np.testing.assert_array_equal(variable.sparse_read([1], name="op"), [3.0])
     np.testing.assert_array_equal(await variable.sparse_read_async([1], "op"), [3.0])
-
-
-def test_a_batch_of_rows_may_be_locked():
-    variable = in_parts()
-    delta = zv.IndexedSlices(np.float32([4.0]), [1])
-    variable.batch_scatter_update(delta, use_locking=True, name="op")
-    np.testing.assert_array_equal(variable.numpy(), [2.0, 4.0])
 
 
 @pytest.mark.parametrize("given", [{}, {"trainable": None}])

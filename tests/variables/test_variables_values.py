@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import zstrat.variables as zv
 from zstrat import initializers
@@ -24,6 +22,7 @@ def test_python_values_get_tf_dtypes_and_arrays_keep_theirs():
     assert dtypes == {"float32"}
     assert zv.Variable(3).dtype == zv.Variable([1, 2]).dtype == np.int32
     assert zv.Variable(True).dtype == np.bool_
+    assert zv.Variable([1j]).dtype == np.complex64
     with pytest.warns(zv.DowncastWarning):
         wide = [zv.Variable(np.zeros(2, order)).dtype for order in ("<f8", ">f8")]
     assert wide == [np.float64, np.dtype("<f8")]
@@ -44,31 +43,40 @@ def test_every_dtype_that_travels_can_be_a_variable(name):
     assert variable.numpy().dtype == DTYPES[name]
 
 
-@pytest.mark.parametrize("value", ["text", object(), np.array("2020", "M8[Y]")])
-def test_values_that_are_not_arrays_of_numbers_are_refused(value):
-    with pytest.raises(TypeError, match="w"):
-        zv.Variable(value, name="w")
+def created(value=None, **how):
+    return lambda: zv.Variable(value, **{"name": "w", **how})
 
 
-def test_a_dtype_that_does_not_travel_is_named():
-    with pytest.raises(TypeError, match="'Variable'"):
-        zv.Variable(1, dtype="int4")
-
-
-def test_a_random_key_is_kept_as_its_data():
-    with pytest.raises(TypeError, match=r"'w'.*key_data"):
-        zv.Variable(jax.random.key(0), name="w")
-
-
-def test_an_initial_value_is_needed():
-    with pytest.raises(ValueError, match=r"'w'.*initial_value"):
-        zv.Variable(name="w", shape=(2,), dtype="float32")
-
-
-@pytest.mark.parametrize("name", [3, b"w", ("w",)])
-def test_a_name_is_text(name):
-    with pytest.raises(TypeError, match="name="):
-        zv.Variable(1.0, name=name)
+@pytest.mark.parametrize(
+    ("create", "error", "words"),
+    [
+        *[(created(x), TypeError, "'w'") for x in ("text", np.array("2020", "M8[Y]"))],
+        (created(object()), TypeError, "'w'"),
+        (created(1, dtype="int4"), TypeError, "'w'"),
+        (created(1.0, dtype="flaot32"), TypeError, r"'w'.*flaot32.*float32"),
+        (created(jax.random.key(0)), TypeError, r"'w'.*key_data"),
+        (created(shape=(2,), dtype="float32"), ValueError, r"'w'.*initial_value"),
+        *[(created(1.0, name=x), TypeError, "name=") for x in (3, b"w", ("w",))],
+        *[
+            (created(np.zeros, shape=x, dtype="float32"), ValueError, r"'w'.*shape=")
+            for x in ((-1, 4), ("a", 4), (2.5,), "34")
+        ],
+        (created(1.0, aggregation="sum"), ValueError, "VariableAggregation"),
+        (
+            created(1.0, synchronization=zv.VariableAggregation.SUM),
+            ValueError,
+            "VariableSynchronization",
+        ),
+        (
+            created(jax.nn.initializers.ones, shape=(2,)),
+            ValueError,
+            r"functools\.partial",
+        ),
+    ],
+)
+def test_variables_that_cannot_be_created_are_refused(create, error, words):
+    with pytest.raises(error, match=words):
+        create()
 
 
 def test_a_given_shape_must_be_the_values():
@@ -77,17 +85,6 @@ def test_a_given_shape_must_be_the_values():
         assert zv.Variable([0.0, 1.0], shape=shape).shape == (2,)
     with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
         zv.Variable([0.0, 1.0], shape=3)
-
-
-@pytest.mark.parametrize("shape", [(-1, 4), ("a", 4), (2.5,), "34"])
-def test_a_shape_that_is_none_names_the_variable(shape):
-    with pytest.raises(ValueError, match=r"'w'.*shape="):
-        zv.Variable(np.zeros, name="w", shape=shape, dtype="float32")
-
-
-def test_a_misspelt_dtype_names_the_variable():
-    with pytest.raises(TypeError, match=r"'w'.*flaot32.*float32"):
-        zv.Variable(1.0, name="w", dtype="flaot32")
 
 
 @pytest.mark.parametrize(
@@ -102,13 +99,6 @@ def test_a_misspelt_dtype_names_the_variable():
 def test_what_is_no_array_names_the_variable_and_what_was_given(value, words):
     with pytest.raises(ValueError, match=f"'w'.*{words}"):
         zv.Variable([1.0, 2.0], name="w").assign(value)
-
-
-def test_enums_are_checked():
-    with pytest.raises(ValueError, match="VariableAggregation"):
-        zv.Variable(1.0, aggregation="sum")
-    with pytest.raises(ValueError, match="VariableSynchronization"):
-        zv.Variable(1.0, synchronization=zv.VariableAggregation.SUM)
 
 
 def test_callables_get_the_arguments_that_they_take():
@@ -127,11 +117,6 @@ def test_callables_get_the_arguments_that_they_take():
         zv.Variable(initializer)
 
 
-def test_the_error_of_an_initializer_with_a_key_says_how_to_bind_it():
-    with pytest.raises(ValueError, match=r"functools\.partial"):
-        zv.Variable(jax.nn.initializers.ones, shape=(2,))
-
-
 def test_a_value_that_was_read_never_changes():
     variable = zv.Variable([1.0, 2.0])
     before = variable.numpy()
@@ -148,14 +133,6 @@ def test_the_initial_array_is_copied():
     variable = zv.Variable(array)
     array[0] = 7.0
     np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])
-
-
-@pytest.mark.shows("tf.Variable")
-def test_updates_return_the_variable():
-    variable = zv.Variable([1.0, 2.0])
-    assert variable.assign([3.0, 4.0], read_value=False) is variable
-    assert variable.assign_add([1.0, 1.0]).assign_sub([2.0, 0.0]) is variable
-    np.testing.assert_array_equal(variable, [2.0, 5.0])
 
 
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
@@ -268,56 +245,6 @@ def test_integers_beyond_the_digits_of_floats_stay_exact(value, dtype):
     assert made.tolist() == value
 
 
-_SCATTERS = {
-    "scatter_add": np.add,
-    "scatter_sub": np.subtract,
-    "scatter_mul": np.multiply,
-    "scatter_div": np.divide,
-    "scatter_min": np.minimum,
-    "scatter_max": np.maximum,
-    "scatter_update": lambda old, new: new,
-}
-
-
-@pytest.mark.parametrize("name", sorted(_SCATTERS))
-@given(data=st.data())
-def test_scatters_are_row_by_row(name, data):
-    rows = data.draw(st.integers(0, 6))
-    index = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
-    rng = np.random.default_rng(rows)
-    start = rng.uniform(1, 2, (4, 2)).astype(np.float32)
-    given_rows = rng.uniform(1, 2, (rows, 2)).astype(np.float32)
-    expected = start.copy()
-    for at, row in zip(index, given_rows, strict=True):
-        expected[at] = _SCATTERS[name](expected[at], row)
-    variable = zv.Variable(start)
-    slices = zv.IndexedSlices(given_rows, np.array(index, np.int32))
-    assert getattr(variable, name)(slices) is variable
-    np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("slices", "error", "words"),
-    [
-        (
-            zv.IndexedSlices(np.ones((1, 2)), [4]),
-            IndexError,
-            r"\b4\b",
-        ),
-        (zv.IndexedSlices(np.ones((1, 2)), [-1]), IndexError, r"\b1\b"),
-        (zv.IndexedSlices(np.ones((1, 2)), [0.5]), ValueError, "scatter_add"),
-        (zv.IndexedSlices(np.ones((1, 2)), [[0]]), ValueError, "scatter_add"),
-        (zv.IndexedSlices(np.ones((2, 2)), [0]), ValueError, "shape mismatch"),
-        (zv.IndexedSlices(np.ones((1, 3)), [0]), ValueError, "shape mismatch"),
-    ],
-)
-def test_bad_rows_are_refused_with_words(slices, error, words):
-    variable = zv.Variable(np.zeros((4, 2), np.float32), name="table")
-    with pytest.raises(error, match=words):
-        variable.scatter_add(slices)
-    np.testing.assert_array_equal(variable.numpy(), 0)
-
-
 def test_scatter_into_a_scalar_is_refused():
     with pytest.raises(ValueError, match=r"scatter_add.*'Variable'"):
         zv.Variable(1.0).scatter_add(zv.IndexedSlices(np.ones(1), [0]))
@@ -334,21 +261,6 @@ def test_sparse_read_keeps_the_order_of_the_indices():
         variable.sparse_read([0.5])
     with pytest.raises(ValueError, match="'Variable'"):
         zv.Variable(1.0).sparse_read([0])
-
-
-async def test_every_wait_has_an_awaitable_twin():
-    variable = zv.Variable(np.zeros((2, 2), np.float32))
-    one = np.ones((2, 2))
-    assert await variable.assign_async(one) is variable
-    await variable.assign_add_async(one)
-    await variable.assign_sub_async(one * 0.5)
-    row = zv.IndexedSlices(np.ones((1, 2)), [1])
-    await variable.scatter_async(UpdateOp.SCATTER_MUL, row)
-    np.testing.assert_array_equal(await variable.read_value_async(), one * 1.5)
-    np.testing.assert_array_equal(await variable.value_async(), one * 1.5)
-    np.testing.assert_array_equal(await variable.sparse_read_async([1]), [[1.5, 1.5]])
-    with pytest.raises(ValueError, match="'Variable'"):
-        await variable.assign_async(1.0)
 
 
 @pytest.mark.parametrize(

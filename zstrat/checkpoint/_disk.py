@@ -187,22 +187,7 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
 
 def digest_of(parts: Iterable[Buffer]) -> str:
     """Returns the digest of the concatenated parts."""
-    digest = Digest()
+    digest = xxhash.xxh3_128()
     for part in parts:
-        digest.update(part)
-    return digest.hex()
-
-
-class Digest:
-    """Computes the digest of bytes that come in parts."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, part: Buffer) -> None:
-        self._state.update(bytes_of(part))
-
-    def hex(self) -> str:
-        return self._state.hexdigest()
+        digest.update(bytes_of(part))
+    return digest.hexdigest()

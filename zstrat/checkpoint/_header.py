@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -92,19 +91,7 @@ class TensorPlace(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A decoded header: the tensors of a file and their offsets. ``size`` is that of
-    the whole file in bytes."""
-
-    places: Mapping[str, TensorPlace]
-    metadata: Mapping[str, str]
-    size: int
-
-
-def encode_header(
-    tensors: Iterable[TensorInfo], metadata: Mapping[str, str]
-) -> tuple[bytes, int]:
+def encode_header(tensors: Iterable[TensorInfo]) -> tuple[bytes, int]:
     """Returns the bytes of a file before its first element (length and header), and the
     size that the whole file will have.
 
@@ -113,7 +100,7 @@ def encode_header(
             is too long.
     """
     entries: dict[str, Any] = {}
-    notes = dict(metadata)
+    notes: dict[str, str] = {}
     # Offsets in the order of the tensors: the writer appends their bytes as they come.
     at = 0
     for info in tensors:
@@ -170,8 +157,9 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
     return length
 
 
-def decode_header(text: bytes, size: int, file: str) -> Header:
-    """Decodes a header that `encode_header` wrote, of a file of ``size`` bytes.
+def decode_header(text: bytes, size: int, file: str) -> dict[str, TensorPlace]:
+    """Decodes a header that `encode_header` wrote, of a file of ``size`` bytes. Returns
+    the tensors by name.
 
     Raises:
         DataLossError: The header is damaged, or does not match the size of the file;
@@ -190,9 +178,7 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
         raise DataLossError(
             file, _at(found, size - start), f"{what}: {size} bytes, not {start + end}"
         )
-    places = {info.name: TensorPlace(info, start + at) for info, at in found}
-    plain = {k: v for k, v in metadata.items() if not k.startswith(_MARK)}
-    return Header(MappingProxyType(places), MappingProxyType(plain), size)
+    return {info.name: TensorPlace(info, start + at) for info, at in found}
 
 
 def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:

@@ -14,15 +14,16 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import xxhash
 
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.wire import DTYPES
 
-from ._disk import Digest, blamed
+from ._disk import blamed
 from ._header import PREFIX, TensorInfo, decode_header, header_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from ._manifest import Manifest, StoredPiece, StoredTensor
 
@@ -53,23 +54,10 @@ class TensorReader:
             # At most the bytes of the file: no header makes this allocate more.
             text = bytearray(length)
             self._fill(memoryview(text), PREFIX.size, "")
-            self._header = decode_header(bytes(text), size, path)
+            self._places = decode_header(bytes(text), size, path)
         except BaseException:  # to the caller, who has no reader to close
             self.close()
             raise
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._header.places)
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        return self._header.metadata
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._header.size
 
     def info(self, name: str) -> TensorInfo:
         """Returns the dtype and shape of a tensor.
@@ -77,7 +65,7 @@ class TensorReader:
         Raises:
             NotFoundError: The file has no such tensor.
         """
-        place = self._header.places.get(name)
+        place = self._places.get(name)
         if place is None:
             raise NotFoundError(f"{self.path} has no tensor {name!r}")
         return place.info
@@ -129,7 +117,7 @@ class TensorReader:
             )
         # As bytes: arrays of bfloat16 and its kin have no buffer protocol.
         view = out.reshape(-1).view(np.uint8).data
-        self._fill(view, self._header.places[name].offset + offset, name)
+        self._fill(view, self._places[name].offset + offset, name)
 
     def parts(self, name: str) -> Iterator[memoryview]:
         """Yields the bytes of a tensor, a few MiB at a time. Each part is overwritten
@@ -138,7 +126,7 @@ class TensorReader:
         Raises: As `read`.
         """
         info = self.info(name)
-        at, left = self._header.places[name].offset, info.nbytes
+        at, left = self._places[name].offset, info.nbytes
         buffer = memoryview(bytearray(min(PIECE, left)))
         # One buffer for all parts: a table of 100 GB is checked in 4 MiB of memory.
         while left:
@@ -155,16 +143,16 @@ class TensorReader:
             NotFoundError: The file has no such tensor.
             DataLossError: The bytes do not match the digest.
         """
-        found = Digest()
+        found = xxhash.xxh3_128()
         for part in self.parts(name):
             found.update(part)
             yield part
-        if found.hex() != digest:
+        if (now := found.hexdigest()) != digest:
             raise DataLossError(
                 self.path,
                 name,
-                f"its bytes changed since they were written (digest {found.hex()}, "
-                f"not {digest})",
+                f"its bytes changed since they were written (digest {now}, not "
+                f"{digest})",
             )
 
     def verify(self, name: str, digest: str) -> None:

@@ -28,14 +28,15 @@ import os
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import xxhash
 
 from zstrat.memory import aligned
 
-from ._disk import Digest, blamed, bytes_of, create, send_off, sync_folder, write_all
+from ._disk import blamed, bytes_of, create, send_off, sync_folder, write_all
 from ._header import encode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from zstrat.wire import Buffer
 
@@ -211,7 +212,6 @@ class TensorWriter:
     Args:
         path: The file to create; it must not exist, because only its creator writes a
             file.
-        metadata: Texts for ``__metadata__``.
 
     Raises:
         ValueError: A name occurs twice, or a dtype is unknown; no file is created.
@@ -222,18 +222,13 @@ class TensorWriter:
         OSError: Any other error of the system; the file is removed.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tensors: Sequence[TensorInfo],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        header, self.size = encode_header(tensors, metadata or {})
+    def __init__(self, path: str, tensors: Sequence[TensorInfo]) -> None:
+        header, self.size = encode_header(tensors)
         self.path = path
         self._sizes = [info.nbytes for info in tensors]
         self._missing = sum(self._sizes)
         self._digests: list[str] = []
-        self._digest = Digest()
+        self._digest = xxhash.xxh3_128()
         self._left = 0
         """Bytes that the tensor being written still lacks."""
         self._file = AppendedFile(path, self.size)
@@ -302,9 +297,9 @@ class TensorWriter:
             self._left = size
             if size:
                 return
-            self._digests.append(self._digest.hex())
+            self._digests.append(self._digest.hexdigest())
 
     def _end(self) -> None:
-        self._digests.append(self._digest.hex())
-        self._digest = Digest()
+        self._digests.append(self._digest.hexdigest())
+        self._digest = xxhash.xxh3_128()
         self._begin()

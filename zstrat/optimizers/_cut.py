@@ -31,7 +31,9 @@ from typing import TYPE_CHECKING, Any, Final
 from jax.extend.core import Literal
 from jax.tree_util import keystr
 
-from ._jaxprs import ProgramPart, mask_of, mask_of_all, operands_of
+from zstrat.jaxprs import mask_of, mask_of_all, operands_of
+
+from ._jaxprs import ProgramPart
 from ._owners import leaves_in
 
 if TYPE_CHECKING:

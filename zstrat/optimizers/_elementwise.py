@@ -21,6 +21,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from zstrat.jaxprs import evaluated
+
 from ._jaxprs import comparable, constant
 from ._rows import ELEMENTWISE
 
@@ -52,24 +54,17 @@ class ElementwiseUpdate:
         Args:
             value: ``[n]``, as are the gradient and the slots of ``by_element``.
         """
-        env = dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
-        given = [value, *slots, gradient, *operands]
-        env.update(zip(self.closed.jaxpr.invars, given, strict=True))
-
-        def known(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else env[var]
 
         # Equation by equation, not as a jaxpr: its shapes are those of one variable,
         # and this runs on several side by side.
-        for eqn in self.closed.jaxpr.eqns:
-            operand = [known(var) for var in eqn.invars]
+        def compute(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
             if spreads(eqn):
-                outputs = jax.lax.broadcast(operand[0], value.shape)
-            else:
-                outputs = eqn.primitive.bind(*operand, **eqn.params)
-            several = eqn.primitive.multiple_results
-            env.update(zip(eqn.outvars, outputs if several else [outputs], strict=True))
-        moved, *after = [known(var) for var in self.closed.jaxpr.outvars]
+                return [jax.lax.broadcast(inputs[0], value.shape)]
+            outputs = eqn.primitive.bind(*inputs, **eqn.params)
+            return outputs if eqn.primitive.multiple_results else [outputs]
+
+        given = [value, *slots, gradient, *operands]
+        moved, *after = evaluated(self.closed.jaxpr, self.closed.consts, given, compute)
         return moved, after
 
 

@@ -1,20 +1,14 @@
-"""Analyses traced programs: finds the inputs that each value depends on, and the part
-of a program that computes some values.
+"""The program of an optimizer, and the part of a program that computes some values.
 
-A program is a jaxpr of jax: equations in order, each with the variables that it reads
-and computes. Programs here are *flat*: calls of inner functions (``jax.jit``, custom
-derivatives, ``jax.checkpoint``) are inlined, because an optimizer is not
-differentiated. Branches and loops stay, and are analysed output by output, because
-through one ``cond`` the updates of different leaves depend on different inputs.
-
-Law of the file: a set of inputs is represented by the bits of one integer.
+Programs here are *flat*: calls of inner functions (``jax.jit``, custom derivatives,
+``jax.checkpoint``) are inlined, because an optimizer is not differentiated. Branches
+and loops stay.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-import operator
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -24,18 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
+from zstrat.jaxprs import (
+    CALLS,
+    alone,
+    evaluated,
+    inner_call,
+    masks,
+    masks_through,
+    operands_of,
+    union_of,
+    value_in,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-_CALLS: Final = frozenset(
-    {
-        "jit", "pjit", "closed_call", "core_call", "custom_jvp_call",
-        "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2",
-    }
-)  # fmt: skip
-"""Primitives whose equations run their inner jaxpr once, on the operands of the
-equation."""
-
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _MACHINERY: Final = (
     os.path.dirname(jax.__file__),
@@ -61,7 +57,7 @@ def flat(
 
     # A second trace evaluates the first one, with inner calls inlined.
     def inlined(*given: Any) -> list[Any]:
-        return _evaluated(closed.jaxpr, closed.consts, given, selects)
+        return _inlined(closed.jaxpr, closed.consts, given, selects)
 
     return jax.make_jaxpr(inlined)(*closed.in_avals)
 
@@ -95,49 +91,6 @@ def _written_in(eqn: Any) -> str:
     within = [name for name in names if ".<locals>." in name]
     candidates = within or [name for name in names if "." in name]
     return str(candidates[0]).partition(".")[0] if candidates else ""
-
-
-def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
-    """Returns, for each variable of a program, the set of inputs that it depends on, as
-    bits; ``given`` has the sets of the program's own inputs."""
-    result: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
-    for eqn in jaxpr.eqns:
-        through = _through(eqn, [mask_of(result, var) for var in eqn.invars])
-        result.update(zip(eqn.outvars, through, strict=True))
-    return result
-
-
-def mask_of(found: Mapping[Any, int], var: Any) -> int:
-    """Returns the set of inputs, as bits, that a variable depends on; a literal depends
-    on none."""
-    return 0 if isinstance(var, Literal) else found.get(var, 0)
-
-
-def mask_of_all(found: Mapping[Any, int], variables: Iterable[Any]) -> int:
-    """Returns the set of inputs, as bits, that any of the variables depends on."""
-    return union_of(mask_of(found, var) for var in variables)
-
-
-def union_of(sets: Iterable[int]) -> int:
-    """Returns the union of several sets of inputs, as bits."""
-    return functools.reduce(operator.or_, sets, 0)
-
-
-def bits_of(inputs: int) -> Iterator[int]:
-    """Yields the numbers of the inputs in a set, in time proportional to how many they
-    are: a large tree has thousands of inputs, and most sets have few."""
-    while inputs:
-        lowest = inputs & -inputs
-        yield lowest.bit_length() - 1
-        inputs ^= lowest
-
-
-def operands_of(eqn: Any, output: int) -> list[Any]:
-    """Returns the operands of an equation on which its output number ``output``
-    depends."""
-    bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
-    used = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
-    return [var for var in used if not isinstance(var, Literal)]
 
 
 Makers = dict[Any, tuple[int, Any]]
@@ -272,7 +225,7 @@ class ProgramPart:
         for eqn, needs in self._eqns:
             outputs = _run_part(self._jaxpr, eqn, needs, env)
             env.update(zip(eqn.outvars, outputs, strict=True))
-        return [_value(env, var) for var in self._wanted]
+        return [value_in(env, var) for var in self._wanted]
 
 
 def form_of(closed: ClosedJaxpr) -> tuple[Any, ...]:
@@ -331,70 +284,31 @@ def primitives(jaxpr: Any) -> Iterable[str]:
                 yield from primitives(inner)
 
 
-def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Returns the inner jaxpr and its constants, if the equation is a call that runs it
-    once; otherwise None."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    # Both names occur, by the kind of the call.
-    parameter = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(parameter, ClosedJaxpr):
-        inner, consts = parameter.jaxpr, parameter.consts
-    else:
-        inner, consts = parameter, ()
-    # If they do not match one by one, the call stays as it is.
-    if inner is None or len(inner.invars) != len(eqn.invars):
-        return None
-    return (inner, consts) if len(inner.outvars) == len(eqn.outvars) else None
+def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    if eqn.primitive.name in CALLS:
+        return alone(jaxpr, eqn, operands)
+    outputs = eqn.primitive.bind(*operands, **eqn.params)
+    return outputs if eqn.primitive.multiple_results else [outputs]
 
 
-def _evaluated(
+def _inlined(
     jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], selects: bool
 ) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, given, strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [_value(env, var) for var in eqn.invars]
+    def compute(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         call = inner_call(eqn)
         if call is not None:
-            outputs: Sequence[Any] = _evaluated(call[0], call[1], operands, selects)
-        elif selects and eqn.primitive.name == "cond":
-            outputs = _selected(eqn, operands)
-        else:
-            outputs = _bound(jaxpr, eqn, operands)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [_value(env, var) for var in jaxpr.outvars]
+            return _inlined(*call, operands, selects)
+        if selects and eqn.primitive.name == "cond":
+            return _selected(eqn, operands)
+        return _bound(jaxpr, eqn, operands)
 
-
-def _value(env: Mapping[Any, Any], var: Any) -> Any:
-    return var.val if isinstance(var, Literal) else env[var]
-
-
-def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    if eqn.primitive.name not in _CALLS:
-        outputs = eqn.primitive.bind(*operands, **eqn.params)
-        return outputs if eqn.primitive.multiple_results else [outputs]
-    # How the functions of a call are bound is jax's: it is a separate program.
-    given = {
-        var: operand
-        for var, operand in zip(eqn.invars, operands, strict=True)
-        if not isinstance(var, Literal)
-    }
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(given),
-        outvars=list(eqn.outvars),
-        eqns=[eqn],
-        effects=eqn.effects,
-    )
-    called: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
-    return called
+    return evaluated(jaxpr, consts, given, compute)
 
 
 def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     index, *rest = operands
     branches = eqn.params["branches"]
-    by_branch = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
+    by_branch = [_inlined(b.jaxpr, b.consts, rest, selects=True) for b in branches]
     # As `jax.lax.switch` does with an index that is out of bounds.
     which = jnp.clip(index, 0, len(branches) - 1)
     if len(branches) == 2:
@@ -410,18 +324,20 @@ def _run_part(
     # Loops run as a whole, with zeros for what only unwanted outputs depend on.
     if all(needs) or eqn.primitive.name != "cond":
         operands = [
-            _value(env, var) if isinstance(var, Literal) or var in env else _zeros(var)
+            value_in(env, var)
+            if isinstance(var, Literal) or var in env
+            else _zeros(var)
             for var in eqn.invars
         ]
         return list(_bound(jaxpr, eqn, operands))
     wanted = [n for n, is_needed in enumerate(needs) if is_needed]
-    bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])
+    bits = masks_through(eqn, [1 << n for n in range(len(eqn.invars))])
     used = union_of(bits[number] for number in wanted)
     # 0 is the index of the branch.
     places = [n for n in range(1, len(eqn.invars)) if used >> n & 1]
     branches = [_branch(each, wanted, places) for each in eqn.params["branches"]]
-    given = [_value(env, eqn.invars[n]) for n in places]
-    results = iter(jax.lax.switch(_value(env, eqn.invars[0]), branches, *given))
+    given = [value_in(env, eqn.invars[n]) for n in places]
+    results = iter(jax.lax.switch(value_in(env, eqn.invars[0]), branches, *given))
     return [next(results) if is_needed else None for is_needed in needs]
 
 
@@ -443,70 +359,3 @@ def _branch(
 def _zeros(var: Any) -> Any:
     """Returns zeros for a variable that no wanted output depends on."""
     return jnp.zeros(var.aval.shape, var.aval.dtype)
-
-
-def _through(eqn: Any, given: Sequence[int]) -> list[int]:
-    """Returns, for each output of an equation, the set of inputs it depends on, as
-    bits; ``given`` has the sets of its operands."""
-    call = inner_call(eqn)
-    if call is not None:
-        return _outputs(call[0], given)
-    match eqn.primitive.name:
-        case "cond":
-            return _through_cond(eqn, given)
-        case "scan":
-            return _through_scan(eqn, given)
-        case "while":
-            return _through_while(eqn, given)
-    return [union_of(given)] * len(eqn.outvars)
-
-
-def _outputs(jaxpr: Any, given: Sequence[int]) -> list[int]:
-    by_variable = masks(jaxpr, given)
-    return [mask_of(by_variable, var) for var in jaxpr.outvars]
-
-
-def _through_cond(eqn: Any, given: Sequence[int]) -> list[int]:
-    index, *rest = given
-    result = [index] * len(eqn.outvars)
-    for branch in eqn.params["branches"]:
-        inside = _outputs(branch.jaxpr, rest)
-        result = [one | other for one, other in zip(result, inside, strict=True)]
-    return result
-
-
-def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
-    body = eqn.params["jaxpr"].jaxpr
-    # How many of each kind there are is said by parameters that not every jax has.
-    rows = sum(map(_is_scanned, eqn.invars, body.invars))
-    carries = len(eqn.outvars) - sum(map(_is_scanned, eqn.outvars, body.outvars))
-    consts = len(given) - rows - carries
-    fixed, carry = list(given[:consts]), list(given[consts : consts + carries])
-    slices = list(given[consts + carries :])
-    # Until nothing changes: each round passes on what one carry has from another.
-    while True:
-        outputs = _outputs(body, [*fixed, *carry, *slices])
-        after = [old | new for old, new in zip(carry, outputs, strict=False)]
-        if after == carry:
-            return [*carry, *outputs[carries:]]
-        carry = after
-
-
-def _is_scanned(outside: Any, inside: Any) -> bool:
-    """Returns whether a scan passes slices of a variable to its body: then the variable
-    has one more axis outside than inside."""
-    return bool(outside.aval.ndim > inside.aval.ndim)
-
-
-def _through_while(eqn: Any, given: Sequence[int]) -> list[int]:
-    tests, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    test = list(given[:tests])
-    body, carry = list(given[tests : tests + bodies]), list(given[tests + bodies :])
-    while True:
-        (goes_on,) = _outputs(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        outputs = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
-        # How often the body runs depends on the test, and so does every carry.
-        after = [o | n | goes_on for o, n in zip(carry, outputs, strict=True)]
-        if after == carry:
-            return carry
-        carry = after

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from ._jaxprs import ProgramPart, constant, form_of, mask_of
+from zstrat.jaxprs import mask_of
+
+from ._jaxprs import ProgramPart, constant, form_of
 from ._rows import FREE, ROWS, RowsTogether, axes_of_rows, same_but_for
 from ._transformation import shaped
 from ._tree import GENERATIONS

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ._jaxprs import bits_of, mask_of
+from zstrat.jaxprs import bits_of, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

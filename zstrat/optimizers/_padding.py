@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from ._jaxprs import inner_call
+from zstrat.jaxprs import inner_call
+
 from ._rows import ROWS, same_but_for
 
 if TYPE_CHECKING:

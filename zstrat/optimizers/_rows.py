@@ -19,7 +19,9 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._jaxprs import constant, inner_call
+from zstrat.jaxprs import inner_call
+
+from ._jaxprs import constant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import jax
 from jax.tree_util import keystr
 
+from zstrat.jaxprs import mask_of, mask_of_all
+
 from ._cut import TreeCut
-from ._jaxprs import TreeProgram, flat, mask_of, mask_of_all, who_wrote
+from ._jaxprs import TreeProgram, flat, who_wrote
 from ._owners import owners_in, places_in
 from ._state import (
     StateGrowsError,
@@ -69,10 +71,6 @@ class TreeRule(TreeTransformation):
                 return new_state(self, sizes)
 
         return self.remembered(("state", sizes), made)
-
-    def unflattened(self, leaves: Sequence[Any]) -> Any:
-        """Builds a state in the structure of optax from its arrays."""
-        return self.state_of().unflattened(leaves)
 
     def remembered(self, key: Any, find: Callable[[], T]) -> T:
         """Returns the result of ``find``, cached under ``key`` for this tree."""
@@ -142,8 +140,7 @@ class TreeRule(TreeTransformation):
     def steady(self, generation: int) -> tuple[Any, ...] | None:
         """Returns the dtypes of the leaves of the state after ``generation`` updates,
         None for 0: float32 gradients turn the moments of a bfloat16 variable into
-        float32.
-        float32 gradients turn the moments of a bfloat16 variable into float32."""
+        float32."""
         if not generation:
             return None
         # Recursive, but each generation is traced once.
@@ -211,7 +208,7 @@ class TreeRule(TreeTransformation):
     ) -> tuple[list[Any], list[Any]]:
         """Returns new values and new state of the whole tree, computed by optax
         itself."""
-        before = self.unflattened(state)
+        before = self.state_of().unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
         new_values = self.fitting(moved, values)
         require_same(self, before, after)

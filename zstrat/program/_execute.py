@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ._programs import CompiledPrograms
     from .trace._iterator import Draws
     from .trace._plan import Plan, PlannedUpdate, UpdateSet
+    from .trace._structure import Structure
 
 
 class ExecutedFunction(Protocol):
@@ -236,9 +237,7 @@ def run_eager(
         TypeError: The result is not a pytree that can be rebuilt without a trace.
         Exception: Whatever the body raises.
     """
-    errors = translated_variable_errors(function.name)
-    with errors, Immediate(storage, draw).recording() as eager:
-        structure, arrays = split(_called(function, args, kwargs, eager), eager.read)
+    structure, arrays = _called(function, args, kwargs, Immediate(storage, draw))
     plain = structure.plain
     if not is_described(plain):
         raise TypeError(
@@ -315,9 +314,7 @@ def _run_body(
 ) -> Any:
     """Runs the Python body with real values, without tracing; the body may create
     variables."""
-    errors = translated_variable_errors(function.name)
-    with errors, Immediate(None).recording() as eager:
-        structure, arrays = split(_called(function, args, kwargs, eager), eager.read)
+    structure, arrays = _called(function, args, kwargs, Immediate())
     return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
 
 
@@ -381,17 +378,15 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     for update in updates:
         key = update.spec.key
         # What was made before these gradients is made first, so the order of the body
-        # stays.
+        # stays. And `update_all` takes updates of different variables.
+        if update.call is not None or key in waiting:
+            update_all(list(waiting.values()))
+            waiting.clear()
         if update.call is not None:
-            update_all(list(waiting.values()))
-            waiting.clear()
             apply_now(update.call.with_arrays(update.arrays))
-            continue
-        if key in waiting:  # `update_all` takes updates of different variables
-            update_all(list(waiting.values()))
-            waiting.clear()
-        rule = rules.get(update.optimizer)
-        waiting[key] = (handles[key], update.op, update.arrays, rule)
+        else:
+            rule = rules.get(update.optimizer)
+            waiting[key] = (handles[key], update.op, update.arrays, rule)
     update_all(list(waiting.values()))
 
 
@@ -420,15 +415,17 @@ def _called(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     eager: Immediate,
-) -> Any:
-    """Calls the body with jax arrays, as a captured step gets them. The containers of
-    the arguments are copied, because other calls share them."""
-    watch_keras_models()
-    # Before the arguments become arrays of jax, which have lost the bits.
-    eager.note_downcasts(joined.leaves((args, dict(kwargs))))
-    warn_of_arguments(function.name, args, kwargs, function.programs.warned)
-    args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
-    return function.body(*args, **kwargs)
+) -> tuple[Structure, list[Any]]:
+    """Calls the body with jax arrays, as a captured step gets them; returns structure
+    and arrays of its result. The containers of the arguments are copied, because other
+    calls share them."""
+    with translated_variable_errors(function.name), eager.recording():
+        watch_keras_models()
+        # Before the arguments become arrays of jax, which have lost the bits.
+        eager.note_downcasts(joined.leaves((args, dict(kwargs))))
+        warn_of_arguments(function.name, args, kwargs, function.programs.warned)
+        args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
+        return split(function.body(*args, **kwargs), eager.read)
 
 
 def _as_jax(leaf: Any) -> Any:

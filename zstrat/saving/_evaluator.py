@@ -360,7 +360,9 @@ class MetricsExport:
         if not 0 < every < math.inf:
             raise ValueError(f"every={every!r}: expected seconds, above 0")
         self._coordinator, self._every = coordinator, every
-        self._writers = [_Guarded(writer) for writer in writers]
+        self._writers = tuple(writers)
+        self._failing: set[int] = set()
+        """The writers, by ``id``, whose last points are lost."""
         self._points = ExportedPoints()
         self._ends = Latch()
         # A daemon: a folder that hangs must not keep the program from ending.
@@ -394,35 +396,21 @@ class MetricsExport:
                 _export_log.exception("asking for metrics")
                 continue
             for writer in self._writers:
-                writer.write(points)
+                self._write(writer, points)
         # Here, not in `close`: a writer that hangs would hang the program there.
         for writer in self._writers:
-            writer.close()
+            try:
+                writer.close()
+            except Exception:  # to the log: the other writers are closed, too
+                _export_log.exception("closing %s", type(writer).__name__)
 
-
-class _Guarded:
-    """Wraps a metrics writer and logs its errors; logs only the first of consecutive
-    errors."""
-
-    def __init__(self, writer: MetricsWriter) -> None:
-        self._writer = writer
-        self._fails = False
-
-    def write(self, points: Sequence[Point]) -> None:
+    def _write(self, writer: MetricsWriter, points: Sequence[Point]) -> None:
         try:
             for step, values in points:
-                self._writer.write(step, values, {})
+                writer.write(step, values, {})
         except Exception:  # to the log: training continues without these points
-            if not self._fails:
-                _export_log.exception(
-                    "%s: points are lost", type(self._writer).__name__
-                )
-            self._fails = True
+            if id(writer) not in self._failing:  # the first of a series
+                _export_log.exception("%s: points are lost", type(writer).__name__)
+            self._failing.add(id(writer))
         else:
-            self._fails = False
-
-    def close(self) -> None:
-        try:
-            self._writer.close()
-        except Exception:  # to the log, as above
-            _export_log.exception("closing %s", type(self._writer).__name__)
+            self._failing.discard(id(writer))

@@ -149,26 +149,27 @@ def loads_by_server(
     row, and those for each parameter server of each cluster."""
     local: list[tuple[VariableHandle, Load, int]] = []
     servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
+
+    def server_of(component: VariableHandle) -> LoadingServer | None:
+        if (cluster := cluster_of(component)) is None:
+            return None
+        ps = component.spec.ps
+        return servers.setdefault((id(cluster), ps), (cluster, LoadingServer(ps)))[1]
+
     for load in loads:
         if isinstance(load.variable, HashTable):
             if load.beside is not None:
                 tensors = table_tensors(folder, load, loads)
                 for part in load.variable.components:
-                    cluster, ps = cluster_of(part), part.spec.ps
-                    assert cluster is not None
-                    new = cluster, LoadingServer(ps)
-                    _, server = servers.setdefault((id(cluster), ps), new)
+                    server = server_of(part)
+                    assert server is not None
                     server.tables.append(TableLoad(part.spec, tensors))
             continue
         start = 0
         for component in load.variable.components:
-            cluster = cluster_of(component)
-            if cluster is None:
+            if (server := server_of(component)) is None:
                 local.append((component, load, start))
             else:
-                ps = component.spec.ps
-                new = cluster, LoadingServer(ps)
-                _, server = servers.setdefault((id(cluster), ps), new)
                 _add_entries(server, folder, component, load, start)
             start += component.shape[0] if component.shape else 0
     return local, list(servers.values())
@@ -191,12 +192,12 @@ def _add_entries(
 ) -> None:
     optimizer = 0 if load.optimizer is None else load.optimizer.id
     key, tensor = component.spec.key, load.tensor
+    # Rows that no gradient had reached get their initial slots back.
+    is_part = optimizer and tensor is not None and tensor.by_rows
+    if tensor is None or (is_part and not tensor.is_whole):
+        server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
     if tensor is None:
-        server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
         return
-    if load.optimizer is not None and tensor.by_rows and not tensor.is_whole:
-        # Rows that no gradient had reached get their initial slots back.
-        server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
     # The component has rows [start, stop) of the variable now. They may come from
     # several pieces, as the checkpoint may have been cut at other rows.
     stop = start + (component.shape[0] if component.shape else 0)

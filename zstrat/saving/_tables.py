@@ -219,16 +219,11 @@ def _tensors_of(
         yield TableTensor(number, leaf, path, piece.name, "")
         return
     assert ids is not None
+    ids_at = {(x.file, x.start, x.stop): x.name for x in ids.pieces}
     for piece in tensor.pieces:
         path = os.path.join(folder, piece.file)
-        yield TableTensor(number, leaf, path, piece.name, _ids_of(piece, ids))
-
-
-def _ids_of(piece: StoredPiece, ids: StoredTensor) -> str:
-    """Returns the name of the tensor that has the ids of the rows of a piece, in the
-    same file."""
-    rows = piece.file, piece.start, piece.stop
-    return next(x.name for x in ids.pieces if (x.file, x.start, x.stop) == rows)
+        name = ids_at[piece.file, piece.start, piece.stop]  # in the same file
+        yield TableTensor(number, leaf, path, piece.name, name)
 
 
 async def load_table(

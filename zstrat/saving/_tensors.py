@@ -87,9 +87,7 @@ class Logical:
 
     @property
     def name(self) -> str:
-        if self.optimizer is None:
-            return beside_name(self.variable, self.leaf)
-        return slot_name(self.optimizer.path, self.variable.path, self.leaf)
+        return _tensor_name(self.variable, self.optimizer, self.leaf)
 
     @property
     def nbytes(self) -> int:
@@ -141,8 +139,10 @@ def beside_name(variable: ObjectNode, leaf: str) -> str:
     return f"{variable.path}/{leaf}".removeprefix("/") if leaf else variable.path
 
 
-def slot_name(optimizer: str, variable: str, leaf: str) -> str:
-    return f"{optimizer}/.slots/{variable}/{leaf}".removeprefix("/")
+def _tensor_name(variable: ObjectNode, optimizer: ObjectNode | None, leaf: str) -> str:
+    if optimizer is None:
+        return beside_name(variable, leaf)
+    return f"{optimizer.path}/.slots/{variable.path}/{leaf}".removeprefix("/")
 
 
 def _number(optimizer: ObjectNode) -> int:
@@ -157,12 +157,8 @@ def _logical(
     leaf: str,
     at: Mapping[int, Mapping[int, Mapping[str, SourceTensor]]],
 ) -> Logical:
-    name = variable.path
-    number = 0
-    if optimizer is not None:
-        name, number = slot_name(optimizer.path, name, leaf), _number(optimizer)
-    elif leaf:
-        name = beside_name(variable, leaf)
+    name = _tensor_name(variable, optimizer, leaf)
+    number = 0 if optimizer is None else _number(optimizer)
     # One piece a component, at the rows that it has in the whole.
     components = variable.value.components
     pieces, start = [], 0

@@ -212,7 +212,7 @@ def reduced(fn: types.FunctionType) -> tuple[Any, ...] | None:
 
 def reduced_vjp(fn: jax.custom_vjp[Any]) -> tuple[Callable[..., Any], Any, Any]:
     """Reduces (as pickle does) a function with a custom gradient."""
-    return _blank_vjp, (), vars(fn)
+    return object.__new__, (jax.custom_vjp,), vars(fn)
 
 
 def _is_importable(fn: types.FunctionType) -> bool:
@@ -239,10 +239,6 @@ def _fill(fn: types.FunctionType, state: Any) -> None:
             continue
     for name, value in attributes.items():
         setattr(fn, name, value)
-
-
-def _blank_vjp() -> jax.custom_vjp[Any]:
-    return object.__new__(jax.custom_vjp)
 
 
 _ADDED: Final = frozenset(

@@ -171,7 +171,7 @@ def sum_over(
     Args:
         axis: Name of a mapped axis on which the arrays are equal.
     """
-    return list(_differentiable(channel, here(), axis)(tuple(arrays)))
+    return list(_crossed(channel, CrossKind.SUM, here(), axis)(tuple(arrays)))
 
 
 def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -190,7 +190,7 @@ def gather_from(
     Args:
         axis: Name of a mapped axis on which the arrays are equal.
     """
-    return list(_gathering(channel, here(), axis)(tuple(arrays)))
+    return list(_crossed(channel, CrossKind.GATHER, here(), axis)(tuple(arrays)))
 
 
 crossing: Final[Any] = Primitive("zstrat_crossing")
@@ -270,33 +270,23 @@ def gathered(array: jax.Array, axis: str) -> jax.Array:
     )
 
 
-def _differentiable(channel: Channel, where: str, axis: str | None) -> Any:
-    def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_bound(channel, CrossKind.SUM, where, arrays))
+def _crossed(
+    channel: Channel, kind: CrossKind, where: str, axis: str | None
+) -> jax.custom_vjp[Any]:
+    def crossed(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_bound(channel, kind, where, arrays))
 
-    # The derivative of a sum over processes is the sum of their gradients, one more
-    # collective.
-    summed = jax.custom_vjp(reduced)
-    summed.defvjp(
-        lambda arrays: (reduced(arrays), None),
-        lambda _, gradients: (_summed_once(reduced, gradients, axis),),
-    )
-    return summed
-
-
-def _gathering(channel: Channel, where: str, axis: str | None) -> Any:
-    def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
-
-    def own_part(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    # One more collective: of what all have gathered, each takes its own part.
+    def back(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         whole = _bound(channel, CrossKind.SUM, where, gradients)
-        size, rank = channel.size, channel.rank
-        return tuple(jnp.split(x, size)[rank] for x in whole)
+        if kind is CrossKind.GATHER:
+            whole = [jnp.split(x, channel.size)[channel.rank] for x in whole]
+        return tuple(whole)
 
-    both = jax.custom_vjp(gathered)
+    both = jax.custom_vjp(crossed)
     both.defvjp(
-        lambda arrays: (gathered(arrays), None),
-        lambda _, gradients: (_summed_once(own_part, gradients, axis),),
+        lambda arrays: (crossed(arrays), None),
+        lambda _, gradients: (_summed_once(back, gradients, axis),),
     )
     return both
 

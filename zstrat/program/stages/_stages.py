@@ -30,8 +30,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
+from zstrat.jaxprs import alone, evaluated, inner_call
 from zstrat.program.trace import _refusals
-from zstrat.program.trace._flow import inside
 
 from ._cross import Channel, crossing
 
@@ -62,7 +62,7 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
         return closed
 
     def program(*given: Any) -> list[Any]:
-        return _evaluated(closed.jaxpr, closed.consts, given)
+        return _inlined(closed.jaxpr, closed.consts, given)
 
     made: Any = jax.ShapeDtypeStruct  # untyped
     # A weak type that became strong would be promoted otherwise.
@@ -73,47 +73,17 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(program)(*kinds)
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, given, strict=True))
+def _inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    def compute(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if crosses(eqn):  # it stays one equation, at which the program is cut
+            return list(crossing.bind(*operands, **eqn.params))
+        if not _has_crossing_inside(eqn):
+            return alone(jaxpr, eqn, operands)
+        if (call := inner_call(eqn)) is None:
+            raise _refusals.collective_inside(_where(eqn))
+        return _inlined(*call, operands)
 
-    def value(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else known[var]
-
-    for eqn in jaxpr.eqns:
-        operands = [value(var) for var in eqn.invars]
-        if _has_crossing_inside(eqn):
-            inner = inside(eqn)
-            if inner is None or eqn.primitive.name == "shard_map":
-                raise _refusals.collective_inside(_where(eqn))
-            called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            consts = called.consts if isinstance(called, ClosedJaxpr) else ()
-            results = _evaluated(inner, consts, operands)
-        else:
-            results = _one(jaxpr, eqn, operands)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [value(var) for var in jaxpr.outvars]
-
-
-def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Computes the results of one equation from its operands."""
-    # It stays one equation, at which the program is cut.
-    if crosses(eqn):
-        results: list[Any] = crossing.bind(*operands, **eqn.params)
-        return results
-    read = {
-        var: x
-        for var, x in zip(eqn.invars, operands, strict=True)
-        if not isinstance(var, Literal)
-    }
-    part = jaxpr.replace(
-        constvars=[],
-        invars=list(read),
-        outvars=list(eqn.outvars),
-        eqns=[eqn],
-        effects=eqn.effects,
-    )
-    return list(jaxpr_as_fun(ClosedJaxpr(part, []))(*read.values()))
+    return evaluated(jaxpr, consts, given, compute)
 
 
 def _where(eqn: Any) -> str:

@@ -282,18 +282,15 @@ class Capture(TraceRecorder):
             raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
         arrays, optimizer = call.arrays, call.optimizer
         noted = partial(Recorded, optimizer=optimizer, where=call.where)
-        # The capture of the step decides who applies them.
-        if self._is_region:
-            op = UpdateOp.OPTIMIZE
-            self._note(noted(variables, op, operands=arrays, call=call))
-        elif all(map(is_here, variables)):
+        if not self._is_region and all(map(is_here, variables)):
             self.moves.optimize(call, self._current)
             for variable in variables:
                 key = variable.spec.key
                 self._values[key] = self.moves.values[key][1]
             self._scope.enter_context(fresh())
-        elif lives_here(call):
-            # Of this process, but not on its devices: updated after the step.
+        # In a region the capture of the step decides who applies them. Variables of
+        # this process that are not on its devices are updated after the step.
+        elif self._is_region or lives_here(call):
             op = UpdateOp.OPTIMIZE
             self._note(noted(variables, op, operands=arrays, call=call))
         else:

@@ -1,12 +1,7 @@
 """The values in a trace: where they come from, and which values depend on which.
 
-A program is jax's jaxpr: equations in order, each with the variables that it reads and
-writes. One pass over them finds the inputs that each variable depends on. A function
-that jax compiles by itself (an inner ``jax.jit``) is one equation with a jaxpr inside,
-which the pass enters. Loops, branches and unknown equations are opaque: each of their
-results depends on all their operands.
-
-Law of the data flow: a set of inputs is represented by the bits of one integer.
+One pass over the equations of a program (`zstrat.jaxprs`) finds the inputs that each
+variable depends on.
 
 `Discovery` makes a placeholder for each value. If every placeholder was made at the
 level of the body itself, the trace is the program: `body_program` turns placeholders
@@ -28,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
+
+from zstrat.jaxprs import bits_of, entered, mask_of, mask_of_all, masks, union_of
 
 from . import _refusals
 
@@ -51,22 +48,13 @@ def marked(indices: jax.Array) -> jax.Array:
 _MARK: Final = "zstrat rows"
 
 
-_CALLS: Final = frozenset(
-    {
-        "jit", "pjit", "closed_call", "core_call", "custom_jvp_call",
-        "custom_vjp_call", "checkpoint", "remat2", "shard_map",
-    }
-)  # fmt: skip
-"""Primitives of jax that run an inner jaxpr once, on the operands of the equation."""
-
-
 class Flow:
     """Which inputs the values of one traced program depend on."""
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         self._closed = closed
         self._jaxpr: Any = closed.jaxpr
-        self._masks = _masks(self._jaxpr, {})
+        self._masks = masks(self._jaxpr, _inputs(self._jaxpr))
         self._maker: dict[Var, JaxprEqn] = {
             var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars
         }
@@ -84,10 +72,8 @@ class Flow:
     def inputs_of(self, outputs: Sequence[int]) -> int:
         """Returns, as bits, the inputs on which at least one of these outputs
         depends."""
-        inputs = 0
-        for number in outputs:
-            inputs |= _mask(self._masks, self._jaxpr.outvars[number])
-        return inputs
+        variables = [self._jaxpr.outvars[number] for number in outputs]
+        return mask_of_all(self._masks, variables)
 
     def origin(self, output: int) -> tuple[Any, ...]:
         """Returns the variables of the jaxpr whose elements make up an output of
@@ -212,65 +198,22 @@ def _moves_nothing(eqn: Any) -> bool:
     return False
 
 
-def _mask(masks: dict[Any, int], var: Any) -> int:
-    return 0 if isinstance(var, Literal) else masks.get(var, 0)
-
-
-def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
-    """Returns for each variable of a jaxpr, as bits, the inputs on which it depends.
-    ``known`` has, by ``id`` of an inner jaxpr, the sets of its outputs; this function
-    adds to it."""
-    masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
-    for eqn in jaxpr.eqns:
-        given = [_mask(masks, var) for var in eqn.invars]
-        inner = inside(eqn)
-        if inner is None:
-            union = 0
-            for mask in given:
-                union |= mask
-            masks.update(dict.fromkeys(eqn.outvars, union))
-            continue
-        # One inner jaxpr may be called many times.
-        if id(inner) not in known:
-            within = _masks(inner, known)
-            known[id(inner)] = [_mask(within, var) for var in inner.outvars]
-        for var, mask in zip(eqn.outvars, known[id(inner)], strict=True):
-            masks[var] = _through(mask, given)
-    return masks
-
-
 def _marked(jaxpr: Any, name: str) -> int:
-    masks, inputs = _masks(jaxpr, {}), 0
+    by_variable = masks(jaxpr, _inputs(jaxpr))
+    inputs = 0
     for eqn in jaxpr.eqns:
-        given = [_mask(masks, var) for var in eqn.invars]
-        inner = inside(eqn)
-        if inner is not None:
-            inputs |= _through(_marked(inner, name), given)
+        given = [mask_of(by_variable, var) for var in eqn.invars]
+        if (inner := entered(eqn)) is not None:
+            within = _marked(inner, name)
+            inputs |= union_of(given[number] for number in bits_of(within))
         elif eqn.primitive.name == "name" and eqn.params["name"] == name:
             inputs |= given[0]
     return inputs
 
 
-def _through(mask: int, given: Sequence[int]) -> int:
-    """Converts a set of inputs of an inner jaxpr, as bits, to a set of inputs of the
-    outer one."""
-    inputs = 0
-    for number, outside in enumerate(given):
-        if mask >> number & 1:
-            inputs |= outside
-    return inputs
-
-
-def inside(eqn: JaxprEqn) -> Any:
-    """Returns the inner jaxpr that an equation runs once; None if there is none."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    # Some forms take operands that their jaxpr does not: opaque, which is always right.
-    if inner is None or len(inner.invars) != len(eqn.invars):
-        return None
-    return inner if len(inner.outvars) == len(eqn.outvars) else None
+def _inputs(jaxpr: Any) -> list[int]:
+    """Returns the set of each input of a program: the input itself, as a bit."""
+    return [1 << number for number in range(len(jaxpr.invars))]
 
 
 SlotsKey = tuple[int, int]

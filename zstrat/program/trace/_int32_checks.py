@@ -57,13 +57,8 @@ def wide_leaves(
     wide = [number for number, leaf in enumerate(leaves) if is_integer_downcast(leaf)]
     if not wide:
         return {}
-    args, kwargs = call.treedef.unflatten(call.leaves)
-    paths = [
-        f"{root}{keystr(path)}"
-        for root, tree in (("args", args), ("kwargs", kwargs))
-        for path, _ in joined.flatten_with_path(tree)[0]
-    ]
-    places = [paths[gap] for gap in gaps]
+    named = places_of(*call.treedef.unflatten(call.leaves))
+    places = [named[gap][0] for gap in gaps]
     for number, element in enumerate(elements):
         whole = element.treedef.unflatten(element.leaves)
         places += [
@@ -86,20 +81,13 @@ def downcast_leaves(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[in
     first = flow.outputs - len(plan.lookups)
     # Ids of hashed tables keep 64 bits; see `_wide`.
     ids = [n for n, x in enumerate(plan.lookups, first) if not x.table.is_hashed]
-    # Outputs end with the operands of updates, then the ids.
-    at = flow.outputs - len(plan.lookups) - sum(len(x.operands) for x in plan.updates)
-    indices = []
-    for update in plan.updates:
-        if update.table is not None and not update.table.is_hashed:
-            indices.append(at)
-        at += len(update.operands)
     # Ids that are inputs themselves keep 64 bits, and the host compares them with the
     # table.
     taken = _taken(plan, flow)
     computed = flow.inputs_of(
         [
             n
-            for n in (*ids, *indices)
+            for n in (*ids, *_indices(plan, first, hashed=False))
             if (source := flow.input_at_origin(n)) is None or source not in taken
         ]
     )
@@ -114,11 +102,7 @@ def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
     are computed, which keep their bits."""
     first = len(closed.jaxpr.outvars) - len(plan.lookups)
     hashed = [n for n, x in enumerate(plan.lookups, first) if x.table.is_hashed]
-    at, indices = len(plan.out_specs), set()
-    for update in plan.updates:
-        if update.table is not None and update.table.is_hashed:
-            indices.add(at)  # looked up, too: the host has them
-        at += len(update.operands)
+    indices = _indices(plan, first, hashed=True)  # looked up: the host has them
     # All that leaves the process otherwise has the dtypes of the trace.
     others = [n for n in range(first) if n not in indices]
     leaves = wide_leaves_of(closed, hashed, others, wide)
@@ -132,6 +116,17 @@ def checked_plan(plan: Plan, closed: Any, wide: Mapping[int, str]) -> Plan:
         taken=taken - leaves.returned,
         wide=leaves.used,
     )
+
+
+def _indices(plan: Plan, stop: int, *, hashed: bool) -> set[int]:
+    """Returns the outputs that are the indices of updated rows of tables. The operands
+    of updates are the last outputs before number ``stop``."""
+    at, found = stop - sum(len(update.operands) for update in plan.updates), set()
+    for update in plan.updates:
+        if update.table is not None and update.table.is_hashed == hashed:
+            found.add(at)
+        at += len(update.operands)
+    return found
 
 
 def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
@@ -197,9 +192,7 @@ def misfit(leaf: np.ndarray) -> int:
 
 def is_integer_downcast(leaf: Any) -> bool:
     """Returns whether this is an array of integers that jax would downcast."""
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
-        return False
-    return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
+    return is_downcast(leaf) and leaf.dtype.kind in "iu"
 
 
 class DowncastCheck:

@@ -165,6 +165,14 @@ class Recorded:
         """The name of the updated variable or table, for messages."""
         return str(self.variables[0].spec if self.table is None else self.table)
 
+    def operands_of(self, number: int) -> tuple[jax.Array, ...]:
+        """Returns the operands for the variable ``number`` alone."""
+        # With one component the indices are those of the table.
+        if self.table is None or len(self.variables) == 1:
+            return self.operands
+        indices, rows = self.operands
+        return rows_of_component(self.table, number, indices), rows
+
 
 Write = tuple[Recorded, int]
 """An update, and which of its variables is meant, by index."""
@@ -173,14 +181,7 @@ Write = tuple[Recorded, int]
 def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     """Applies updates to a value, in order; shape and dtype stay the same."""
     for update, number in writes:
-        operands = update.operands
-        # With one component the indices are those of the table.
-        if update.table is not None and len(update.variables) > 1:
-            operands = (
-                rows_of_component(update.table, number, operands[0]),
-                operands[1],
-            )
-        value = after(value, update.op, operands)
+        value = after(value, update.op, update.operands_of(number))
     return value
 
 
@@ -246,14 +247,13 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
         quotient = jax.lax.div(value.at[at].get(mode="clip"), rows[row])
         return value.at[at].set(quotient, mode="drop")
 
-    def in_rounds(value: jax.Array) -> Any:
-        return jax.lax.fori_loop(0, rounds, one, value)
-
-    def row_by_row(value: jax.Array) -> Any:
-        return jax.lax.fori_loop(0, indices.shape[0], each, value)
-
     # A round looks at all rows.
-    divided: jax.Array = jax.lax.cond(rounds > 32, row_by_row, in_rounds, value)
+    divided: jax.Array = jax.lax.cond(
+        rounds > 32,
+        lambda value: jax.lax.fori_loop(0, indices.shape[0], each, value),
+        lambda value: jax.lax.fori_loop(0, rounds, one, value),
+        value,
+    )
     return divided
 
 
@@ -398,9 +398,7 @@ def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> ja
 def _plain(
     update: Recorded, number: int, variable: VariableHandle, value: jax.Array
 ) -> jax.Array:
-    operands = update.operands
-    if update.table is not None and len(update.variables) > 1:
-        operands = rows_of_component(update.table, number, operands[0]), operands[1]
+    operands = update.operands_of(number)
     if value.ndim == len(variable.shape):
         return moved(update.op, operands, value)
     copies: jax.Array = jax.vmap(lambda row: moved(update.op, operands, row))(value)

@@ -25,9 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
+from jax.extend.core import ClosedJaxpr, Literal
 
-from ._flow import Flow, inside
+from zstrat.jaxprs import alone, inner_call
+
+from ._flow import Flow
 from ._tracebacks import written_at
 
 if TYPE_CHECKING:
@@ -157,20 +159,18 @@ class Widened:
 
     def _results_of(self, jaxpr: Any, eqn: Any, given: list[_Value]) -> list[_Value]:
         is_wide = any(operand.mask for operand in given)
-        name, inner = eqn.primitive.name, inside(eqn)
+        name, call = eqn.primitive.name, inner_call(eqn)
         if name == "name" and eqn.params["name"] == _WHOLE:
             value, mask, _ = self._widened(given[0])
             return [_Value(value, mask | 1 << len(self._closed.jaxpr.invars))]
-        if name == "shard_map" or not (is_wide or name in ("jit", "pjit")):
-            inner = None
+        if not (is_wide or name in ("jit", "pjit")):
+            call = None
         # Also for int32 of the step's own: what is computed here may meet ids later.
-        if inner is not None and (is_wide or any(map(_is_int32, inner.outvars))):
-            program = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            consts = program.consts if isinstance(program, ClosedJaxpr) else ()
+        if call is not None and (is_wide or any(map(_is_int32, call[0].outvars))):
             # For the line of an error: inside of a jit the user's line may be that of
             # the call.
             self._calls.append(eqn)
-            outputs = self._run(inner, consts, given)
+            outputs = self._run(*call, given)
             self._calls.pop()
             return outputs
         if is_wide:
@@ -187,7 +187,7 @@ class Widened:
                 _Value(value, mask if value.dtype != var.aval.dtype else 0)
                 for value, var in zip(results, eqn.outvars, strict=True)
             ]
-        results = _alone(jaxpr, eqn, given)
+        results = alone(jaxpr, eqn, [operand.value for operand in given])
         own = results if is_wide else _own(eqn, given) or results
         return [
             _Value(value, 0, with_64 if with_64.dtype != value.dtype else None)
@@ -303,20 +303,6 @@ def _own(eqn: Any, given: Sequence[_Value]) -> list[Any] | None:
     for place in together:
         values[place] = given[place].own
     return _bound(eqn, values)
-
-
-def _alone(jaxpr: Any, eqn: Any, given: Sequence[_Value]) -> list[Any]:
-    """Evaluates one equation by itself, with the dtypes of the trace."""
-    invars, values = [], []
-    for var, operand in zip(eqn.invars, given, strict=True):
-        if not isinstance(var, Literal) and var not in invars:
-            invars.append(var)
-            values.append(operand.value)
-    effects = set(no_effects).union(eqn.effects)
-    program = jaxpr.replace(
-        constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn], effects=effects
-    )
-    return list(jaxpr_as_fun(ClosedJaxpr(program, []))(*values))
 
 
 def evaluator(
