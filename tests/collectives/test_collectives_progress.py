@@ -13,6 +13,7 @@ import pytest
 from collectives_hops import all_made_by, deliver, made_by
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from zstrat.collectives import ScheduleProgress, parts, reduction_of
 from zstrat.errors import ProtocolError
@@ -20,7 +21,7 @@ from zstrat.wire import DTYPES
 
 ALL_REDUCES = all_made_by("all_reduce")
 OPS = ["SUM", "MEAN", "MIN", "MAX"]
-sizes = st.integers(1, 17)
+every_size = pytest.mark.parametrize("size", range(1, 18))
 counts = st.integers(0, 700)
 chunks = st.sampled_from([64, 512, 4096])
 seeds = st.integers(0, 2**32)
@@ -62,8 +63,9 @@ def all_reduce(schedule, values, op, chunk, seed, in_place=False) -> list[np.nda
 
 
 @pytest.mark.parametrize("schedule", ALL_REDUCES)
+@every_size
+@examples(5)
 @given(
-    size=sizes,
     count=counts,
     chunk=chunks,
     op=st.sampled_from(OPS),
@@ -84,8 +86,9 @@ def test_all_reduce_is_exact(schedule, size, count, chunk, op, in_place, seed) -
 
 
 @pytest.mark.parametrize("schedule", ALL_REDUCES)
+@every_size
+@examples(5)
 @given(
-    size=sizes,
     count=counts,
     chunk=chunks,
     dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "complex64"]),
@@ -111,7 +114,9 @@ def test_all_ranks_have_the_same_bits(
 
 
 @pytest.mark.parametrize("schedule", all_made_by("reduce_scatter"))
-@given(size=sizes, count=counts, chunk=chunks, frozen=st.booleans(), seed=seeds)
+@every_size
+@examples(5)
+@given(count=counts, chunk=chunks, frozen=st.booleans(), seed=seeds)
 def test_reduce_scatter(schedule, size, count, chunk, frozen, seed) -> None:
     draw = np.random.default_rng(seed)
     values = draw.integers(-99, 99, (size, count)).astype(np.int32)
@@ -135,7 +140,9 @@ def test_reduce_scatter(schedule, size, count, chunk, frozen, seed) -> None:
 
 
 @pytest.mark.parametrize("schedule", all_made_by("all_gather"))
-@given(data=st.data(), size=sizes, chunk=chunks, frozen=st.booleans(), seed=seeds)
+@every_size
+@examples(5)
+@given(data=st.data(), chunk=chunks, frozen=st.booleans(), seed=seeds)
 def test_all_gather_of_uneven_blocks(schedule, data, size, chunk, frozen, seed) -> None:
     lengths = data.draw(st.lists(st.integers(0, 90), min_size=size, max_size=size))
     ends = np.cumsum(lengths)[:-1]
@@ -160,7 +167,9 @@ def test_all_gather_of_uneven_blocks(schedule, data, size, chunk, frozen, seed) 
 
 
 @pytest.mark.parametrize("schedule", all_made_by("broadcast"))
-@given(data=st.data(), size=sizes, count=counts, chunk=chunks, seed=seeds)
+@every_size
+@examples(5)
+@given(data=st.data(), count=counts, chunk=chunks, seed=seeds)
 def test_broadcast(schedule, data, size, count, chunk, seed) -> None:
     """The root's own array is its result as well."""
     root = data.draw(st.integers(0, size - 1))
@@ -179,7 +188,9 @@ def test_broadcast(schedule, data, size, count, chunk, seed) -> None:
         np.testing.assert_array_equal(result, expected)
 
 
-@given(data=st.data(), size=st.integers(1, 9), chunk=chunks, seed=seeds)
+@pytest.mark.parametrize("size", range(1, 10))
+@examples(5)
+@given(data=st.data(), chunk=chunks, seed=seeds)
 def test_all_to_all(data, size, chunk, seed) -> None:
     lengths = data.draw(
         st.lists(st.integers(0, 90), min_size=size * size, max_size=size * size)
@@ -210,7 +221,9 @@ def test_all_to_all(data, size, chunk, seed) -> None:
         np.testing.assert_array_equal(result, np.concatenate(wanted))
 
 
-@given(size=sizes, seed=seeds)
+@every_size
+@examples(5)
+@given(seed=seeds)
 def test_barrier(size, seed) -> None:
     nothing = np.empty(0, np.uint8)
     calls = [
