@@ -92,19 +92,26 @@ def test_all_reduce_is_exact(schedule, size, count, chunk, op, in_place, seed) -
     count=counts,
     chunk=chunks,
     dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16", "complex64"]),
-    op=st.sampled_from(["SUM", "MEAN"]),
+    op=st.sampled_from(OPS),
     seed=seeds,
 )
 def test_all_ranks_have_the_same_bits(
     schedule, size, count, chunk, dtype, op, seed
 ) -> None:
-    """Of values whose sum depends on the order in which they are added."""
+    """Of values whose sum depends on the order in which they are added, and of zeros of
+    both signs, of which numpy takes for the least the one that it is given first."""
     draw = np.random.default_rng(seed)
     values = draw.standard_normal((size, count)).astype(DTYPES[dtype])
+    if op in ("MIN", "MAX"):
+        if dtype == "complex64":
+            return
+        values *= 0
     first = all_reduce(schedule, values, op, chunk, seed)
     assert len({result.tobytes() for result in first}) == 1
     again = all_reduce(schedule, values, op, chunk, seed + 1, in_place=True)
     assert again[0].tobytes() == first[0].tobytes()  # in another order of arrival
+    if op in ("MIN", "MAX"):
+        return
     expected = values.astype(np.complex128 if "complex" in dtype else np.float64).sum(0)
     expected /= size if op == "MEAN" else 1
     close = {"float16": 1e-3, "bfloat16": 8e-3, "float64": 1e-13}.get(dtype, 1e-5)

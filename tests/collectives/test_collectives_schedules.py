@@ -6,9 +6,9 @@ That values come out right, and alike on all ranks, is seen in those of progress
 from __future__ import annotations
 
 import pytest
-from collectives_hops import made_by
+from collectives_hops import all_made_by, made_by
 
-from zstrat.collectives import Act
+from zstrat.collectives import ALGORITHMS, Act
 
 SIZES = range(1, 18)
 
@@ -40,6 +40,18 @@ def test_nobody_leaves_the_barrier_before_all_have_come(size) -> None:
             assert schedule.blocks[0][2 * step + 1].peer == (rank - 2**step) % size
             knows[rank] |= told[rank, step]
     assert knows == [set(range(size))] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("call", ALGORITHMS)
+def test_no_two_hops_to_a_rank_have_one_place(call, size) -> None:
+    for schedule in all_made_by(call):
+        for root in [(0,), (size - 1,)] if call == "broadcast" else [()]:
+            ranks = all_ranks(schedule, size, *root)
+            actions = [a for rank in ranks for block in rank.blocks for a in block]
+            hops = [(a.peer, a.place) for a in actions if a.act is Act.SEND]
+            assert len(set(hops)) == len(hops)
+            assert all(0 <= place < ranks[0].places for _, place in hops)
 
 
 @pytest.mark.parametrize("size", SIZES)
