@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zstrat.collectives import ALGORITHMS
+from zstrat.collectives import ALGORITHMS, ScheduleProgress, parts, reduction_of
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from zstrat.collectives import Schedule, ScheduleProgress
+    from zstrat.collectives import Schedule
 
 
 def made_by(call: str, algorithm: str) -> Callable[..., Schedule]:
@@ -25,6 +25,31 @@ def made_by(call: str, algorithm: str) -> Callable[..., Schedule]:
 def all_made_by(call: str) -> list[Callable[..., Schedule]]:
     """The same of all algorithms of a call."""
     return [each.make for each in ALGORITHMS[call].values()]
+
+
+def all_reduce_calls(
+    schedule: Callable[..., Schedule],
+    sources: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    op: str = "SUM",
+    codecs: Sequence = (),
+    **options: int,
+) -> list[ScheduleProgress]:
+    """The calls of all ranks, of which each gives one array and gets one."""
+    size = len(sources)
+    made = [schedule(rank, size) for rank in range(size)]
+    blocks = len(made[0].blocks)
+    return [
+        ScheduleProgress(
+            made[rank],
+            parts(sources[rank], blocks),
+            parts(results[rank], blocks),
+            reduction=reduction_of(op, sources[0].dtype, size),
+            codec=codecs[rank] if codecs else None,
+            **options,
+        )
+        for rank in range(size)
+    ]
 
 
 def deliver(

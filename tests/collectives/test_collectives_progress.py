@@ -10,7 +10,7 @@ import random
 
 import numpy as np
 import pytest
-from collectives_hops import all_made_by, deliver, made_by
+from collectives_hops import all_made_by, all_reduce_calls, deliver, made_by
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -42,21 +42,9 @@ class Memory:
 
 
 def all_reduce(schedule, values, op, chunk, seed, in_place=False) -> list[np.ndarray]:
-    size, dtype = len(values), values[0].dtype
     sources = [value.copy() for value in values]
     results = sources if in_place else [np.zeros_like(each) for each in sources]
-    ranks = [schedule(rank, size) for rank in range(size)]
-    blocks = len(ranks[0].blocks)
-    calls = [
-        ScheduleProgress(
-            ranks[rank],
-            parts(sources[rank], blocks),
-            parts(results[rank], blocks),
-            reduction=reduction_of(op, dtype, size),
-            chunk_bytes=chunk,
-        )
-        for rank in range(size)
-    ]
+    calls = all_reduce_calls(schedule, sources, results, op, chunk_bytes=chunk)
     memory = Memory(results, sources)
     deliver(calls, random.Random(seed), memory.wipe)
     return memory.kept
@@ -243,18 +231,14 @@ def test_barrier(size, seed) -> None:
     assert hops == size * (size - 1).bit_length()
 
 
+RING = made_by("all_reduce", "ring")
+
+
 def pair(count: int = 300, chunk: int = 1024) -> list[ScheduleProgress]:
     """Two ranks that sum ``count`` ones; blocks of chunks of 1 KiB."""
-    return [
-        ScheduleProgress(
-            made_by("all_reduce", "ring")(rank, 2),
-            parts(np.ones(count, np.float32), 2),
-            parts(np.zeros(count, np.float32), 2),
-            reduction=reduction_of("SUM", np.float32, 2),
-            chunk_bytes=chunk,
-        )
-        for rank in range(2)
-    ]
+    ones = np.ones(count, np.float32)
+    results = [np.zeros_like(ones) for _ in range(2)]
+    return all_reduce_calls(RING, [ones, ones], results, chunk_bytes=chunk)
 
 
 def test_who_is_waited_for() -> None:
@@ -305,22 +289,14 @@ def test_a_finished_block_of_another_length_is_refused() -> None:
 
 def test_sources_for_every_block() -> None:
     with pytest.raises(ValueError, match="1 sources and 2 results for a schedule of 2"):
-        ScheduleProgress(made_by("all_reduce", "ring")(0, 2), [None], [None, None])
+        ScheduleProgress(RING(0, 2), [None], [None, None])
 
 
 def test_contributions_of_few_bits_travel_as_they_are() -> None:
     """Only sums in part are wider: with two ranks there are none on the wire."""
     values = np.ones((2, 256), np.float16)
     sent = []
-    calls = [
-        ScheduleProgress(
-            made_by("all_reduce", "ring")(rank, 2),
-            parts(values[rank], 2),
-            parts(values[rank], 2),
-            reduction=reduction_of("SUM", np.float16, 2),
-        )
-        for rank in range(2)
-    ]
+    calls = all_reduce_calls(RING, values, values)
     for rank, call in enumerate(calls):
         sent += [(rank, send) for send in call.start()]
     for _, send in list(sent):
