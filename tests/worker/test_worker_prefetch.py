@@ -31,6 +31,16 @@ def test_with_prefetch_the_first_post_of_a_step_is_its_pull_alone():
     assert drive.did == ["prepare 1", "post", "prepare 2", "post"]
 
 
+def test_without_prefetch_optimizer_steps_wait_for_the_push():
+    drive = Drive(Pipeline(prefetch=0))
+    optimizer_steps(drive, 1, 2)
+    (post,) = drive.rest()
+    assert pulled(post) == [[1]]
+    drive.arrive(post)
+    (post,) = drive.rest()
+    assert (post.pushes, pulled(post)) == ([("push 1", 1)], [[2]])
+
+
 @pytest.mark.parametrize(
     ("before", "behind"),
     [
