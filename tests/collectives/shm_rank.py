@@ -68,14 +68,8 @@ class Rank:
         return tuple(
             tuple(
                 MemberEntry(
-                    f"/job:worker/task:{rank}",
-                    "",
-                    name,
-                    os.getpid(),
-                    1,
-                    shared.descriptor,
-                    shared.capacity,
-                    shared.word,
+                    *(f"/job:worker/task:{rank}", "", name, os.getpid(), 1),
+                    *(shared.descriptor, shared.capacity, shared.word),
                 )
             )
             for name, shared in ((host, self.memory), ("all", self.outer))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zstrat.wire import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TIMEOUT = 250.0
 
@@ -75,6 +79,14 @@ class RankProcess:
             finally:
                 self.kill()
         self._wire.close()
+
+
+@contextmanager
+def rank_processes(size: int) -> Iterator[list[RankProcess]]:
+    processes = [RankProcess() for _ in range(size)]
+    yield processes
+    for process in processes:
+        process.close()
 
 
 class Ranks:

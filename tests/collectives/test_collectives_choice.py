@@ -55,14 +55,6 @@ def test_a_call_that_there_is_not() -> None:
         algorithm_named("all_reduce", "chain")
 
 
-def test_a_table_as_a_file(tmp_path) -> None:
-    path = tmp_path / "algorithms.toml"
-    path.write_text(TABLE.to_toml())
-    assert read_choices(path) == TABLE
-    assert choices_from({}) == Choices()
-    assert Choices().to_toml() == ""
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

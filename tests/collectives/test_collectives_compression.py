@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collectives_hops import deliver, made_by
+from collectives_hops import all_reduce_calls, deliver, made_by
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import combined
@@ -12,8 +12,6 @@ from tiers import combined
 from zstrat.collectives import (
     Compression,
     Compressor,
-    ScheduleProgress,
-    parts,
     reduction_of,
 )
 from zstrat.errors import ProtocolError
@@ -32,23 +30,10 @@ RING = made_by("all_reduce", "ring")
 
 def all_reduce(compressors, values, op="MEAN", schedule=RING):
     """One call of all ranks; results ``[ranks, n]``, and the bytes that travelled."""
-    size = len(values)
-    reduction = reduction_of(op, values.dtype, size)
+    reduction = reduction_of(op, values.dtype, len(values))
     results = np.zeros_like(values)
-    calls = []
-    for rank, compressor in enumerate(compressors):
-        made = schedule(rank, size)
-        blocks = len(made.blocks)
-        calls.append(
-            ScheduleProgress(
-                made,
-                parts(values[rank], blocks),
-                parts(results[rank], blocks),
-                reduction=reduction,
-                codec=compressor.codec("x", reduction) if compressor else None,
-                chunk_bytes=256,
-            )
-        )
+    codecs = [each.codec("x", reduction) for each in compressors]
+    calls = all_reduce_calls(schedule, values, results, op, codecs, chunk_bytes=256)
     deliver(calls)
     return results
 

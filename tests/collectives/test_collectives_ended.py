@@ -11,7 +11,7 @@ import pytest
 from zstrat.collectives import CallKind, CollectiveCall
 from zstrat.collectives.group import FailureInquiry, Generation, verdict
 from zstrat.errors import CollectiveTimeoutError, StaleSessionError, to_wire
-from zstrat.wire import AbortCall, CallState, GroupFormed, MemberEntry
+from zstrat.wire import AbortCall, AskCall, CallState, GroupFormed, MemberEntry
 
 WORDS = "barrier()"
 ENDED = CallState("", [], False, True)
@@ -89,6 +89,8 @@ LEFT = StaleSessionError("worker:0 asks about a generation that this task is not
 
 @pytest.mark.parametrize("answer", [ENDED, LEFT])
 async def test_the_notice_says_why_the_call_failed(answer):
+    """Two ranks ask at one time. One has found out and failed its call when the other
+    one asks it: that call has not ended well there, and its notice says more."""
     asked = Asked()
     await asked.is_answered(answer)
     assert asked.generation.broken is None
@@ -96,6 +98,7 @@ async def test_the_notice_says_why_the_call_failed(answer):
     await asked.generation._inquiry
     assert [str(each) for each in asked.outcomes] == ["rank 2 has not called it"]
     assert not [sent for sent in asked.link.sent if isinstance(sent, AbortCall)]
+    assert asked.generation.state(AskCall(5, asked.call.key)).is_broken
 
 
 async def test_a_notice_that_came_before_the_answer_is_not_waited_for():

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shm_ranks import RankProcess, Ranks, Refused, given, run, same
+from shm_ranks import Ranks, Refused, given, rank_processes, run, same
 
 from zstrat.collectives import CallKind, CollectiveCall, SharedMemory
 from zstrat.collectives.memory import _barrier
@@ -33,20 +33,15 @@ LARGE = 2**22
 @pytest.fixture(scope="module")
 def processes():
     """For tests that kill none of them, one after another."""
-    yield from started()
+    with rank_processes(3) as processes:
+        yield processes
 
 
 @pytest.fixture
 def mortal():
     """For a test that kills one."""
-    yield from started()
-
-
-def started():
-    processes = [RankProcess() for _ in range(3)]
-    yield processes
-    for process in processes:
-        process.close()
+    with rank_processes(3) as processes:
+        yield processes
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -17,13 +16,10 @@ from zstrat.collectives.group._traffic import key_of
 from zstrat.collectives.schedules import progress_of
 from zstrat.errors import (
     ClosedError,
-    CollectiveTimeoutError,
     DeadlineExceededError,
     PeerLostError,
-    to_wire,
 )
 from zstrat.wire import (
-    AbortCall,
     AskCall,
     CallState,
     GroupFormed,
@@ -91,14 +87,18 @@ async def test_a_line_that_is_emptied_too_late_does_not_disturb_the_end():
     assert isinstance(generation.broken, ClosedError)
 
 
+async def leaving(generation):
+    """The end of the generation, which waits for the lines to be empty."""
+    deadline = asyncio.get_running_loop().time() + 1000
+    closing = asyncio.create_task(generation.close("over", deadline), name="closing")
+    await asyncio.sleep(0)  # it runs until it waits
+    return closing
+
+
 async def test_who_leaves_waits_until_the_others_have_what_was_sent_to_them():
     """A socket that is closed gives its last messages a moment, and no more."""
     generation, link = full_line()
-    loop = asyncio.get_running_loop()
-    closing = asyncio.create_task(
-        generation.close("over", loop.time() + 1000), name="closing"
-    )
-    await asyncio.sleep(0)  # it runs until it waits
+    closing = await leaving(generation)
     ((question, answer),) = link.asked.items()
     assert isinstance(question, AskCall)
     assert (link.sent, link.goodbye, closing.done()) == ([], None, False)
@@ -110,11 +110,7 @@ async def test_who_leaves_waits_until_the_others_have_what_was_sent_to_them():
 
 async def test_who_has_all_hears_of_the_leave_though_another_one_is_slow():
     generation, (quick, slow) = full_lines(3)
-    loop = asyncio.get_running_loop()
-    closing = asyncio.create_task(
-        generation.close("over", loop.time() + 1000), name="closing"
-    )
-    await asyncio.sleep(0)  # it runs until it waits
+    closing = await leaving(generation)
     (answer,) = quick.asked.values()
     answer.set_result(CallState("", [], False, False))
     await asyncio.sleep(0)  # the answer is looked at
@@ -129,11 +125,7 @@ async def test_who_has_all_hears_of_the_leave_though_another_one_is_slow():
 
 async def test_who_gives_up_leaving_has_left():
     generation, link = full_line()
-    loop = asyncio.get_running_loop()
-    closing = asyncio.create_task(
-        generation.close("over", loop.time() + 1000), name="closing"
-    )
-    await asyncio.sleep(0)  # it runs until it waits
+    closing = await leaving(generation)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
@@ -144,11 +136,7 @@ async def test_who_gives_up_leaving_has_left():
 
 async def test_nobody_waits_for_the_line_to_a_rank_that_is_lost():
     generation, link = full_line()
-    loop = asyncio.get_running_loop()
-    closing = asyncio.create_task(
-        generation.close("over", loop.time() + 1000), name="closing"
-    )
-    await asyncio.sleep(0)  # it runs until it waits
+    closing = await leaving(generation)
     assert not closing.done()
     generation.gone(1, "it is silent")
     await closing
@@ -170,35 +158,6 @@ async def test_what_an_operation_was_is_known_after_its_end():
         generation.begun[number], generation.calls = "barrier()", number
         generation.end(number)
     assert generation.state(asked) == CallState(FORGOTTEN, [], True, False)
-
-
-async def test_who_has_ended_the_generation_says_so_and_is_believed():
-    """Two ranks ask at one time. One has found out and failed its call when the other
-    one asks it: that call has not ended well there, and its notice says more."""
-    generation, link = full_line()
-    call = CollectiveCall(
-        1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 0.6, root=1
-    )
-    outcomes = []
-    generation.traffic.start(call, outcomes.append)
-    generation.mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
-    generation.inquire(call, [1])
-    for _ in range(20):
-        await asyncio.sleep(0)  # it runs until it waits
-    assert generation.broken is None
-    error = CollectiveTimeoutError("rank 2 has not called it")
-    generation.aborted(1, AbortCall(5, call.key, to_wire(error), []))
-    await generation._inquiry
-    assert [str(each) for each in outcomes] == ["rank 2 has not called it"]
-    assert not [sent for sent in link.sent if isinstance(sent, AbortCall)]
-    assert generation.state(AskCall(5, call.key)).is_broken
-
-
-def answer_of(state, rank, *, message, deadline):
-    assert rank == 1
-    answer = asyncio.get_running_loop().create_future()
-    answer.set_result(state)
-    return answer
 
 
 async def test_what_a_rank_sent_before_it_left_is_enough():

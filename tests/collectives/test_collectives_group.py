@@ -21,6 +21,7 @@ from zstrat.threads import ThreadBell
 UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64"]
 DTYPES += ["uint8", "uint32", "complex64"]
+CALLS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 
 
 @pytest.fixture(scope="module", params=["ipc", "tcp"])
@@ -110,18 +111,6 @@ def test_arrays_that_are_no_plain_memory(on_all):
         expected = sum(way(each).astype(np.float32) for each in whole)
         for result in on_all(lambda g, way=way: g.all_reduce(way(whole[g.rank]))):
             equal(result, expected)
-
-
-def test_in_place(on_all):
-    for way in (lambda a: a, lambda a: a[::2]):
-        data = [numbers(rank, "float64", (100, 5)) for rank in range(3)]
-        expected = sum(way(each) for each in data)
-        results = on_all(
-            lambda g, d=data, way=way: g.all_reduce(way(d[g.rank]), in_place=True)
-        )
-        for rank, result in enumerate(results):
-            assert np.shares_memory(result, data[rank])
-            equal(way(data[rank]), expected)
 
 
 def test_the_operand_is_left_alone(on_all):
@@ -222,12 +211,6 @@ def test_what_the_root_changes_after_an_async_broadcast_shows_nowhere(on_all, co
 
     for result in on_all(call):
         equal(np.stack(result), np.ones((2, count), "f4"))
-
-
-def test_broadcast_result_is_not_the_operand(on_all):
-    data = np.ones(10)
-    for result in on_all(lambda group: group.broadcast(data)):
-        assert not np.shares_memory(result, data)
 
 
 @pytest.mark.parametrize("rows", [0, 6])
@@ -337,21 +320,31 @@ def test_barrier_waits_for_all(trio):
     assert trio.each(work, trio.all) == [3, 3, 3]
 
 
+SLICES = zs.IndexedSlices(np.ones((2, 3), np.float32), np.array([0, 4]), (5, 3))
+MASKED = np.ma.array([1.0, 2.0], mask=[False, True])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda g: g.all_reduce(np.ones(3, int), "mean"), TypeError, "MEAN"),
         (lambda g: g.all_reduce(np.ones(3), "product"), ValueError, "reduce_op"),
         (lambda g: g.all_reduce("text"), TypeError, "got str"),
-        (lambda g: g.all_reduce(np.array(["a"])), TypeError, "cannot be sent"),
+        (lambda g: g.all_reduce({1}), TypeError, "pytrees of them, got set"),
+        (lambda g: g.all_reduce(np.array(["a"])), TypeError, "<U1 cannot be sent to"),
+        (lambda g: g.all_reduce(MASKED), TypeError, "masked array.*fill it"),
+        (lambda g: g.all_reduce(SLICES, in_place=True), TypeError, "in_place.*Indexed"),
+        (lambda g: g.all_reduce(SLICES, "max"), TypeError, "MAX.*IndexedSlices.*SUM"),
         (lambda g: g.all_gather(np.ones(3), 1), ValueError, "all_gather"),
         (lambda g: g.all_gather(1.0), ValueError, "all_gather"),
         (lambda g: g.reduce_scatter(1.0), ValueError, "reduce_scatter"),
         (lambda g: g.broadcast(1.0, 3), ValueError, r"\b3\b"),
+        (lambda g: g.all_to_all(np.float32(1)), ValueError, "all_to_all"),
         (lambda g: g.all_to_all(np.ones(4)), ValueError, "all_to_all"),
         (lambda g: g.all_to_all(np.ones(4), splits=[1, 1, 1]), ValueError, "splits="),
         (lambda g: g.all_reduce(jnp.ones(3), in_place=True), TypeError, "in_place"),
         (lambda g: g.barrier(timeout=0), ValueError, r"\b0\b"),
+        (lambda g: g.barrier(inplace=True), TypeError, "keyword argument 'inplace'"),
     ],
 )
 def test_wrong_arguments_are_refused_and_number_nothing(trio, call, error, words):
@@ -380,12 +373,10 @@ def test_a_group_of_one_needs_no_cluster():
         zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec({}))
     ) as group:
         assert (group.rank, group.size) == (0, 1)
-        np.testing.assert_array_equal(group.all_reduce(np.arange(3), "sum"), range(3))
+        for name in CALLS:
+            found = getattr(group, name)(np.arange(3))
+            np.testing.assert_array_equal(found, range(3))
         np.testing.assert_array_equal(group.all_reduce(np.ones(3), "mean"), np.ones(3))
-        np.testing.assert_array_equal(group.all_gather(np.arange(3)), range(3))
-        np.testing.assert_array_equal(group.reduce_scatter(np.arange(3)), range(3))
-        np.testing.assert_array_equal(group.all_to_all(np.arange(3)), range(3))
-        np.testing.assert_array_equal(group.broadcast(np.arange(3)), range(3))
         group.barrier()
 
 
@@ -447,18 +438,7 @@ def test_ranks_that_differ_in_the_group_are_told():
         assert "worker/task:1" in str(first.exception(20))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "all_reduce",
-        "all_gather",
-        "reduce_scatter",
-        "broadcast",
-        "all_to_all",
-        "barrier",
-        "reform",
-    ],
-)
+@pytest.mark.parametrize("name", [*CALLS, "barrier", "reform"])
 def test_both_forms_of_a_call_show_the_same_parameters(name):
     blocking = inspect.signature(getattr(zs.collectives.Group, name))
     awaitable = inspect.signature(getattr(zs.collectives.Group, f"{name}_async"))
@@ -471,14 +451,6 @@ def test_a_group_is_made_with_the_same_parameters_in_both_forms():
     assert made == inspect.signature(zs.collectives.Group.create).parameters
     assert list(made)[:3] == ["resolver", "name", "tasks"]
     assert made["name"].default == "group"
-
-
-def test_an_argument_that_there_is_not():
-    with ranks_of(1) as ranks:
-        group = ranks.group(0)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'inplace'"):
-            group.all_reduce(np.ones(1), inplace=True)
-        assert group.all_reduce(np.ones(1)) == 1  # no number was drawn
 
 
 def test_each_rank_knows_for_whom_it_has_waited(trio, on_all):

@@ -19,6 +19,7 @@ def tree_of(rank):
         "number": np.array(rank, np.int32),
         "empty": np.zeros((0, 2)),
         "turned": np.full((2, ALONE // 8), rank, np.float64).T,
+        "every other": np.full((ALONE // 4, 5), rank, np.float64)[::2],
         "other end": np.full(ALONE // 4, rank, ">f4"),
     }
 

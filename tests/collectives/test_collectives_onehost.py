@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from shm_ranks import RankProcess, Ranks, given, reduced, run, same
+from shm_ranks import Ranks, given, rank_processes, reduced, run, same
 from tiers import combined
 
 from zstrat.collectives import ReduceOp
@@ -18,10 +18,8 @@ EDGES = [0, 1, 17, 16 * 1024, 16 * 1024 + 1, 600_001]
 
 @pytest.fixture(scope="module")
 def processes():
-    processes = [RankProcess() for _ in range(4)]
-    yield processes
-    for process in processes:
-        process.close()
+    with rank_processes(4) as processes:
+        yield processes
 
 
 SIZES = [2, 3, 4]

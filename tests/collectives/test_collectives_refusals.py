@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from collectives_groups import ranks_of
 
@@ -60,19 +59,9 @@ def test_a_group_is_told_of_its_cluster_by_a_resolver():
 @pytest.mark.parametrize(
     ("role", "message", "error", "words"),
     [
-        (
-            Job.PS,
-            joining("train", 1),
-            PermissionDeniedError,
-            "worker:1",
-        ),
+        (Job.PS, joining("train", 1), PermissionDeniedError, "worker:1"),
         (Job.WORKER, STATE, ProtocolError, "CallState"),
-        (
-            Job.CHIEF,
-            AskCall(5, 1),
-            StaleSessionError,
-            "worker:1",
-        ),
+        (Job.CHIEF, AskCall(5, 1), StaleSessionError, "worker:1"),
     ],
 )
 async def test_a_node(role, message, error, words):
@@ -142,11 +131,7 @@ LATE = DeadlineExceededError("it does not answer")
     ("lines", "error", "words"),
     [
         ([1, 7], PeerLostError, r"rank 2.*/job:worker/task:2.*\b1\b"),
-        (
-            [LATE, LATE],
-            CollectiveTimeoutError,
-            r"'train'.*rank 1.*/job:worker/task:1",
-        ),
+        ([LATE, LATE], CollectiveTimeoutError, r"'train'.*rank 1.*/job:worker/task:1"),
         ([1, ClosedError("it is closed")], ClosedError, "it is closed"),
     ],
 )
@@ -167,53 +152,6 @@ async def test_a_mesh_that_cannot_be_opened(lines, error, words):
 def test_a_result_that_takes_longer():
     with pytest.raises(DeadlineExceededError, match=r"barrier\(\).*\b0\b"):
         Pending("barrier()").result(0)
-
-
-@pytest.mark.parametrize(
-    ("array", "words"),
-    [
-        (np.ma.array([1.0, 2.0], mask=[False, True]), "masked array.*fill it"),
-        (np.array(["a"]), "arrays of dtype <U1 cannot be sent to other ranks"),
-        ({1}, "expected numpy or jax arrays, numbers, or pytrees of them, got set"),
-    ],
-)
-def test_arrays_that_do_not_travel(array, words):
-    with ranks_of(1) as ranks, pytest.raises(TypeError, match=words):
-        ranks.group(0).all_reduce(array)
-
-
-def slices():
-    return zs.IndexedSlices(np.ones((2, 3), np.float32), np.array([0, 4]), (5, 3))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (
-            lambda g: g.all_reduce(slices(), in_place=True),
-            TypeError,
-            r"in_place.*IndexedSlices",
-        ),
-        (
-            lambda g: g.all_reduce(slices(), "max"),
-            TypeError,
-            r"MAX.*IndexedSlices.*SUM",
-        ),
-        (
-            lambda g: g.reduce_scatter(np.float32(1)),
-            ValueError,
-            "reduce_scatter",
-        ),
-        (
-            lambda g: g.all_to_all(np.float32(1)),
-            ValueError,
-            "all_to_all",
-        ),
-    ],
-)
-def test_arguments(call, error, words):
-    with ranks_of(1) as ranks, pytest.raises(error, match=words):
-        call(ranks.group(0))
 
 
 def test_too_many_operations(monkeypatch):

@@ -136,55 +136,47 @@ def test_where_keys_are_demanded_they_are_encrypted(tmp_path) -> None:
                 np.testing.assert_array_equal(found, np.arange(float(count)))
 
 
-def goes_by_links(size, caplog):
+async def astray(self, member, address, credential, connect=DataConnections.connect):
+    host, _, _ = address.rpartition(":")
+    await connect(self, member, f"{host}:1" if member == 2 else address, credential)
+
+
+def raising(words):
+    def refused(*_):
+        raise OSError(words)
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("size", "what", "is_so", "words"),
+    [
+        (3, "DataConnections.connect", astray, "cannot reach each other's data port"),
+        (2, "DataConnections.connect", raising("no such name"), "no such name"),
+        (
+            2,
+            "DataConnections.shut",
+            raising("no such filter"),
+            "links, not data connections: no such filter",
+        ),
+        (2, "allowed", lambda: 0, "descriptors are open"),
+        (3, "DataConnections.MOST", 2, ""),
+    ],
+    ids=["a port out of reach", "no name", "no filter", "no room", "a large group"],
+)
+def test_where_there_can_be_none_all_goes_by_links(
+    monkeypatch, caplog, size, what, is_so, words
+) -> None:
     caplog.set_level("INFO", "zstrat.collectives")
+    monkeypatch.setattr(f"zstrat.transport._data_connections.{what}", is_so)
     with ranks_of(size, over="tcp") as ranks:
         groups = ranks.groups(transport="tcp")
         assert engines_of(groups) == ["NoneType"] * size
         for found in sums(ranks, groups):
             expected = np.arange(1000.0) * sum(range(size))
             np.testing.assert_array_equal(found, expected)
-    return [each.getMessage() for each in caplog.records]
-
-
-def test_where_one_port_cannot_be_reached_all_goes_by_links(monkeypatch, caplog):
-    connect = DataConnections.connect
-
-    async def astray(self, member, address, credential):
-        host, _, _ = address.rpartition(":")
-        address = f"{host}:1" if member == 2 else address
-        await connect(self, member, address, credential)
-
-    monkeypatch.setattr(DataConnections, "connect", astray)
-    words = "cannot reach each other's data port"
-    assert sum(words in each for each in goes_by_links(3, caplog)) == 3
-
-
-def test_where_a_name_is_not_known_any_more_all_goes_by_links(
-    monkeypatch, caplog
-) -> None:
-    async def forgotten(self, member, address, credential):
-        raise OSError("no such name")
-
-    monkeypatch.setattr(DataConnections, "connect", forgotten)
-    said = goes_by_links(2, caplog)
-    assert sum("no such name" in each for each in said) == 2
-
-
-def test_where_a_port_cannot_be_shut_all_goes_by_links(monkeypatch, caplog) -> None:
-    def shut(self):
-        raise OSError("no such filter")
-
-    monkeypatch.setattr(DataConnections, "shut", shut)
-    said = goes_by_links(2, caplog)
-    assert (
-        sum("links, not data connections: no such filter" in each for each in said) == 2
-    )
-
-
-def test_a_large_group_goes_by_links(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(DataConnections, "MOST", 2)
-    goes_by_links(3, caplog)
+    said = [each.getMessage() for each in caplog.records]
+    assert not words or sum(words in each for each in said) == size
 
 
 def test_a_new_generation_has_new_ones() -> None:
@@ -337,20 +329,6 @@ def test_others_hear_of_an_error_that_is_none_of_ours(monkeypatch) -> None:
             groups[0].all_reduce(np.ones(3))
         with pytest.raises(CancelledError, match=r"rank 0.*MemoryError"):
             waiting.result(60)
-
-
-def test_without_room_for_connections_all_goes_by_links(monkeypatch, caplog) -> None:
-    module = "zstrat.transport._data_connections"
-    monkeypatch.setattr(f"{module}.allowed", lambda: 0)
-    with (
-        caplog.at_level("INFO", logger="zstrat.collectives"),
-        ranks_of(2, over="tcp") as ranks,
-    ):
-        groups = ranks.groups(transport="tcp")
-        assert [group._work.engine for group in groups] == [None, None]
-        found = ranks.each(lambda group: group.all_reduce(np.ones(3)), groups)
-        np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
-    assert "descriptors are open" in caplog.text
 
 
 class SlowPacking:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.data import AutoShardPolicy, Worker, batch_sizes_for_worker
+from zstrat.data import (
+    Allotment,
+    AutoShardPolicy,
+    Dataset,
+    Worker,
+    allotted,
+    as_dataset,
+    batch_sizes_for_worker,
+)
 from zstrat.data._autoshard import sharing_policy
 from zstrat.data._replica_rows import cutter
 
@@ -181,6 +190,23 @@ def test_a_batch_that_fits_is_one_piece_for_each_replica():
     assert cut.take(4) == [(((0, 0, 2),), ((0, 2, 4),))]
     assert cut.oldest == 1
     assert cut.finish() == []
+
+
+@pytest.mark.parametrize("policy", [OFF, DATA])
+def test_a_batch_size_of_nothing_is_cut_as_an_unknown_one(policy):
+    recipe, worker = as_dataset([np.zeros(2)]).recipe, Worker(replicas=2)
+    empty, unknown = (
+        Allotment(recipe, worker, policy, size, None).cutter() for size in (0, None)
+    )
+    for rows in (0, 5, 1):
+        assert empty.take(rows) == unknown.take(rows)
+    assert empty.finish() == unknown.finish()
+
+
+def test_rows_without_columns_are_cut_to_nothing():
+    allotment = allotted(Dataset.from_tensor_slices(np.zeros((3, 0))), Worker(1, 0, 2))
+    cuts = allotment.cutter()
+    assert [cuts.take(len(row)) for row in allotment.elements()] == [[], [], []]
 
 
 # policies

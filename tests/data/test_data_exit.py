@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-SCRIPT = """
+import pytest
+
+OPEN = """
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 import zstrat as zs
@@ -22,18 +24,6 @@ distributed = iter(strategy.experimental_distribute_dataset(dataset()))
 next(distributed)
 """
 
-
-def test_passes_that_are_open_at_the_end_of_a_program_end_quietly():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 BLOCKED = """
 import threading
 import zstrat.data, zstrat.data._parallel
@@ -45,14 +35,6 @@ def forever(x):
 mapped = iter(zstrat.data.Dataset.range(9).map(forever, num_parallel_calls=2))
 next(mapped)
 """
-
-
-def test_a_function_that_never_returns_keeps_no_program_from_ending():
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED], capture_output=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-
 
 DRAWING = """
 import atexit, threading, time
@@ -73,8 +55,17 @@ next(passes)
 """
 
 
-def test_a_batch_that_is_drawn_when_the_program_ends_is_not_waited_for():
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [(OPEN, ""), (BLOCKED, ""), (DRAWING, "[]\n")],
+    ids=["open passes", "a function that never returns", "a batch that is drawn"],
+)
+def test_it_ends_quietly(script, said):
     done = subprocess.run(
-        [sys.executable, "-c", DRAWING], capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"[]\n", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")

@@ -138,24 +138,6 @@ def test_threads_of_grain_end_with_the_pass(grain):
 # others
 
 
-@pytest.mark.parametrize(
-    ("batches", "size"),
-    [
-        ([np.zeros((4, 2)), np.zeros((4, 2)), np.zeros((1, 2))], 4),
-        ([np.zeros((4, 2))], 4),
-        ([np.zeros((4, 2)), np.zeros((4, 3))], None),
-        ([np.zeros(4), np.zeros(3), np.zeros(4)], None),
-        ([{"x": np.zeros(4), "y": [np.zeros((4, 1))]}], 4),
-        ([{"x": np.zeros(4), "y": np.zeros(5)}], None),
-        ([np.float32(1)], None),
-        ([], None),
-    ],
-)
-def test_batches_in_a_list_are_looked_at(batches, size):
-    assert as_dataset(batches).recipe.batch_size == size
-    assert as_dataset(batches).recipe.size() == len(batches)
-
-
 def test_arrays_are_data_themselves():
     x, y = np.arange(6.0).reshape(3, 2), np.arange(3)
     for data in ((x, y), {"x": x, "y": y}):

@@ -102,12 +102,17 @@ def test_map_is_applied_to_each_example(threads):
     ]
 
 
+def saved(folder, arrays):
+    paths = [str(folder / f"{number}.npy") for number in range(len(arrays))]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    return paths
+
+
 @pytest.mark.parametrize(("skip", "take"), [(0, 7), (2, 6), (5, 1), (6, 99), (8, 9)])
 def test_take_and_skip_leave_whole_and_parts_of_blocks(tmp_path, skip, take):
-    sizes, paths, rows = (5, 3, 4), [], range(12)
-    for number, size in enumerate(sizes):
-        paths.append(str(tmp_path / f"{number}.npy"))
-        np.save(paths[-1], sum(sizes[:number]) + np.arange(size))
+    rows = range(12)
+    paths = saved(tmp_path, [np.arange(5), np.arange(5, 8), np.arange(8, 12)])
     data = Dataset.from_npy(paths).map(lambda x: x + 1).skip(skip).take(take)
     wanted = [row + 1 for row in rows][skip:][:take]
     assert np.concatenate(batches(data, 4)).tolist() == wanted
@@ -122,10 +127,8 @@ def test_take_and_skip_leave_whole_and_parts_of_blocks(tmp_path, skip, take):
 
 
 def test_rows_of_files_are_shuffled_within_their_file(tmp_path):
-    sizes, paths = (5, 3, 4), []
-    for number, size in enumerate(sizes):
-        paths.append(str(tmp_path / f"{number}.npy"))
-        np.save(paths[-1], number * 10 + np.arange(size))
+    sizes = (5, 3, 4)
+    paths = saved(tmp_path, [10 * n + np.arange(size) for n, size in enumerate(sizes)])
     rows = np.concatenate(batches(Dataset.from_npy(paths), 5, 1, 2))
     files = list(dict.fromkeys((rows // 10).tolist()))
     assert files == [cipher(n, 3, (1, 2)) for n in range(3)]
@@ -256,25 +259,20 @@ def test_expected_leases_are_read_ahead_and_others_in_between():
     elements.close()
 
 
-def test_reading_ahead_goes_on_after_steps_that_did_not_draw():
+@pytest.mark.parametrize(
+    ("number", "read"),
+    [
+        (1, [0, 1, 2, 3]),  # two more than were drawn or given up
+        (3, [0, 1, 3, 4, 5]),  # 0 and 1 were read in vain
+    ],
+)
+def test_reading_ahead_goes_on_after_steps_that_did_not_draw(number, read):
     source = Slow()
     elements = LeasedElements(LeasedSource(source, 1, None).open())
     elements.expect([Lease(0, n, 1) for n in range(6)])
-    elements.begin([Lease(0, 1, 1)])
-    assert next(elements) == [1]
-    for _ in range(4):  # 0 to 3: two more than were drawn or given up
+    elements.begin([Lease(0, number, 1)])
+    assert next(elements) == [number]
+    for _ in read:
         assert source.more.acquire(timeout=60)
-    assert [n for n, _ in source.read] == [0, 1, 2, 3]
-    elements.close()
-
-
-def test_reading_ahead_goes_on_after_more_steps_that_did_not_draw_than_are_read():
-    source = Slow()
-    elements = LeasedElements(LeasedSource(source, 1, None).open())
-    elements.expect([Lease(0, n, 1) for n in range(6)])
-    elements.begin([Lease(0, 3, 1)])
-    assert next(elements) == [3]
-    for _ in range(5):  # 0 and 1 were read in vain
-        assert source.more.acquire(timeout=10)
-    assert [n for n, _ in source.read] == [0, 1, 3, 4, 5]
+    assert [n for n, _ in source.read] == read
     elements.close()

@@ -31,6 +31,32 @@ class Told:
 
 
 @pytest.mark.parametrize(
+    ("batches", "size", "ranks"),
+    [
+        ([np.zeros((4, 2)), np.zeros((4, 2)), np.zeros((1, 2))], 4, (2,)),
+        ([np.zeros((4, 2))], 4, (2,)),
+        ([np.zeros((4, 2)), np.zeros((4, 3))], None, (2,)),
+        ([np.zeros(4), np.zeros(3), np.zeros(4)], None, (1,)),
+        ([{"x": np.zeros(4), "y": [np.zeros((4, 1))]}], 4, (1, 2)),
+        ([{"x": np.zeros(4), "y": np.zeros(5)}], None, (1, 1)),
+        ([np.float32(1)], None, (0,)),
+        ([], None, None),
+        # Batches without any rows tell nothing about the size of the others.
+        ([np.zeros((0, 2)), np.ones((4, 2))], None, (2,)),
+        ([np.zeros((0, 2))], None, (2,)),
+        ([np.zeros(0), np.zeros(0), np.zeros(0)], None, (1,)),
+        ([Told(), Told()], 4, (2,)),
+        ([UserDict(x=np.zeros(4))] * 2, None, None),
+        ([object()] * 2, None, None),
+    ],
+)
+def test_batches_in_a_list_are_looked_at(batches, size, ranks):
+    recipe = as_dataset(batches).recipe
+    assert (recipe.batch_size, recipe.ranks) == (size, ranks)
+    assert recipe.size() == len(batches)
+
+
+@pytest.mark.parametrize(
     "batch",
     [
         Batch(np.zeros((4, 2)), np.zeros(4)),
@@ -43,17 +69,6 @@ def test_of_what_only_jax_can_open_nothing_is_known(batch):
     assert (recipe.size(), recipe.is_steady) == (2, True)
     allotment = allotted([batch, batch], Worker(replicas=2))
     assert list(allotment.elements()) == [batch, batch]
-
-
-@pytest.mark.parametrize("batch", [UserDict(x=np.zeros(4)), object()])
-def test_of_what_nobody_can_open_nothing_is_known(batch):
-    recipe = as_dataset([batch, batch]).recipe
-    assert (recipe.batch_size, recipe.ranks) == (None, None)
-
-
-def test_arrays_of_others_are_asked_for_their_shape_alone():
-    recipe = as_dataset([Told(), Told()]).recipe
-    assert (recipe.batch_size, recipe.ranks) == (4, (2,))
 
 
 @pytest.mark.parametrize("scalar", [3, 2.5, True, 1j, b"ab", "ab", np.float32(1)])

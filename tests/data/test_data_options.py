@@ -98,40 +98,50 @@ def never():
     yield
 
 
-@pytest.mark.parametrize(
-    ("dataset", "size"),
-    [
-        (Dataset.range(8).batch(4), 4),
-        (Dataset.range(8).batch(4).repeat().shuffle(3).take(9).prefetch(2), 4),
-        (Dataset.range(8).batch(4).batch(3), 3),
-        (Dataset.from_generator(never).batch(4), 4),
-        (Dataset.from_tensor_slices(np.zeros((5, 3, 2))), 3),
-        (Dataset.from_tensor_slices((np.zeros((5, 3)), np.zeros((5, 2)))), None),
-        (Dataset.from_tensor_slices(np.zeros(5)), None),
-        (Dataset.range(8).batch(4).map(lambda x: x), None),
-        (Dataset.from_generator(never), None),
-        (Dataset.range(8), None),
-    ],
-)
-def test_batch_sizes(dataset, size):
-    assert shapes_of(dataset.recipe).batch_size == size
+ROWS = np.zeros((5, 3))
+NUMBERS = Dataset.range(12)
 
 
 @pytest.mark.parametrize(
-    ("dataset", "ranks"),
+    ("dataset", "size", "ranks"),
     [
-        (Dataset.range(8), (0,)),
-        (Dataset.range(8).batch(2), (1,)),
-        (Dataset.range(8).batch(2).enumerate(), (0, 1)),
-        (Dataset.from_tensor_slices({"a": np.zeros((2, 3)), "b": np.zeros(2)}), (1, 0)),
-        (Dataset.from_generator(never).batch(2), None),
+        (NUMBERS.batch(4), 4, (1,)),
+        (NUMBERS.batch(4).repeat().shuffle(3).take(9).prefetch(2), 4, (1,)),
+        (NUMBERS.batch(4).batch(3), 3, (2,)),
+        (NUMBERS.batch(2).enumerate(), None, (0, 1)),
+        (NUMBERS.batch(4).map(lambda x: x), None, None),
+        (NUMBERS, None, (0,)),
+        (NUMBERS.padded_batch(4), 4, (1,)),
+        (NUMBERS.batch(2).rebatch(4), None, (1,)),
+        (NUMBERS.batch(2).rebatch(4, drop_remainder=True), 4, (1,)),
+        (NUMBERS.batch(2).rebatch([4, 2]), None, (1,)),
+        (Dataset.zip(NUMBERS.batch(4), NUMBERS.batch(4)), 4, (1, 1)),
+        (Dataset.zip(NUMBERS.batch(4), NUMBERS.batch(3)), None, (1, 1)),
+        (NUMBERS.batch(4).cache().concatenate(NUMBERS.batch(4)), 4, (1,)),
+        (Dataset.from_generator(never).batch(4), 4, None),
+        (Dataset.from_generator(never), None, None),
+        (Dataset.from_tensor_slices(np.zeros((5, 3, 2))), 3, (2,)),
+        (Dataset.from_tensor_slices((ROWS, ROWS[:, :2])), None, (1, 1)),
+        (Dataset.from_tensor_slices({"a": ROWS, "b": np.zeros(5)}), None, (1, 0)),
+        (Dataset.from_tensor_slices(np.zeros(5)), None, (0,)),
     ],
 )
-def test_ranks(dataset, ranks):
-    assert shapes_of(dataset.recipe).ranks == ranks
+def test_batch_sizes_and_ranks(dataset, size, ranks):
+    found = shapes_of(dataset.recipe)
+    assert (found.batch_size, found.ranks) == (size, ranks)
 
 
-def test_what_is_not_batched_is_refused_before_it_is_read():
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        NUMBERS,
+        Dataset.zip(NUMBERS, NUMBERS),
+        NUMBERS.concatenate(NUMBERS),
+        NUMBERS.batch(2).unbatch(),
+        NUMBERS.cache(),
+    ],
+)
+def test_what_is_not_batched_is_refused_before_it_is_read(dataset):
     with pytest.raises(ValueError, match="`batch`"):
-        allotted(Dataset.range(4), Worker(replicas=2))
-    assert list(allotted(Dataset.range(2), Worker()).elements()) == [0, 1]
+        allotted(dataset, Worker(replicas=2))
+    assert len(list(allotted(dataset.take(2), Worker()).elements())) == 2

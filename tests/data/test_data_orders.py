@@ -86,6 +86,8 @@ def test_without_reshuffling_every_repeat_of_every_pass_has_the_same_order():
     dataset = shuffled(reshuffle_each_iteration=False).repeat(3)
     orders = [drawn(iter(dataset), 100) for _ in range(2)]
     assert orders[0] == orders[1] == orders[0][:ROWS] * 3
+    mine = allotted(dataset.batch(6), Worker(2, 1))
+    assert [rows(mine.elements()) for _ in range(2)] == orders
     assert sorted(orders[0][:ROWS]) == list(range(ROWS))
 
 
@@ -105,3 +107,43 @@ def test_a_copy_begins_at_the_first_pass():
     assert pickle.dumps(dataset) == before  # what was shipped is known to be the same
     copy = pickle.loads(pickle.dumps(dataset))
     np.testing.assert_array_equal(np.concatenate(list(copy)), first)
+
+
+# who looks into a dataset before it is distributed changes nothing for the others
+
+
+def batched():
+    return shuffled().batch(6)
+
+
+def rows(iterator):
+    return np.concatenate(list(iterator)).tolist()
+
+
+def test_passes_of_what_a_worker_reads_are_counted_by_themselves():
+    plain, looked_into = batched(), batched()
+    for _ in range(3):
+        next(iter(looked_into))
+    mine = allotted(plain, Worker(2, 0))
+    others = allotted(looked_into, Worker(2, 1))
+    first = rows(mine.elements())
+    assert rows(others.elements()) == first
+    next(iter(plain))  # in the middle of training
+    second = rows(mine.elements())
+    assert rows(others.elements()) == second
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+
+
+def test_distributed_again_a_dataset_is_in_another_order():
+    dataset = batched()
+    orders = [tuple(rows(allotted(dataset, Worker(2, 0)).elements())) for _ in range(4)]
+    assert len(set(orders)) == 4
+
+
+def test_it_does_not_change_the_passes_of_the_dataset_itself():
+    dataset, other = batched(), batched()
+    allotment = allotted(dataset, Worker(2, 0))
+    for _ in range(2):
+        rows(allotment.elements())
+        assert rows(iter(dataset)) == rows(iter(other))

@@ -66,15 +66,6 @@ def test_a_mapped_function_gets_records_as_they_are():
         assert next(iter(lengths)).tolist() == [4, 4, 2, 0]
 
 
-@pytest.mark.parametrize(
-    "elements", [[b"a\0", 1.0], [1.0, b"a\0"], [b"a", np.zeros(2)], ["a", b"a\0"]]
-)
-def test_records_are_not_batched_with_anything_else(elements):
-    dataset = Dataset.from_generator(lambda: elements).batch(2)
-    with pytest.raises(ValueError, match=r"Cannot batch.*bytes"):
-        list(dataset)
-
-
 def test_arrays_of_numpys_strings_stay_what_they_are():
     names = np.array([b"ab", b"c"])
     (batch,) = Dataset.from_tensor_slices(names).map(lambda name: name).batch(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import cloudpickle
 import numpy as np
@@ -136,20 +135,6 @@ def test_each_worker_caches_its_own_files(tmp_path):
     ]
 
 
-def test_unseeded_shuffles_in_all_sources_are_told():
-    plain, mixed = Dataset.range(6), Dataset.range(6).shuffle(6)
-    for dataset in (Dataset.zip(plain, mixed), plain.concatenate(mixed), mixed.cache()):
-        with pytest.warns(UserWarning, match=r"`shuffle`.*seed="):
-            allotted(dataset.batch(2), Worker(2, 0))
-    in_any_order = plain.map(abs, num_parallel_calls=2, deterministic=False)
-    with pytest.warns(UserWarning, match="`deterministic`"):
-        allotted(in_any_order.batch(2), Worker(2, 0))
-    seeded = Dataset.zip(plain, plain.shuffle(6, seed=1)).batch(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        allotted(seeded, Worker(2, 0))
-
-
 def test_the_order_of_a_pass_tells_of_shuffles_that_still_mix():
     sides = [Dataset.range(6).shuffle(6, seed=n) for n in range(2)]
     allotment = allotted(Dataset.zip(*sides).batch(2), Worker(2, 0))
@@ -157,35 +142,6 @@ def test_the_order_of_a_pass_tells_of_shuffles_that_still_mix():
     assert orders == ["1.1, 1.1", "1.2, 1.2"]
     cached = allotted(sides[0].cache().batch(2), Worker(2, 0))
     assert [cached.order(cached.begin()) for _ in range(2)] == ["2.1", "2.1"]
-
-
-def test_scalars_of_the_new_ones_are_refused_before_they_are_read():
-    numbers = Dataset.range(4)
-    for dataset in (
-        Dataset.zip(numbers, numbers),
-        numbers.concatenate(numbers),
-        numbers.batch(2).unbatch(),
-        numbers.cache(),
-    ):
-        with pytest.raises(ValueError, match="`batch`"):
-            allotted(dataset, Worker(replicas=2))
-
-
-@pytest.mark.parametrize(
-    ("make", "size"),
-    [
-        (lambda d: d.padded_batch(4), 4),
-        (lambda d: d.batch(2).rebatch(4), None),
-        (lambda d: d.batch(2).rebatch(4, drop_remainder=True), 4),
-        (lambda d: d.batch(2).rebatch([4, 2]), None),
-        (lambda d: Dataset.zip(d.batch(4), d.batch(4)), 4),
-        (lambda d: Dataset.zip(d.batch(4), d.batch(3)), None),
-        (lambda d: d.batch(4).cache().concatenate(d.batch(4)), 4),
-    ],
-)
-def test_batch_sizes_are_known(make, size):
-    made = make(Dataset.range(12).map(np.negative))
-    assert allotted(made, Worker()).batch_size == size
 
 
 @examples(30)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from worker_coordinator import Coordinator, It
 
 from zstrat import errors
 from zstrat.config import Settings, Timeouts
-from zstrat.program import Resource, dump, rebuild
+from zstrat.program import dump
 from zstrat.program import load as load_pickled
 from zstrat.ps import PsService
 from zstrat.testing import FakeLink, FakeRemote
@@ -26,8 +27,6 @@ from zstrat.wire import (
     Hello,
     Job,
     OpenSession,
-    Outcome,
-    Printed,
     Pull,
     PutArguments,
     PutCode,
@@ -44,19 +43,30 @@ def hello(job, index=0):
     return Hello(1, job, index, 77, "here", 1)
 
 
-class It(Resource):
-    """Stands for a per-worker iterator among the arguments."""
+class Gate:
+    """Holds the thread that comes to it."""
 
-    def __init__(self, resource):
-        self.resource = resource
+    def __init__(self):
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def hold(self):
+        self.reached.set()
+        assert self.opened.wait(100)
+
+    async def wait_reached(self):
+        assert await asyncio.to_thread(self.reached.wait, 60)
+
+    def open(self):
+        self.opened.set()
 
 
-class World:
+class World(Coordinator):
     """The coordinator's view; ``objects`` skips pickling, so tests can share events."""
 
     def __init__(
         self, ps_count=1, pickled=False, load_code=None, settings=SETTINGS, **options
     ):
+        super().__init__(self.chief())
         self.pickled = pickled
         self.log = []
         self.services = [
@@ -80,10 +90,6 @@ class World:
         self.listens = "listen" in options
         """Whether the coordinator wants to hear what steps print."""
         self.session = 1000
-        self.remote = self.chief()
-        self.numbers = itertools.count(1)
-        self.layouts, self.ends, self.seen = {}, {}, 0
-        self.doubtful = set()
 
     def chief(self):
         return FakeRemote(Job.CHIEF, 77)
@@ -161,10 +167,6 @@ class World:
         await self.ask(PutCode(self.session, digest, code))
         return digest
 
-    def it(self, resource):
-        """Stands for the iterator of that number among the arguments."""
-        return It(resource)
-
     def arguments(self, *args, **kwargs):
         number = next(self.numbers)
         code, arrays = self.dump((args, kwargs))
@@ -195,59 +197,28 @@ class World:
         message = Dispatch(self.session, low_water, [batch], inputs, arrays)
         self.worker.handle(self.remote, message)
 
-    async def outcomes(self, steps):
-        """What became of the steps: values, or errors; each is asserted to end once."""
-        steps = list(steps)
+    # what many tests do
+
+    async def once(self, step, *args, **more):
+        """The outcome of the function as step 1."""
+        digest = await self.ship(step)
+        arguments = self.arguments(*args) if args else 0
+        return (await self.run(digest, [1], arguments, **more))[0]
+
+    async def reading(self, maker, *steps):
+        """The digests of the functions, and arguments for them: one iterator."""
+        resource, _ = await self.build(maker)
+        digests = [await self.ship(step) for step in steps]
+        return *digests, self.arguments(self.it(resource))
+
+    async def until(self, is_so):
+        """Waits, while the worker works, for something that a link is to be sent."""
         async with asyncio.timeout(100):
-            while True:
-                self._read()
-                if all(step in self.ends for step in steps):
-                    return [self.ends[step] for step in steps]
-                self.remote.notified.clear()
-                await self.remote.notified.wait()
+            while not is_so():
+                await self.worker._executor.submit(lambda: None)
 
-    async def run(self, digest, steps, arguments=0, **more):
-        self.dispatch(digest, steps, arguments, **more)
-        return await self.outcomes(steps)
-
-    def forget(self, *steps):
-        for step in steps:
-            del self.ends[step]
-
-    def _read(self):
-        for message in self.remote.notices[self.seen :]:
-            if isinstance(message, Printed):
-                continue
-            self.layouts.update({layout.layout: layout for layout in message.layouts})
-            at = 0
-            for done in message.completions:
-                assert done.step not in self.ends, f"step {done.step} ended twice"
-                size = max(done.size, 0)
-                data = message.results[at : at + size]
-                at += size
-                self.ends[done.step] = self._outcome(done, data)
-                if done.outcome == Outcome.DOUBTFUL:
-                    self.doubtful.add(done.step)
-            assert at == len(message.results)
-        self.seen = len(self.remote.notices)
-
-    def _outcome(self, done, data):
-        if done.outcome == Outcome.CANCELLED:
-            return "cancelled" if done.error is None else errors.from_wire(done.error)
-        if done.outcome in (Outcome.FAILED, Outcome.DOUBTFUL):
-            return errors.from_wire(done.error)
-        layout = self.layouts[done.layout]
-        if done.size < 0:
-            return "kept"
-        leaves, at = [], 0
-        for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True):
-            leaf = np.frombuffer(
-                data, np.dtype(dtype), int(np.prod(shape, dtype=int)), at
-            )
-            at += leaf.nbytes
-            leaves.append(leaf.reshape(shape))
-        assert at == len(data)
-        return rebuild(layout.structure, leaves)
+    def gate(self):
+        return Gate()
 
     async def end(self):
         if self.worker.statistics()["session"] == self.session:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 
 import jax
 import numpy as np
@@ -161,20 +160,19 @@ async def test_a_loop_tells_its_rounds_apart(world):
 
 async def test_a_zombie_of_an_earlier_run_has_no_effect(world):
     v = world.variable(np.float32(0))
-    began, go_on = threading.Event(), threading.Event()
+    gate = world.gate()
 
     @function(eager=True)
     def step():
-        began.set()
-        assert go_on.wait(100)
+        gate.hold()
         v.assign_add(1.0)
 
     world.dispatch(await world.ship(step), [1])
-    await asyncio.get_running_loop().run_in_executor(None, began.wait, 20)
+    await gate.wait_reached()
     ask = AskParts(world.session, 1, 2, 0)
     told = world.services[0].handle(world.links[0].caller, ask)
     assert (await told).parts == []
-    go_on.set()
+    gate.open()
     (error,) = await world.outcomes([1])
     assert isinstance(error, StaleSessionError)
     assert world.value(v) == 0.0
@@ -327,7 +325,7 @@ async def test_a_run_that_raises_is_in_doubt_if_it_has_pushed(world, reads):
             v.value()  # what is pending is pushed
         raise Stopped
 
-    (error,) = await world.run(await world.ship(step), [1])
+    error = await world.once(step)
     assert isinstance(error, Stopped)
     assert world.value(v) == reads
     assert (1 in world.doubtful) is reads

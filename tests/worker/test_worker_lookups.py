@@ -170,19 +170,24 @@ def counting(table, updates=FEEDS):
     return scripted
 
 
-async def scheduled(world, scripted, elements):
-    """The digest of the step, and its arguments."""
-    resource, _ = await world.build(lambda: iter(elements))
-    return await world.ship(scripted), world.arguments(world.it(resource))
-
-
 def numbers(*values):
     return [np.int64(value) for value in values]
 
 
-async def until_held(world, count):
-    while len(world.links[0].held) < count:
-        await world.worker._executor.submit(lambda: None)
+async def counted(world, count, elements, updates=FEEDS):
+    """A table of zeros, such a step, and its arguments."""
+    rows = world.variable(np.zeros((count, 2), np.float32))
+    step = counting(rows, updates)
+    return rows, *await world.reading(lambda: iter(numbers(*elements)), step)
+
+
+async def under_way(world, step, steps, arguments):
+    """Dispatches the steps; as many as are fetched ahead have asked for their rows."""
+    (link,) = world.links
+    link.hold()
+    world.dispatch(step, steps, arguments)
+    await world.until(lambda: len(link.held) >= 4)
+    return link
 
 
 async def test_values_and_rows_of_all_servers_come_in_one_message_each(world):
@@ -199,7 +204,7 @@ async def test_values_and_rows_of_all_servers_come_in_one_message_each(world):
     def scripted(iterator):
         return Script(plan, iterator, [lambda i: wanted], finish)
 
-    step, arguments = await scheduled(world, scripted, numbers(1, 2))
+    step, arguments = await world.reading(lambda: iter(numbers(1, 2)), scripted)
     assert await world.run(step, [1, 2], arguments) == [10, 10]
     for first, second in seen:
         assert first.tolist() == [[2, 3], [6, 7]]
@@ -234,7 +239,7 @@ async def test_rows_say_which_rows_are_needed_next(world):
             finish,
         )
 
-    step, arguments = await scheduled(world, scripted, numbers(0, 1, 2))
+    step, arguments = await world.reading(lambda: iter(numbers(0, 1, 2)), scripted)
     # 0 -> 3 -> 1 and 1 -> 2 -> 5 lead to rows (2, 3) and (10, 11); of the first, 0, the
     # next step has added 100 to row 0 by then.
     results = await world.run(step, [1, 2], arguments)
@@ -244,54 +249,34 @@ async def test_rows_say_which_rows_are_needed_next(world):
     assert [type(message) for message in world.log] == per_step * 2
 
 
-async def test_a_row_that_is_not_there_fails_its_closure_and_no_other(ahead):
+@pytest.mark.parametrize("broken", [(2, 0), (1, 1)], ids=["first level", "second"])
+async def test_a_row_that_is_not_there_fails_its_closure_and_no_other(ahead, broken):
     rows = ahead.variable(table())
-    plan = Plan(1)
 
-    def first(i):
-        if i == 2:
-            raise IndexError("table 'rows' has no row 99")
-        return Wanted((), (some(rows, i),))
+    def level(number):
+        def wanted(i, *answers):
+            if (i, number) == broken:
+                raise IndexError("table 'rows' has no row 77")
+            return Wanted((), (some(rows, i),))
 
-    @function
-    def scripted(iterator):
-        return Script(plan, iterator, [first], lambda i, row: (row[0, 0], []))
-
-    step, arguments = await scheduled(ahead, scripted, numbers(0, 1, 2))
-    *ran, broken = await ahead.run(step, range(3), arguments)
-    assert ran == [0, 2]
-    assert isinstance(broken, IndexError)
-    assert "no row 99" in str(broken)
-
-
-async def test_a_row_that_is_not_there_at_a_later_level(world):
-    rows = world.variable(table())
-    plan = Plan(2)
-
-    def second(i, row):
-        if i == 1:
-            raise IndexError("table 'rows' has no row 77")
-        return Wanted((), (some(rows, i),))
+        return wanted
 
     @function
     def scripted(iterator):
-        levels = [lambda i: Wanted((), (some(rows, i),)), second]
-        return Script(plan, iterator, levels, lambda i, a, b: (b[0, 0], []))
+        levels = [level(0), level(1)]
+        return Script(Plan(2), iterator, levels, lambda i, a, b: (b[0, 0], []))
 
-    step, arguments = await scheduled(world, scripted, numbers(0, 1, 2))
-    first, broken, last = await world.run(step, range(3), arguments)
-    assert (first, last) == (0, 4)
-    assert isinstance(broken, IndexError)
-    assert "no row 77" in str(broken)
+    step, arguments = await ahead.reading(lambda: iter(numbers(0, 1, 2)), scripted)
+    ended = await ahead.run(step, range(3), arguments)
+    error = ended.pop(broken[0])
+    assert ended == [2 * i for i in range(3) if i != broken[0]]
+    assert isinstance(error, IndexError)
+    assert "no row 77" in str(error)
 
 
 async def test_three_steps_are_under_way_while_one_waits(ahead):
-    rows = ahead.variable(np.zeros((8, 2), np.float32))
-    step, arguments = await scheduled(ahead, counting(rows), numbers(*range(8)))
-    link = ahead.links[0]
-    link.hold()
-    ahead.dispatch(step, range(8), arguments)
-    await until_held(ahead, 4)
+    rows, step, arguments = await counted(ahead, 8, range(8))
+    link = await under_way(ahead, step, range(8), arguments)
     await ahead.worker._executor.submit(lambda: None)
     assert [type(message) for message, _ in link.held] == [PullRows] * 4
     asked = [message.arrays[0].tolist() for message, _ in link.held]
@@ -302,8 +287,7 @@ async def test_three_steps_are_under_way_while_one_waits(ahead):
 
 
 async def test_values_are_older_by_three_steps_at_the_most(ahead):
-    rows = ahead.variable(np.zeros((1, 2), np.float32))
-    step, arguments = await scheduled(ahead, counting(rows), numbers(*[0] * 40))
+    rows, step, arguments = await counted(ahead, 1, [0] * 40)
     read = await ahead.run(step, range(40), arguments)
     assert ahead.value(rows).tolist() == [[-40, -40]]
     missing = [before + value for before, value in enumerate(read)]
@@ -312,12 +296,8 @@ async def test_values_are_older_by_three_steps_at_the_most(ahead):
 
 
 async def test_data_that_ends_while_steps_are_fetched_ahead(ahead):
-    rows = ahead.variable(np.zeros((8, 2), np.float32))
-    step, arguments = await scheduled(ahead, counting(rows), numbers(*range(5)))
-    link = ahead.links[0]
-    link.hold()
-    ahead.dispatch(step, range(6), arguments)
-    await until_held(ahead, 4)
+    rows, step, arguments = await counted(ahead, 8, range(5))
+    link = await under_way(ahead, step, range(6), arguments)
     assert not ahead.remote.notices
     link.release()
     *ran, ended = await ahead.outcomes(range(6))
@@ -327,18 +307,12 @@ async def test_data_that_ends_while_steps_are_fetched_ahead(ahead):
 
 
 async def test_cancel_gives_elements_back_in_the_order_in_which_they_came(ahead):
-    rows = ahead.variable(np.zeros((9, 2), np.float32))
-    step, arguments = await scheduled(ahead, counting(rows), numbers(*range(9)))
-    link = ahead.links[0]
-    link.hold()
-    ahead.dispatch(step, range(6), arguments)
-    await until_held(ahead, 4)
+    rows, step, arguments = await counted(ahead, 9, range(9))
+    link = await under_way(ahead, step, range(6), arguments)
     ahead.worker.handle(ahead.remote, CancelSteps(ahead.session))
     assert await ahead.outcomes(range(6)) == ["cancelled"] * 6
     link.release()  # answers to what nobody waits for any more
-    link.hold()
-    ahead.dispatch(step, range(6, 15), arguments)
-    await until_held(ahead, 4)
+    await under_way(ahead, step, range(6, 15), arguments)
     asked = [message.arrays[0].tolist() for message, _ in link.held]
     assert asked == [[0], [1], [2], [3]]
     link.release()
@@ -347,12 +321,8 @@ async def test_cancel_gives_elements_back_in_the_order_in_which_they_came(ahead)
 
 
 async def test_a_server_that_is_lost_while_rows_are_under_way_loses_no_element(ahead):
-    rows = ahead.variable(np.zeros((9, 2), np.float32))
-    step, arguments = await scheduled(ahead, counting(rows), numbers(*range(9)))
-    link = ahead.links[0]
-    link.hold()
-    ahead.dispatch(step, range(4), arguments)
-    await until_held(ahead, 4)
+    rows, step, arguments = await counted(ahead, 9, range(9))
+    link = await under_way(ahead, step, range(4), arguments)
     link.cut()
     for error in await ahead.outcomes(range(4)):
         assert isinstance(error, PSUnavailableError)
@@ -362,10 +332,8 @@ async def test_a_server_that_is_lost_while_rows_are_under_way_loses_no_element(a
 
 
 async def test_steps_that_add_see_every_row_that_was_written_before(ahead):
-    rows = ahead.variable(np.zeros((1, 2), np.float32))
-    step = counting(rows, (*FEEDS, *ADDS))
-    digest, arguments = await scheduled(ahead, step, numbers(*[0] * 6))
-    assert await ahead.run(digest, range(6), arguments) == [0, -1, -2, -3, -4, -5]
+    _, step, arguments = await counted(ahead, 1, [0] * 6, (*FEEDS, *ADDS))
+    assert await ahead.run(step, range(6), arguments) == [0, -1, -2, -3, -4, -5]
 
 
 async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
@@ -409,7 +377,7 @@ async def test_a_traced_step_of_two_levels(make_world):
         return rows
 
     batches = [np.array(ids, np.int32) for ids in ([0, 1], [2, 2], [3, 9])]
-    digest, arguments = await scheduled(world, step, batches)
+    digest, arguments = await world.reading(lambda: iter(batches), step)
     *ran, outside = await world.run(digest, [1, 2, 3], arguments)
     # Rows 3 and 0 are taken from themselves; then row 2 from the zeros that are left.
     assert [r.tolist() for r in ran] == [[[6, 7], [0, 1]], [[4, 5], [4, 5]]]

@@ -10,7 +10,7 @@ from zstrat.errors import ProtocolError
 from zstrat.ps import PsClient, PsUpdate
 from zstrat.testing import FakeLink
 from zstrat.wire import Done, Hello, MoveServer, Push, Pushed, UpdateOp
-from zstrat.worker import ServerLinks, ServerPresence
+from zstrat.worker import ServerLinks
 
 ADD = [PsUpdate(0, 1, UpdateOp.ADD, 0, (np.ones(2),))]
 
@@ -74,33 +74,3 @@ async def test_who_may_not_move_is_not_moved(views, index):
     with pytest.raises(ProtocolError, match="MoveServer"):
         await rig.servers.move(MoveServer(7, index, 4, "b"))
     await rig.servers.close("over")
-
-
-class Told:
-    """A line that keeps what it is told."""
-
-    def __init__(self):
-        self.said, self.news = [], asyncio.Event()
-
-    def resume(self):
-        self.said.append("resume")
-
-    def hold(self):
-        self.said.append("hold")
-
-    def lose(self, reason, *, gone):
-        self.said.append(("gone" if gone else "away", reason))
-        self.news.set()
-
-
-async def test_another_process_in_its_place_is_no_loss_for_a_while():
-    first, second = (Hello(1, "ps", 0, life, "here", 1) for life in (1, 2))
-    way = ServerPresence(0.0, moves=True)
-    line = way.line = Told()
-    way.opened(first)
-    way.opened(second)
-    assert line.said == ["resume", "hold"]
-    async with asyncio.timeout(100):
-        await line.news.wait()
-    away = "away", "it was restarted, and its state is lost"
-    assert line.said == ["resume", "hold", away]

@@ -156,17 +156,22 @@ async def opened_anew(world):
     await world.open(session=2000)
 
 
-async def ran(world, body, step=1):
-    (outcome,) = await world.run(await world.ship(function(body, eager=True)), [step])
-    return outcome
+async def ran(world, body):
+    return await world.once(function(body, eager=True))
 
 
-async def test_what_a_step_printed_is_sent_before_its_completion(make_world):
+@pytest.fixture
+async def world(make_world):
+    """Whose process is there, too."""
     process = Process()
     world = await make_world(listen=process.listen)
+    world.process = process
+    return world
 
+
+async def test_what_a_step_printed_is_sent_before_its_completion(world):
     def step():
-        process.print("printed\nhalf")
+        world.process.print("printed\nhalf")
         return 7
 
     assert await ran(world, step) == 7
@@ -176,27 +181,22 @@ async def test_what_a_step_printed_is_sent_before_its_completion(make_world):
     assert lines(world.remote) == ["printed", "half"]
 
 
-async def test_dataset_functions_print_before_they_are_built(make_world):
-    process = Process()
-    world = await make_world(listen=process.listen)
-
+async def test_dataset_functions_print_before_they_are_built(world):
     def maker():
-        process.print("made")
+        world.process.print("made")
         return [1, 2]
 
     await world.build(maker)
     assert lines(world.remote) == ["made"]
 
 
-async def test_a_body_that_is_traced_twice_prints_once(make_world):
-    process = Process()
-    world = await make_world(listen=process.listen)
+async def test_a_body_that_is_traced_twice_prints_once(world):
     value = world.variable(np.float32(1))
     traces = []
 
     @function
     def step():
-        traces.append(process.print("traced\n"))
+        traces.append(world.process.print("traced\n"))
         # Read inside of what jax traces by itself: the body is traced again.
         return jax.lax.fori_loop(0, 1, lambda _, x: x + value.value(), 1.0)
 
@@ -206,23 +206,19 @@ async def test_a_body_that_is_traced_twice_prints_once(make_world):
     assert lines(world.remote) == ["traced"]
 
 
-async def test_nothing_is_sent_that_was_not_asked_for(make_world):
-    process = Process()
-    world = await make_world(listen=process.listen)
+async def test_nothing_is_sent_that_was_not_asked_for(world):
     world.listens = False
     await opened_anew(world)
-    await ran(world, lambda: process.print("printed\n"))
-    assert process.hear is None
+    await ran(world, lambda: world.process.print("printed\n"))
+    assert world.process.hear is None
     assert printed(world.remote) == []
 
 
-async def test_the_next_session_does_not_hear_the_one_before(make_world):
-    process = Process()
-    world = await make_world(listen=process.listen)
-    await ran(world, lambda: process.print("first\n"))
-    before, left = world.remote, process.hear
+async def test_the_next_session_does_not_hear_the_one_before(world):
+    await ran(world, lambda: world.process.print("first\n"))
+    before, left = world.remote, world.process.hear
     await opened_anew(world)
     left(1, "of the first, which still runs\n")
-    await ran(world, lambda: process.print("second\n"))
+    await ran(world, lambda: world.process.print("second\n"))
     assert lines(before) == ["first"]
     assert lines(world.remote) == ["second"]

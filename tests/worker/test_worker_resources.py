@@ -92,34 +92,25 @@ async def test_a_generator_that_fills_one_buffer(world):
     def step(iterator):
         return next(iterator)["x"] + v.value()
 
-    resource, _ = await world.build(dataset_fn)
-    digest, arguments = await world.ship(step), world.arguments(world.it(resource))
+    digest, arguments = await world.reading(dataset_fn, step)
     results = await world.run(digest, range(20), arguments)
     assert [r.tolist() for r in results] == [[i] * 3 for i in range(20)]
-
-
-async def test_the_worker_context_of_a_dataset_function(world):
-    def dataset_fn():
-        while True:
-            yield np.array(get_worker_context().worker_index)
-
-    resource, _ = await world.build(dataset_fn)
-    assert [int(x) for x in await drawn(world, resource, 2)] == [1, 1]
 
 
 async def test_the_index_of_the_worker_in_datasets_and_steps(world):
     def dataset_fn():
         while True:
-            yield np.array(get_current_worker_index())
+            yield np.array(
+                [get_current_worker_index(), get_worker_context().worker_index]
+            )
 
     @function
     def step(iterator):
         return next(iterator), get_current_worker_index()
 
-    resource, _ = await world.build(dataset_fn)
-    digest = await world.ship(step)
-    (answer,) = await world.run(digest, [1], world.arguments(world.it(resource)))
-    assert [int(x) for x in answer] == [1, 1]
+    digest, arguments = await world.reading(dataset_fn, step)
+    ((told, index),) = await world.run(digest, [1], arguments)
+    assert (told.tolist(), index) == ([1, 1], 1)
     with pytest.raises(RuntimeError, match=r"get_current_worker_index\(\)"):
         get_current_worker_index()
 
@@ -142,11 +133,10 @@ async def test_building_again_starts_from_the_beginning(world):
             closed.append(True)
 
     resource, _ = await world.build(dataset_fn)
-    digest, arguments = await world.ship(draw), world.arguments(world.it(resource))
-    assert [int(x) for x in await world.run(digest, [1, 2], arguments)] == [0, 1]
+    assert [int(x) for x in await drawn(world, resource, 2)] == [0, 1]
     await world.build(dataset_fn, resource=resource)
     assert closed == [True]
-    assert [int(x) for x in await world.run(digest, [3, 4], arguments)] == [0, 1]
+    assert [int(x) for x in await drawn(world, resource, 2, first=200)] == [0, 1]
 
 
 async def test_dropping_closes(world):
@@ -240,11 +230,10 @@ async def test_a_function_that_raises_as_at_an_end_has_failed(world):
 async def test_an_error_can_be_mended_by_building_again(world):
     with pytest.raises(ZeroDivisionError):
         await world.build(lambda: 1 / 0, resource=50)
-    digest, arguments = await world.ship(draw), world.arguments(world.it(50))
-    (error,) = await world.run(digest, [1], arguments)
+    (error,) = await drawn(world, 50, 1)
     assert isinstance(error, ClosureInputError)
     await world.build(lambda: [np.zeros(1)], resource=50)
-    (element,) = await world.run(digest, [2], arguments)
+    (element,) = await drawn(world, 50, 1, first=200)
     assert element.tolist() == [0]
 
 

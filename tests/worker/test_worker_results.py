@@ -43,7 +43,7 @@ async def test_a_result_that_cannot_be_told_is_the_steps_error_and_has_no_effect
             v.assign_add(1.0)
         return made()
 
-    (error,) = await world.run(await world.ship(step), [1])
+    error = await world.once(step)
     assert isinstance(error, ValueError)
     assert "the step returns a" in str(error)
     assert "return" in str(error).split(": ", 1)[1].lower()  # what to do
@@ -77,7 +77,7 @@ async def test_a_dtype_that_does_not_travel_is_named_by_the_step(world, array):
     def step():
         return {"made": array}
 
-    (error,) = await world.run(await world.ship(step), [1])
+    error = await world.once(step)
     assert isinstance(error, TypeError)
     assert f"dtype {array.dtype} at result['made']" in str(error)
     assert "float32" in str(error)

@@ -137,31 +137,27 @@ async def test_loss_of_the_coordinator_closes_its_datasets(world):
 
 async def test_what_runs_when_its_coordinator_is_lost_is_not_pushed(world):
     v = world.variable(np.float32(0))
-    began, go_on = threading.Event(), threading.Event()
+    gate = world.gate()
 
     class Tick:
         """Blocks while the step is prepared."""
 
         def __iter__(self):
             yield np.float32(1)
-            began.set()
-            assert go_on.wait(100)
+            gate.hold()
             yield np.float32(1)
 
     @function
     def step(iterator):
         v.assign_add(next(iterator))
 
-    resource, _ = await world.build(Tick)
-    digest = await world.ship(step)
-    arguments = world.arguments(world.it(resource))
+    digest, arguments = await world.reading(Tick, step)
     await world.run(digest, [1], arguments)
     world.dispatch(digest, [2], arguments)
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, began.wait, 20)
+    await gate.wait_reached()
     world.log.clear()
     world.worker.lost(world.remote, "killed")
-    go_on.set()
+    gate.open()
     await world.worker._executor.submit(lambda: None)
     assert world.value(v) == 1
     assert world.log == []
@@ -239,18 +235,16 @@ async def test_a_close_that_comes_late_ends_nothing_that_was_opened_since(world)
 
 
 async def test_draining_sends_back_what_has_not_begun(world):
-    began, go_on = threading.Event(), threading.Event()
+    gate = world.gate()
 
     @function(eager=True)
     def slow():
-        began.set()
-        assert go_on.wait(100)
+        gate.hold()
         return "ran"
 
     digest = await world.ship(slow)
     world.dispatch(digest, [1, 2])
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, began.wait, 20)
+    await gate.wait_reached()
     draining = asyncio.ensure_future(world.worker.drain())
     await asyncio.sleep(0)
     world.dispatch(digest, [3])
@@ -258,7 +252,7 @@ async def test_draining_sends_back_what_has_not_begun(world):
     assert isinstance(error, WorkerLostError)
     assert error.retryable
     assert not draining.done()
-    go_on.set()
+    gate.open()
     assert await draining is True
     ran, sent_back = await world.outcomes([1, 2])
     assert ran == "ran"
@@ -268,17 +262,17 @@ async def test_draining_sends_back_what_has_not_begun(world):
 
 
 async def test_draining_has_a_bound(world):
-    go_on = threading.Event()
+    gate = world.gate()
 
     @function(eager=True)
     def slow():
-        assert go_on.wait(100)
+        gate.hold()
 
     world.dispatch(await world.ship(slow), [1])
     session = world.worker._session
     refusal = WorkerLostError("w", "ends")
     assert await session.drain(refusal, asyncio.get_running_loop().time()) is False
-    go_on.set()
+    gate.open()
     await world.outcomes([1])
 
 

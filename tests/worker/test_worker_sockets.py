@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from worker_coordinator import Coordinator
 
 from zstrat import errors
 from zstrat.config import Settings, Timeouts
 from zstrat.data import Dataset
 from zstrat.errors import PeerLostError, PSUnavailableError, StaleSessionError
-from zstrat.program import Resource, digest, dump, function, load, rebuild
+from zstrat.program import digest, dump, function, load
 from zstrat.ps import PsService
+from zstrat.testing import FakeRemote
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
 from zstrat.variables import VariableSpec, unbound
 from zstrat.wire import (
@@ -28,7 +29,6 @@ from zstrat.wire import (
     Inspect,
     Job,
     OpenSession,
-    Outcome,
     Pull,
     PutArguments,
     PutCode,
@@ -42,28 +42,19 @@ SETTINGS = Settings(
 )
 
 
-class It(Resource):
-    def __init__(self, resource):
-        self.resource = resource
-
-
-class Chief:
+class Chief(Coordinator):
     """A coordinator of one worker and one ps, by hand."""
 
     def __init__(self, worker, ps):
+        super().__init__(FakeRemote())
         me = hello("chief", 0, new_incarnation())
         self.session, self.ps_address = me.incarnation, ps
-        self.numbers = itertools.count(1)
-        self.layouts, self.ends = {}, {}
-        self.rang = asyncio.Event()
-        self.lost = []
         self.worker = Link(
             worker,
             me,
             name="/job:worker/task:0",
             settings=SETTINGS,
-            on_notice=self.notice,
-            on_lost=self.lost.append,
+            on_notice=self.remote.notify,
         )
         self.ps = Link(ps, me, name="/job:ps/task:0", settings=SETTINGS)
 
@@ -78,29 +69,6 @@ class Chief:
     async def close(self):
         await self.worker.close()
         await self.ps.close()
-
-    def notice(self, message):
-        self.layouts.update({layout.layout: layout for layout in message.layouts})
-        at = 0
-        for done in message.completions:
-            data = message.results[at : at + max(done.size, 0)]
-            at += len(data)
-            assert done.step not in self.ends
-            self.ends[done.step] = self.outcome(done, data)
-        self.rang.set()
-
-    def outcome(self, done, data):
-        if done.outcome != Outcome.OK:
-            return errors.from_wire(done.error)
-        layout = self.layouts[done.layout]
-        if done.size < 0:
-            return "kept"
-        arrays, at = [], 0
-        for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True):
-            count = int(np.prod(shape, dtype=int))
-            arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape))
-            at += arrays[-1].nbytes
-        return rebuild(layout.structure, arrays)
 
     async def variable(self, value):
         key = next(self.numbers)
@@ -126,17 +94,6 @@ class Chief:
     def dispatch(self, function, steps, arguments=0):
         batch = Batch(function, arguments, 1, list(steps), 0)
         self.worker.notify(Dispatch(self.session, 0, [batch], b"", ()))
-
-    async def outcomes(self, steps):
-        async with asyncio.timeout(100):
-            while not all(step in self.ends for step in steps):
-                self.rang.clear()
-                await self.rang.wait()
-        return [self.ends[step] for step in steps]
-
-    async def run(self, function, steps, arguments=0):
-        self.dispatch(function, steps, arguments)
-        return await self.outcomes(steps)
 
 
 class Cluster:
@@ -216,7 +173,7 @@ async def test_training_over_sockets(cluster):
         order = BuildResource(chief.session, 9, "iterator", maker, 0)
         built = await chief.worker.request(order)
         assert built.layout.shapes == [[2]]
-        code, arguments = await chief.ship(step), chief.arguments(It(9))
+        code, arguments = await chief.ship(step), chief.arguments(chief.it(9))
         results = await chief.run(code, range(1, 9), arguments)
         sums = np.cumsum([1, 5, 9, 13] * 2)
         assert [float(result["mean"]) for result in results] == sums.tolist()
@@ -237,30 +194,6 @@ async def test_large_results_and_arguments_in_chunks(cluster):
         assert await chief.run(code, [1], chief.arguments(big)) == ["kept"]
         fetched = await chief.worker.request(Fetch(chief.session, 1))
         np.testing.assert_array_equal(fetched.arrays[0], big * 2)
-
-
-async def test_errors_of_code_and_datasets_arrive_as_themselves(cluster):
-    async with cluster.chief() as chief:
-
-        def dataset_fn():
-            raise FileNotFoundError("no shards here")
-
-        maker = await chief.ship(dataset_fn)
-        order = BuildResource(chief.session, 9, "iterator", maker, 0)
-        with pytest.raises(FileNotFoundError, match="no shards") as caught:
-            await chief.worker.request(order)
-        assert "dataset_fn" in "".join(caught.value.__notes__)
-        with pytest.raises(errors.ProtocolError):
-            await chief.worker.request(PutCode(chief.session, b"d", b"rubbish"))
-
-        @function
-        def step(iterator):
-            return next(iterator)
-
-        code = await chief.ship(step)
-        (error,) = await chief.run(code, [1], chief.arguments(It(9)))
-        assert isinstance(error, errors.ClosureInputError)
-        assert isinstance(error.original_exception, FileNotFoundError)
 
 
 async def test_a_server_that_ends_fails_the_steps_in_time(cluster):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,7 +9,6 @@ import pytest
 
 from zstrat.data import Dataset
 from zstrat.errors import (
-    ClosureInputError,
     InvalidArgumentError,
     NotFoundError,
     OutOfRangeError,
@@ -31,10 +28,7 @@ from zstrat.wire import (
     CreateOptimizer,
     DropArguments,
     DropResults,
-    Exchange,
     Fetch,
-    Pull,
-    Push,
 )
 
 
@@ -43,8 +37,7 @@ async def test_results_of_any_structure(world):
     def step(x):
         return {"sum": x + 1, "parts": (x, [None, "word"])}
 
-    digest = await world.ship(step)
-    (result,) = await world.run(digest, [1], world.arguments(np.float32(2)))
+    result = await world.once(step, np.float32(2))
     assert result == {"sum": 3, "parts": (2, [None, "word"])}
 
 
@@ -101,44 +94,6 @@ async def test_a_training_step_reads_what_the_one_before_wrote(world):
     # A step that takes long to prepare does not keep the push before it back.
     apart = [kind.replace("Exchange", "Push Pull") for kind in kinds]
     assert " ".join(apart).split() == ["Pull", "Push"] * 6
-
-
-async def test_push_and_next_pull_travel_together(world):
-    v = world.variable(np.float32(0))
-
-    @function
-    def step():
-        v.assign(v.value() + 1)
-
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    link = world.links[0]
-    link.hold()
-    world.dispatch(digest, [2, 3])
-    while not link.held:
-        await world.worker._executor.submit(lambda: None)
-    link.release()
-    link.hold()
-    while [type(m) for m, _ in link.held] not in ([Exchange], [Push, Pull]):
-        await world.worker._executor.submit(lambda: None)
-    # Before the push of 2 is acknowledged, the pull of 3 is on its way with it.
-    link.release()
-    await world.outcomes([2, 3])
-    assert world.value(v) == 3
-
-
-async def test_a_step_that_was_applied_is_not_applied_again(world):
-    v = world.variable(np.float32(0))
-
-    @function
-    def step():
-        v.assign_add(1.0)
-
-    digest = await world.ship(step)
-    await world.run(digest, [1, 2])
-    world.forget(2)
-    await world.run(digest, [2], attempt=2)
-    assert world.value(v) == 2
 
 
 async def test_several_parameter_servers(shipping):
@@ -270,15 +225,14 @@ async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
     def step(iterator):
         v.assign_add(next(iterator) + 0 * v.value())
 
-    resource, _ = await world.build(lambda: iter(np.arange(10, dtype=np.float32)))
-    digest = await world.ship(step)
-    arguments = world.arguments(world.it(resource))
+    digest, arguments = await world.reading(
+        lambda: iter(np.arange(10, dtype=np.float32)), step
+    )
     assert (await world.run(digest, [0], arguments)) == [None]
     link = world.links[0]
     link.hold()
     world.dispatch(digest, [1, 2, 3], arguments)
-    while not link.held:
-        await world.worker._executor.submit(lambda: None)
+    await world.until(lambda: link.held)
     link.cut()
     for error in await world.outcomes([1, 2, 3]):
         assert isinstance(error, PSUnavailableError)
@@ -303,17 +257,14 @@ async def test_what_is_put_back_is_drawn_before_what_was_drawn_behind_it(shippin
         return next(iterator) + late.value()
 
     data = Dataset.from_tensor_slices(np.arange(6, dtype=np.float32))
-    resource, _ = await world.build(lambda: data)
-    one, two = await world.ship(first), await world.ship(second)
-    arguments = world.arguments(world.it(resource))
+    one, two, arguments = await world.reading(lambda: data, first, second)
     assert (await world.run(one, [0], arguments)) == [0]
     assert (await world.run(two, [1], arguments)) == [1]
     for link in world.links:
         link.hold()
     world.dispatch(one, [2], arguments)
     world.dispatch(two, [3], arguments)
-    while not all(link.held for link in world.links):  # both have drawn
-        await world.worker._executor.submit(lambda: None)
+    await world.until(lambda: all(link.held for link in world.links))  # both have drawn
     world.links[0].cut()
     (error,) = await world.outcomes([2])
     assert isinstance(error, PSUnavailableError)
@@ -323,42 +274,28 @@ async def test_what_is_put_back_is_drawn_before_what_was_drawn_behind_it(shippin
     assert (await world.run(one, [4, 5, 6], arguments)) == [3, 4, 5]
 
 
-async def test_end_of_data_is_the_closures_error(world):
-    @function
-    def step(iterator):
-        return next(iterator)
-
-    resource, _ = await world.build(lambda: [np.float32(1), np.float32(2)])
-    digest = await world.ship(step)
-    a, b, c = await world.run(digest, range(3), world.arguments(world.it(resource)))
-    assert (a, b) == (1, 2)
-    assert isinstance(c, OutOfRangeError)
-
-
 async def test_cancel_keeps_what_runs_and_loses_no_element(world):
     v = world.variable(np.float32(0))
-    began, go_on = threading.Event(), threading.Event()
+    gate = world.gate()
 
     @function(eager=True)
     def slow():
-        began.set()
-        assert go_on.wait(100)
+        gate.hold()
         return "ran"
 
     @function
     def step(iterator):
         v.assign_add(next(iterator))
 
-    resource, _ = await world.build(lambda: iter(np.arange(8, dtype=np.float32)))
-    arguments = world.arguments(world.it(resource))
-    block, step = await world.ship(slow), await world.ship(step)
+    data = np.arange(8, dtype=np.float32)
+    block, step, arguments = await world.reading(lambda: iter(data), slow, step)
     await world.run(step, [0], arguments)
     world.dispatch(block, [1])
     world.dispatch(step, [2, 3, 4], arguments)
-    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    await gate.wait_reached()
     world.worker.handle(world.remote, CancelSteps(world.session))
     world.dispatch(step, [5], arguments)
-    go_on.set()
+    gate.open()
     assert await world.outcomes([1, 2, 3, 4, 5]) == ["ran", *["cancelled"] * 3, None]
     await world.run(step, range(6, 12), arguments)
     assert world.value(v) == sum(range(8))
@@ -382,66 +319,46 @@ async def test_large_results_stay_until_fetched(world):
 
 
 async def test_a_step_that_is_here_already_is_ignored(world):
-    began, go_on = threading.Event(), threading.Event()
+    gate = world.gate()
     runs = []
 
     @function(eager=True)
     def slow():
         runs.append(1)
-        began.set()
-        assert go_on.wait(100)
+        gate.hold()
 
     digest = await world.ship(slow)
     world.dispatch(digest, [1, 2])
-    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    await gate.wait_reached()
     world.dispatch(digest, [1, 2, 3])
-    go_on.set()
+    gate.open()
     await world.outcomes([1, 2, 3])
     assert len(runs) == 3
     assert world.worker.statistics()["duplicates"] == 2
 
 
-async def test_steps_that_are_here_already_leave_the_others_their_inputs(world):
-    began, go_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize("count", [1, 10_000])
+async def test_steps_that_are_here_already_leave_the_others_their_inputs(world, count):
+    gate = world.gate()
 
     @function(eager=True)
     def doubled(x):
-        began.set()
-        assert go_on.wait(100)
+        gate.hold()
         x *= 2  # it is the step's own
-        return x
+        return x[:1]
 
     def numbers(*given):
-        return {"size": 8, "inputs": np.array(given, np.float64).tobytes()}
+        each = [np.full(count, n, np.float64).view(np.uint8) for n in given]
+        if count == 1:
+            return {"size": 8, "inputs": np.concatenate(each).tobytes()}
+        return {"size": 8 * count, "arrays": tuple(each)}
 
-    (number,), _ = cut_inputs(((np.ones(1),), {}), [0])
+    (number,), _ = cut_inputs(((np.ones(count),), {}), [0])
     digest, arguments = await world.ship(doubled), world.arguments(number)
     world.dispatch(digest, [1, 2], arguments, **numbers(1, 2))
-    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    await gate.wait_reached()
     world.dispatch(digest, [2, 3, 1, 4], arguments, **numbers(2, 3, 1, 4))
-    go_on.set()
-    assert np.concatenate(await world.outcomes([1, 2, 3, 4])).tolist() == [2, 4, 6, 8]
-
-
-async def test_large_inputs_of_steps_that_are_here_already_are_left_out(world):
-    began, go_on = threading.Event(), threading.Event()
-
-    @function(eager=True)
-    def first(x):
-        began.set()
-        assert go_on.wait(100)
-        return x[:1] * 2
-
-    def numbers(*given):
-        arrays = [np.full(10_000, n, np.float64).view(np.uint8) for n in given]
-        return {"size": 80_000, "arrays": tuple(arrays)}
-
-    (array,), _ = cut_inputs(((np.ones(10_000),), {}), [0])
-    digest, arguments = await world.ship(first), world.arguments(array)
-    world.dispatch(digest, [1, 2], arguments, **numbers(1, 2))
-    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
-    world.dispatch(digest, [2, 3, 1, 4], arguments, **numbers(2, 3, 1, 4))
-    go_on.set()
+    gate.open()
     assert np.concatenate(await world.outcomes([1, 2, 3, 4])).tolist() == [2, 4, 6, 8]
 
 
@@ -484,30 +401,15 @@ async def test_eager_steps_read_and_update_as_they_go(world):
         v.assign(v.value() * 2)
         return {"v": v.value()}
 
-    resource, _ = await world.build(lambda: iter([np.float32(2), np.float32(5)]))
-    digest = await world.ship(step)
-    arguments = world.arguments(world.it(resource))
+    digest, arguments = await world.reading(
+        lambda: iter([np.float32(2), np.float32(5)]), step
+    )
     first, second = await world.run(digest, [1, 2], arguments)
     assert (float(first["v"]), float(second["v"])) == (6.0, 22.0)
     assert seen == [1.0, 3.0, 6.0, 11.0]
     assert world.value(v) == 22.0
     (third,) = await world.run(digest, [3], arguments)
     assert isinstance(third, OutOfRangeError)
-
-
-async def test_an_eager_step_that_is_run_again_has_its_effect_once(world):
-    v = world.variable(np.float32(0))
-
-    @function(eager=True)
-    def step():
-        v.assign_add(1.0)
-        v.assign_add(10.0)
-
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    await world.run(digest, [1], attempt=2)
-    assert world.value(v) == 11.0
 
 
 async def test_an_eager_step_without_its_server(world):
@@ -517,24 +419,9 @@ async def test_an_eager_step_without_its_server(world):
     def step():
         return v.value()
 
-    digest = await world.ship(step)
     world.links[0].cut()
-    (error,) = await world.run(digest, [1])
+    error = await world.once(step)
     assert isinstance(error, PSUnavailableError)
-
-
-async def test_resource_error_reaches_the_closures_that_use_it(world):
-    with pytest.raises(KeyError):
-        await world.build(lambda: {}["missing"], resource=70)
-
-    @function
-    def step(iterator):
-        return next(iterator)
-
-    digest = await world.ship(step)
-    (error,) = await world.run(digest, [1], world.arguments(world.it(70)))
-    assert isinstance(error, ClosureInputError)
-    assert isinstance(error.original_exception, KeyError)
 
 
 async def test_an_eager_result_of_the_other_byte_order(world):
@@ -542,7 +429,7 @@ async def test_an_eager_result_of_the_other_byte_order(world):
     def step():
         return np.arange(3, dtype=">f4"), np.arange(3, dtype="<i2")
 
-    big, little = (await world.run(await world.ship(step), [1]))[0]
+    big, little = await world.once(step)
     assert (big.tolist(), little.tolist()) == ([0.0, 1.0, 2.0], [0, 1, 2])
 
 
@@ -553,48 +440,54 @@ class _Registering:
         return 9
 
 
-async def test_steps_whose_tree_is_refused_give_their_elements_back(make_world):
+@pytest.fixture
+async def untold(make_world):
+    """With an optimizer that no server has been told of yet, and a weight of it."""
     world = await make_world(load_code=lambda code: optax.sgd(1.0))
-    weight = world.variable(np.zeros(2, "f4"))
+    world.weight = world.variable(np.zeros(2, "f4"))
     token = creator.set(_Registering())
-    sgd = Optimizer(optax.sgd(1.0))
+    world.sgd = Optimizer(optax.sgd(1.0))
     creator.reset(token)
+    return world
+
+
+async def told(world):
+    (service,) = world.services
+    await service.handle(world.remote, CreateOptimizer(world.session, 9, "sgd", b""))
+
+
+async def test_steps_whose_tree_is_refused_give_their_elements_back(untold):
+    weight = untold.weight
 
     @function
     def step(iterator):
         x = next(iterator)
         gradients = value_and_grad(lambda w: jnp.sum(w[0] * x))([weight])[1]
-        sgd.apply_gradients(gradients, [weight])
+        untold.sgd.apply_gradients(gradients, [weight])
         return x
 
-    resource, _ = await world.build(lambda: iter(np.arange(1, 9, dtype="f4")))
-    digest, arguments = await world.ship(step), world.arguments(world.it(resource))
-    for error in await world.run(digest, [1, 2], arguments):  # nobody has created it
+    data = np.arange(1, 9, dtype="f4")
+    digest, arguments = await untold.reading(lambda: iter(data), step)
+    for error in await untold.run(digest, [1, 2], arguments):
         assert isinstance(error, NotFoundError)
-    (service,) = world.services
-    await service.handle(world.remote, CreateOptimizer(world.session, 9, "sgd", b""))
-    assert await world.run(digest, [3, 4], arguments) == [1, 2]
-    np.testing.assert_array_equal(world.value(weight), [-3, -3])
+    await told(untold)
+    assert await untold.run(digest, [3, 4], arguments) == [1, 2]
+    np.testing.assert_array_equal(untold.value(weight), [-3, -3])
 
 
-async def test_each_step_whose_tree_was_refused_sends_it_again(make_world):
-    world = await make_world(load_code=lambda code: optax.sgd(1.0))
-    weight = world.variable(np.zeros(2, "f4"))
-    token = creator.set(_Registering())
-    sgd = Optimizer(optax.sgd(1.0))
-    creator.reset(token)
+async def test_each_step_whose_tree_was_refused_sends_it_again(untold):
+    weight = untold.weight
 
     @function
     def step():
         gradients = value_and_grad(lambda w: jnp.sum(w[0]))([weight])[1]
-        sgd.apply_gradients(gradients, [weight])
+        untold.sgd.apply_gradients(gradients, [weight])
 
-    digest, arguments = await world.ship(step), world.arguments()
-    (service,) = world.services
+    digest = await untold.ship(step)
     # They share what was prepared, but not that the tree was refused.
-    for error in await world.run(digest, [1, 2, 3], arguments):
+    for error in await untold.run(digest, [1, 2, 3]):
         assert isinstance(error, NotFoundError)
-    assert not world.doubtful  # no gradient was sent ahead of its tree
-    await service.handle(world.remote, CreateOptimizer(world.session, 9, "sgd", b""))
-    assert await world.run(digest, [4, 5], arguments) == [None, None]
-    np.testing.assert_array_equal(world.value(weight), [-2, -2])
+    assert not untold.doubtful  # no gradient was sent ahead of its tree
+    await told(untold)
+    assert await untold.run(digest, [4, 5]) == [None, None]
+    np.testing.assert_array_equal(untold.value(weight), [-2, -2])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-
 import numpy as np
 import pytest
 from pipeline_drive import Drive
@@ -13,22 +10,8 @@ from zstrat.program import function
 from zstrat.worker import Pipeline
 
 
-class Gate:
-    """Holds the thread that comes to it."""
-
-    def __init__(self):
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def hold(self):
-        self.reached.set()
-        assert self.opened.wait(60)
-
-    async def wait_reached(self):
-        assert await asyncio.to_thread(self.reached.wait, 60)
-
-
 async def test_a_step_of_a_minute_is_told_while_it_runs_and_its_rate_afterwards(timed):
-    gates = [Gate() for _ in range(3)]
+    gates = [timed.gate() for _ in range(3)]
 
     @function(eager=True)
     def step(number):
@@ -43,7 +26,7 @@ async def test_a_step_of_a_minute_is_told_while_it_runs_and_its_rate_afterwards(
         assert told["now"] == {"phase": "compute", "step": number + 7, "seconds": 59.0}
         assert told["time"] == {"compute": 1.0}
         timed.clock.now += 1.0
-        gate.opened.set()
+        gate.open()
         await timed.outcomes([number + 7])
     told = timed.worker.telemetry()
     assert told["now"] == {}
@@ -51,7 +34,7 @@ async def test_a_step_of_a_minute_is_told_while_it_runs_and_its_rate_afterwards(
 
 
 async def test_a_dataset_that_does_not_answer_is_told(timed):
-    gate = Gate()
+    gate = timed.gate()
 
     def batches():
         yield np.ones(2, np.float32)  # which tells the layout
@@ -70,7 +53,7 @@ async def test_a_dataset_that_does_not_answer_is_told(timed):
     told = timed.worker.telemetry()
     assert told["now"] == {"phase": "draw", "step": 7, "seconds": 30.0}
     assert told["time"] == {"draw": 1.0}
-    gate.opened.set()
+    gate.open()
     assert await timed.outcomes([6, 7]) == [2.0, 2.0]
 
 

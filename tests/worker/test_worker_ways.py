@@ -23,6 +23,9 @@ class Told:
     def resume(self):
         self._say("resume")
 
+    def hold(self):
+        self._say("hold")
+
     def lose(self, reason, *, gone):
         self._say(("gone" if gone else "away", reason))
 
@@ -34,8 +37,8 @@ class Told:
         self.news.set()
 
 
-def way_of(grace):
-    way = ServerPresence(grace)
+def way_of(grace, **options):
+    way = ServerPresence(grace, **options)
     way.line = Told()
     return way, way.line
 
@@ -105,3 +108,15 @@ async def test_nothing_is_told_after_the_end():
     way.lost(SILENT)
     await asyncio.sleep(0)
     assert (line.said, line.closed) == ([], error)
+
+
+async def test_another_process_in_its_place_is_no_loss_for_a_while_where_it_may_move():
+    way, line = way_of(0.0, moves=True)
+    way.opened(FIRST)
+    way.opened(SECOND)
+    assert line.said == ["resume", "hold"]
+    line.news.clear()
+    async with asyncio.timeout(100):
+        await line.news.wait()
+    away = "away", "it was restarted, and its state is lost"
+    assert line.said == ["resume", "hold", away]

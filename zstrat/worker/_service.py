@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 
@@ -42,7 +42,7 @@ from zstrat.wire import (
 )
 
 from ._direct import Asking, Direct, bind
-from ._executor import Executor, WorkerThread
+from ._executor import Executor
 from ._pushes import PushEncoding, Residuals
 from ._reports import Listen, StepOutput, unbegun, unheard
 from ._resources import Load, Resources
@@ -56,15 +56,12 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.transport import MakeTaskLink, Remote
 
+    from ._executor import WorkerThread
     from ._step_runner import Prepare, RunEager
 
-
-class MakeExecutor(Protocol):
-    """Creates and starts the thread for user code (`Executor`)."""
-
-    def __call__(
-        self, name: str, *, on_crash: Callable[[BaseException], None]
-    ) -> WorkerThread: ...
+    MakeExecutor = Callable[..., WorkerThread]
+    """Creates and starts the thread for user code: `Executor`, or what a test has in
+    its place. Called with a name and ``on_crash``, as `Executor`."""
 
 
 OPENING: Final = 10.0

@@ -13,25 +13,25 @@ import numpy as np
 
 from zstrat.errors import ProtocolError
 from zstrat.program import BESIDE
-from zstrat.wire import Done, Failure, IteratorState, ResourceBuilt
+from zstrat.wire import Done, Failure, ResourceBuilt
 
 from . import _closure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zstrat.wire import Batch, BuildResource, Dispatch, Message
 
-    from ._resources import Resources
     from ._step_runner import StepRunner
 
 
-def put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
-    """Stores a pickled object under its digest; answers with the error if unpickling
-    fails."""
+def answered(work: Callable[[], Message | None]) -> Message:
+    """Returns what ``work`` answers, or its error in wire form, with the user's lines.
+    For the executor thread."""
     try:
-        resources.put_code(digest, code)
+        return work() or Done()
     except BaseException as error:  # goes to the coordinator
         return Failure(_closure.plain(error))
-    return Done()
 
 
 def with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
@@ -74,30 +74,10 @@ def _bytes_beside(array: np.ndarray, size: int) -> memoryview:
     return array.data
 
 
-def iterator_state(resources: Resources, number: int) -> Message:
-    """Answers with the position of an iterator."""
-    try:
-        return IteratorState(resources.state(number))
-    except Exception as error:  # goes to the coordinator
-        return Failure(_closure.plain(error))
-
-
-def iterator_fit(resources: Resources, number: int, state: str) -> Message:
-    """Checks whether an iterator can continue at a position; answers with the error if
-    not."""
-    try:
-        resources.require_fit(number, state)
-    except Exception as error:  # goes to the coordinator
-        return Failure(_closure.plain(error))
-    return Done()
-
-
 def build(runner: StepRunner, message: BuildResource) -> Message:
-    """Builds a resource; answers with its layout, or with the error."""
+    """Builds a resource; answers with its layout."""
     try:
         layout = runner.build(message)
         return ResourceBuilt(layout, runner.resources.examples(message.resource))
-    except BaseException as error:  # goes to the coordinator, with the user's lines
-        return Failure(_closure.plain(error))
     finally:
         runner.end_lines()

@@ -34,6 +34,7 @@ from zstrat.wire import (
     EndCapture,
     Fetch,
     Fetched,
+    IteratorState,
     MergedOperands,
     MergeOperands,
     Message,
@@ -53,7 +54,7 @@ from . import _closure
 from ._capture import SessionCapture
 from ._closure import RoundPush
 from ._reports import Reports, Results
-from ._shipments import build, iterator_fit, iterator_state, put_code, with_inputs
+from ._shipments import answered, build, with_inputs
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -234,16 +235,16 @@ class WorkerSession:
             case Fetch(step=step):
                 return Fetched(tuple(self.results.of(step)))
             case PutCode(digest=digest, code=code):
-                return executor.submit(partial(put_code, resources, digest, code))
+                return self._answered(partial(resources.put_code, digest, code))
             case MoveServer():
                 return self._servers.move(message)
             case BuildResource():
                 self._servers.use()
-                return executor.submit(partial(build, self.runner, message))
+                return self._answered(partial(build, self.runner, message))
             case AskIteratorState(resource=number):
-                return executor.submit(partial(iterator_state, resources, number))
+                return self._answered(lambda: IteratorState(resources.state(number)))
             case AskIteratorFit(resource=number, state=state):
-                return executor.submit(partial(iterator_fit, resources, number, state))
+                return self._answered(partial(resources.require_fit, number, state))
             case MergeOperands():
                 return self._merged_operands(message)
             case RestartWindows(optimizer=number, number=first):
@@ -265,6 +266,9 @@ class WorkerSession:
             case _:
                 assert_never(message)
         return Done()
+
+    def _answered(self, work: Callable[[], Message | None]) -> Awaitable[Message]:
+        return self._executor.submit(partial(answered, work))
 
     async def _merged_operands(self, message: MergeOperands) -> Message:
         """Computes what an optimizer needs from all gradients of a round.

@@ -12,10 +12,8 @@ from ._inquiry import FORGOTTEN as FORGOTTEN
 from ._inquiry import FailureInquiry as FailureInquiry
 from ._inquiry import verdict as verdict
 from ._mesh import Mesh as Mesh
-from ._rendezvous import Formed as Formed
 from ._rendezvous import GroupSeat as GroupSeat
 from ._rendezvous import MembershipState as MembershipState
-from ._rendezvous import Refused as Refused
 from ._rendezvous import RendezvousService as RendezvousService
 from ._rendezvous import seat_of as seat_of
 from ._runtime import GroupRuntime as GroupRuntime

@@ -16,13 +16,10 @@ from zstrat.transport import on_own_thread
 
 from ._calls import GroupCalls, parameters_of
 from ._forming import form
-from ._invitation import invitation_of
+from ._invitation import Invitation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from zstrat.cluster import ClusterResolver
-    from zstrat.config import Settings
 
     from ._invitation import FormingRequest
 
@@ -76,19 +73,7 @@ class Group(GroupCalls):
         OSError, PermissionDeniedError: The address of this task cannot be bound.
     """
 
-    def _invite(
-        self,
-        resolver: ClusterResolver | None = None,
-        *,
-        name: str = "group",
-        tasks: Sequence[str] | None = None,
-        timeout: float | None = None,
-        rendezvous_timeout: float | None = None,
-        transport: str | None = None,
-        bytes_per_pack: int = 0,
-        bind: str | None = None,
-        settings: Settings | None = None,
-    ) -> None:
+    def _invite(self, *args: Any, **kwargs: Any) -> None:
         self._is_closed = self._is_released = False
         self._has_formed = False
         """Whether a generation was formed, whose operations ``_work`` runs."""
@@ -96,19 +81,9 @@ class Group(GroupCalls):
         self._leaving = threading.Lock()
         """Held while leaving a generation, which may take longer than a caller that was
         cancelled."""
-        self._invited = invitation_of(
-            resolver,
-            name,
-            tasks,
-            timeout,
-            rendezvous_timeout,
-            transport,
-            bytes_per_pack,
-            bind,
-            settings,
-        )
+        self._invited = Invitation(*args, **kwargs)
 
-    @parameters_of(_invite)
+    @parameters_of(Invitation.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._invite(*args, **kwargs)
         self._runtime = self._invited.runtime()
@@ -120,7 +95,7 @@ class Group(GroupCalls):
             raise
 
     @classmethod
-    @parameters_of(_invite)
+    @parameters_of(Invitation.__init__)
     async def create(cls, *args: Any, **kwargs: Any) -> Group:
         """Creates a group as the constructor does, without blocking the running loop.
 

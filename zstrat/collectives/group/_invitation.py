@@ -8,7 +8,7 @@ requests to join that go to rank 0: for the first generation, and for each furth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.cluster import TFConfigClusterResolver, detect, query_cluster_spec
 from zstrat.collectives.schedules._choice import Choices, read_choices
@@ -125,22 +125,43 @@ def _seat_named(spec: ClusterSpec, task: str) -> GroupSeat:
     return GroupSeat(job, int(index), spec.task_address(job, int(index)))
 
 
-@dataclass(frozen=True, slots=True)
+@final
 class Invitation:
-    """The arguments of a `Group`; ``seats`` are the members of the first generation in
-    the order of ranks, ``seat`` is that of this process."""
+    """The arguments of a `Group`, checked. ``seats`` are the members of the first
+    generation in the order of ranks, ``seat`` is that of this process.
 
-    name: str
-    resolver: ClusterResolver
-    tasks: Sequence[str] | None
-    seats: tuple[GroupSeat, ...]
-    seat: GroupSeat
-    timeout: float
-    rendezvous_timeout: float
-    transport: str
-    bytes_per_pack: int
-    bind: str
-    settings: Settings
+    Raises:
+        ValueError: The task of this process is not known or not a member; or a number
+            or the transport is invalid.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver | None = None,
+        *,
+        name: str = "group",
+        tasks: Sequence[str] | None = None,
+        timeout: float | None = None,
+        rendezvous_timeout: float | None = None,
+        transport: str | None = None,
+        bytes_per_pack: int = 0,
+        bind: str | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self.settings = settings = settings or settings_from(environment())
+        if resolver is None:  # in a daemon the task is known otherwise
+            resolver = TFConfigClusterResolver() if only_daemon() else detect()
+        self.name, self.resolver, self.tasks = name, resolver, tasks
+        self.bytes_per_pack = not_negative("bytes_per_pack", bytes_per_pack)
+        self.seats = seats_of(resolver, tasks)
+        self.seat = own_seat(resolver, self.seats)
+        times = settings.timeouts
+        self.timeout = positive("timeout", timeout, times.request)
+        self.rendezvous_timeout = positive(
+            "rendezvous_timeout", rendezvous_timeout, times.connect
+        )
+        self.transport = checked_transport(transport or settings.transport)
+        self.bind = self.seat.address if bind is None else bind
 
     def runtime(self) -> GroupRuntime:
         """Returns the runtime of this task, bound to its address. Blocks while binding.
@@ -203,42 +224,3 @@ class Invitation:
         return FormingRequest(
             self.name, generation, seats, rank, self.transport, timeout, choices
         )
-
-
-def invitation_of(
-    resolver: ClusterResolver | None,
-    name: str,
-    tasks: Sequence[str] | None,
-    timeout: float | None,
-    rendezvous_timeout: float | None,
-    transport: str | None,
-    bytes_per_pack: int,
-    bind: str | None,
-    settings: Settings | None,
-) -> Invitation:
-    """Checks the arguments of `Group`.
-
-    Raises:
-        ValueError: The task of this process is not known or not a member; or a number
-            or the transport is invalid.
-    """
-    settings = settings or settings_from(environment())
-    if resolver is None:  # in a daemon the task is known otherwise
-        resolver = TFConfigClusterResolver() if only_daemon() else detect()
-    not_negative("bytes_per_pack", bytes_per_pack)
-    seats = seats_of(resolver, tasks)
-    seat = own_seat(resolver, seats)
-    times = settings.timeouts
-    return Invitation(
-        name,
-        resolver,
-        tasks,
-        seats,
-        seat,
-        positive("timeout", timeout, times.request),
-        positive("rendezvous_timeout", rendezvous_timeout, times.connect),
-        checked_transport(transport or settings.transport),
-        bytes_per_pack,
-        seat.address if bind is None else bind,
-        settings,
-    )

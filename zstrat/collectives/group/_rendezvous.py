@@ -16,7 +16,6 @@ of all groups whose rank 0 is this task, and answers with futures on the loop.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
@@ -32,13 +31,14 @@ from zstrat.wire import GroupFormed, JoinGroup, MemberEntry
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from zstrat.collectives.schedules._choice import Choices
     from zstrat.transport import Remote
     from zstrat.wire import Message, PlainTree
 
 Token = TypeVar("Token")
+Outcome = GroupFormed | ZstratError
 
 WAITING: Final = 4096
 """Most requests to join that may wait for one group: more ranks than any group has."""
@@ -81,32 +81,16 @@ def rank_at(rank: int, seat: GroupSeat) -> str:
     return f"rank {rank} ({seat.task} at {seat.address})"
 
 
-@dataclass(frozen=True, slots=True)
-class Formed(Generic[Token]):
-    """Answers the requests of all ranks once all have asked: the generation is
-    formed."""
-
-    answer: GroupFormed
-    to: tuple[Token, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused(Generic[Token]):
-    """Answers the request of one rank with an error."""
-
-    token: Token
-    error: ZstratError
-
-
-@dataclass(slots=True)
-class _Applicant(Generic[Token]):
+class _Applicant(NamedTuple):
     request: JoinGroup
-    token: Token
     due: float
 
 
 class MembershipState(Generic[Token]):
     """Decides when the ranks of one group that have asked to join form a generation.
+
+    Returns answers as pairs of the token of a request and its outcome: the generation
+    that all ranks have formed, or the error with which one rank is refused.
 
     Args:
         draw: Returns a new ticket.
@@ -116,116 +100,104 @@ class MembershipState(Generic[Token]):
         self._group, self._draw = group, draw
         self._seats: tuple[GroupSeat, ...] | None = None
         self._choices: dict[str, PlainTree] = {}
-        self._applicants: list[_Applicant[Token]] = []
+        self._waiting: dict[Token, _Applicant] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether no rank waits, and rank 0 has not asked."""
-        return self._seats is None and not self._applicants
+        return self._seats is None and not self._waiting
 
     @property
     def tokens(self) -> list[Token]:
         """Tokens of the requests that wait."""
-        return [applicant.token for applicant in self._applicants]
+        return list(self._waiting)
 
     @property
     def due(self) -> float:
         """Time when `tick` has to be called."""
-        return min(
-            (applicant.due for applicant in self._applicants), default=float("inf")
-        )
+        return min((each.due for each in self._waiting.values()), default=float("inf"))
 
     def open(
         self, seats: Sequence[GroupSeat], choices: dict[str, PlainTree] | None = None
-    ) -> list[Refused[Token]]:
+    ) -> list[tuple[Token, Outcome]]:
         """Sets the seats (tasks and addresses of the ranks) that rank 0 expects, and
         refuses waiting requests that do not match. Rank 0 must ask to join afterwards.
         ``choices``: see `GroupFormed`."""
         self._seats, self._choices = tuple(seats), choices or {}
         # Until now nobody could tell whether these requests fit.
-        refused = []
-        for applicant in self._applicants:
-            error = self._objection(applicant.request)
-            if error is not None:
-                refused.append(Refused(applicant.token, error))
-        self._forget({each.token for each in refused})
+        refused: list[tuple[Token, Outcome]] = [
+            (token, error)
+            for token, each in self._waiting.items()
+            if (error := self._objection(each.request)) is not None
+        ]
+        self._forget([token for token, _ in refused])
         return refused
 
     def ask(
         self, request: JoinGroup, token: Token, now: float
-    ) -> list[Formed[Token] | Refused[Token]]:
+    ) -> list[tuple[Token, Outcome]]:
         """Adds a request to join; returns the answers to all ranks if it was the last
         one missing."""
         error = self._objection(request)
         if error is not None:
-            return [Refused(token, error)]
-        rank, incarnation = request.rank, request.member.incarnation
+            return [(token, error)]
         # The earlier request of this process: its connection broke, or its caller gave
-        # up.
-        self._applicants = [
-            applicant
-            for applicant in self._applicants
-            if (applicant.request.rank, applicant.request.member.incarnation)
-            != (rank, incarnation)
-        ]
+        # up. No other process has its rank (`_objection`).
+        self._waiting = {
+            token: each
+            for token, each in self._waiting.items()
+            if each.request.rank != request.rank
+        }
         # Bounded: the value comes from another process.
         timeout = min(max(0.0, request.timeout), MAX_WAIT_SECONDS)
-        self._applicants.append(_Applicant(request, token, now + timeout))
+        self._waiting[token] = _Applicant(request, now + timeout)
         return self._settle()
 
     def leave(self, token: Token) -> None:
         """Removes the request with this token."""
-        self._forget({token})
+        self._forget([token])
 
-    def tick(self, now: float) -> list[Refused[Token]]:
+    def tick(self, now: float) -> list[tuple[Token, Outcome]]:
         """Refuses requests whose timeout has passed, with the names of missing ranks.
         If rank 0 is late, refuses all: without it no group is formed."""
-        late = [applicant for applicant in self._applicants if applicant.due <= now]
-        if self._seats is not None and any(not g.request.rank for g in late):
-            late = self._applicants
-        refused = [
-            Refused(applicant.token, self._too_late(applicant.request))
-            for applicant in late
+        late = {t: each.request for t, each in self._waiting.items() if each.due <= now}
+        if self._seats is not None and not all(x.rank for x in late.values()):
+            late = {t: each.request for t, each in self._waiting.items()}
+        refused: list[tuple[Token, Outcome]] = [
+            (token, self._too_late(request)) for token, request in late.items()
         ]
-        self._forget({applicant.token for applicant in late})
+        self._forget(late)
         return refused
 
-    def _forget(self, tokens: set[Token]) -> None:
-        gone = [
-            applicant for applicant in self._applicants if applicant.token in tokens
-        ]
-        self._applicants = [
-            applicant for applicant in self._applicants if applicant.token not in tokens
-        ]
-        if any(applicant.request.rank == 0 for applicant in gone):
-            # Only rank 0 knows the members; it opens the group again when it returns.
-            self._seats = None
+    def _forget(self, tokens: Iterable[Token]) -> None:
+        for token in tokens:
+            gone = self._waiting.pop(token, None)
+            if gone is not None and gone.request.rank == 0:
+                # Only rank 0 knows the members; it opens the group again when it
+                # returns.
+                self._seats = None
 
-    def _settle(self) -> list[Formed[Token] | Refused[Token]]:
-        seats, applicants = (
-            self._seats,
-            {applicant.request.rank: applicant for applicant in self._applicants},
-        )
-        if seats is None or len(applicants) < len(seats):
+    def _settle(self) -> list[tuple[Token, Outcome]]:
+        seats = self._seats
+        if seats is None or len(self._waiting) < len(seats):
             return []
+        ranks = sorted(self._waiting.items(), key=lambda each: each[1].request.rank)
         # A restarted process asks for 0, the survivors know the last number.
-        generation = max(applicant.request.generation for applicant in self._applicants)
-        members = [applicants[rank].request.member for rank in range(len(seats))]
+        generation = max(each.request.generation for _, each in ranks)
+        members = [each.request.member for _, each in ranks]
         answer = GroupFormed(self._draw(), generation, members, self._choices)
         # Rank 0 opens the next generation, with other members perhaps.
-        self._seats, self._applicants = None, []
-        return [Formed(answer, tuple(applicants[r].token for r in range(len(seats))))]
+        self._seats, self._waiting = None, {}
+        return [(token, answer) for token, _ in ranks]
 
     def _objection(self, request: JoinGroup) -> ZstratError | None:
         """Returns the error with which to refuse a request, or None."""
-        if len(self._applicants) >= WAITING:
+        if len(self._waiting) >= WAITING:
             return BusyError(
-                f"{len(self._applicants)} ranks wait for group {self._group!r} already"
+                f"{len(self._waiting)} ranks wait for group {self._group!r} already"
             )
-        other = next(
-            (g.request for g in self._applicants if g.request.rank == request.rank),
-            None,
-        )
+        requests = (each.request for each in self._waiting.values())
+        other = next((each for each in requests if each.rank == request.rank), None)
         if other is not None and other.member.incarnation != request.member.incarnation:
             return AlreadyExistsError(
                 f"rank {request.rank} of group {self._group!r} is taken by "
@@ -243,7 +215,7 @@ class MembershipState(Generic[Token]):
                 f"{waited}rank 0 runs, but has not created the group: check that its "
                 f"program calls Group(name={self._group!r}), and reform() as others do"
             )
-        present = {applicant.request.rank for applicant in self._applicants}
+        present = {each.request.rank for each in self._waiting.values()}
         missing = [
             rank_at(rank, seat)
             for rank, seat in enumerate(self._seats)
@@ -327,7 +299,7 @@ class RendezvousService:
         """Opens a group whose rank 0 is this task, adds this task's own request, and
         returns the future of its answer."""
         rendezvous = self._rendezvous_of(request.group)
-        self._obey(rendezvous.open(seats, choices.to_plain()))
+        self._answer(rendezvous.open(seats, choices.to_plain()))
         future: asyncio.Future[Message] = self._loop.create_future()
         self._ask(request, future)
         return future
@@ -349,7 +321,7 @@ class RendezvousService:
         for token in rendezvous.tokens:
             if token.done():  # cancelled just now: its process has gone
                 rendezvous.leave(token)
-        self._obey(rendezvous.ask(request, future, self._loop.time()))
+        self._answer(rendezvous.ask(request, future, self._loop.time()))
         self._arm()
 
     def _rendezvous_of(self, group: str) -> MembershipState[asyncio.Future[Message]]:
@@ -370,19 +342,16 @@ class RendezvousService:
             if rendezvous.is_idle:
                 del self._groups[group]
 
-    def _obey(
-        self,
-        orders: Sequence[
-            Formed[asyncio.Future[Message]] | Refused[asyncio.Future[Message]]
-        ],
+    def _answer(
+        self, answers: Iterable[tuple[asyncio.Future[Message], Outcome]]
     ) -> None:
-        for order in orders:
-            if isinstance(order, Formed):
-                for future in order.to:
-                    if not future.done():
-                        future.set_result(order.answer)
-            elif not order.token.done():
-                order.token.set_exception(order.error)
+        for future, outcome in answers:
+            if future.done():
+                continue
+            if isinstance(outcome, GroupFormed):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -396,5 +365,5 @@ class RendezvousService:
         self._timer = None
         now = self._loop.time()
         for rendezvous in list(self._groups.values()):
-            self._obey(rendezvous.tick(now))
+            self._answer(rendezvous.tick(now))
         self._arm()

@@ -33,7 +33,7 @@ def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
         blocks = tuple(tuple(_guest(rank, block, p)) for block in range(p))
     else:
         blocks = tuple(tuple(_member(rank, extras, block, p)) for block in range(p))
-    return Schedule(blocks, (2 * _log2(p) + 2) * p, tuple(range(p)))
+    return Schedule(blocks, (2 * _log2(p) + 2) * p)
 
 
 def doubling_all_reduce(rank: int, size: int) -> Schedule:
@@ -54,7 +54,7 @@ def doubling_all_reduce(rank: int, size: int) -> Schedule:
     if rank < 2 * extras and not rank % 2:
         give = Action(Act.SEND, rank + 1, 0)
         actions = [give, Action(Act.TAKE, rank + 1, steps + 1)]
-        return Schedule((tuple(actions),), steps + 2, (0,))
+        return Schedule((tuple(actions),), steps + 2)
     is_host = rank < 2 * extras
     number = rank // 2 if is_host else rank - extras
     actions = [Action(Act.REDUCE_FIRST, rank - 1, 0)] if is_host else []
@@ -67,7 +67,7 @@ def doubling_all_reduce(rank: int, size: int) -> Schedule:
     actions.append(Action(Act.FINISH))
     if is_host:
         actions.append(Action(Act.SEND, rank - 1, steps + 1))
-    return Schedule((tuple(actions),), steps + 2, (0,))
+    return Schedule((tuple(actions),), steps + 2)
 
 
 def doubling_all_gather(rank: int, size: int) -> Schedule:
@@ -99,7 +99,7 @@ def doubling_all_gather(rank: int, size: int) -> Schedule:
                 yield Action(Act.SEND, peer, step * size + block)
 
     blocks = tuple(tuple(actions(block)) for block in range(size))
-    return Schedule(blocks, steps * size, tuple(range(size)))
+    return Schedule(blocks, steps * size)
 
 
 def dissemination_barrier(rank: int, size: int) -> Schedule:
@@ -117,7 +117,7 @@ def dissemination_barrier(rank: int, size: int) -> Schedule:
         distance = 1 << step
         actions.append(Action(Act.SEND, (rank + distance) % size, step))
         actions.append(Action(Act.TAKE, (rank - distance) % size, step))
-    return Schedule((tuple(actions),), steps, ())
+    return Schedule((tuple(actions),), steps)
 
 
 def _guest(rank: int, block: int, p: int) -> Iterator[Action]:

@@ -31,7 +31,7 @@ def direct_all_reduce(rank: int, size: int) -> Schedule:
         reduces = _reduces(rank, size)
         return *reduces, Action(Act.FINISH), *_sends(rank, size, size)
 
-    return Schedule(tuple(map(actions, range(size))), 2 * size, tuple(range(size)))
+    return Schedule(tuple(map(actions, range(size))), 2 * size)
 
 
 def direct_reduce_scatter(rank: int, size: int) -> Schedule:
@@ -45,7 +45,7 @@ def direct_reduce_scatter(rank: int, size: int) -> Schedule:
             return (Action(Act.SEND, block, (block - rank) % size),)
         return *_reduces(rank, size), Action(Act.FINISH)
 
-    return Schedule(tuple(map(actions, range(size))), size, (rank,))
+    return Schedule(tuple(map(actions, range(size))), size)
 
 
 def direct_all_gather(rank: int, size: int) -> Schedule:
@@ -60,7 +60,7 @@ def direct_all_gather(rank: int, size: int) -> Schedule:
             return (Action(Act.TAKE, block, (rank - block) % size),)
         return Action(Act.FINISH), *_sends(rank, size, 0)
 
-    return Schedule(tuple(map(actions, range(size))), size, tuple(range(size)))
+    return Schedule(tuple(map(actions, range(size))), size)
 
 
 def pairwise_all_to_all(rank: int, size: int) -> Schedule:
@@ -78,8 +78,7 @@ def pairwise_all_to_all(rank: int, size: int) -> Schedule:
         to, source = (rank + step) % size, (rank - step) % size
         blocks[rank * size + to] = (Action(Act.FINISH), Action(Act.SEND, to, step))
         blocks[source * size + rank] = (Action(Act.TAKE, source, step),)
-    result = tuple(source * size + rank for source in range(size))
-    return Schedule(tuple(blocks), size, result)
+    return Schedule(tuple(blocks), size)
 
 
 def _reduces(rank: int, size: int) -> Iterator[Action]:

@@ -37,7 +37,7 @@ def ring_all_reduce(rank: int, size: int) -> Schedule:
         return (*sequence, *_copies(left, right, step + 1, size, size - 1))
 
     blocks = tuple(map(actions, range(size)))
-    return Schedule(blocks, 2 * (size - 1), tuple(range(size)))
+    return Schedule(blocks, 2 * (size - 1))
 
 
 def ring_all_gather(rank: int, size: int) -> Schedule:
@@ -54,7 +54,7 @@ def ring_all_gather(rank: int, size: int) -> Schedule:
         own = (Action(Act.FINISH), Action(Act.SEND, right, 0))
         return own if size > 1 else own[:1]
 
-    return Schedule(tuple(map(actions, range(size))), size - 1, tuple(range(size)))
+    return Schedule(tuple(map(actions, range(size))), size - 1)
 
 
 def ring_reduce_scatter(rank: int, size: int) -> Schedule:
@@ -71,7 +71,7 @@ def ring_reduce_scatter(rank: int, size: int) -> Schedule:
         sequence.append(Action(Act.FINISH) if last else Action(Act.SEND, right, step))
         return tuple(sequence)
 
-    return Schedule(tuple(map(actions, range(size))), size - 1, (rank,))
+    return Schedule(tuple(map(actions, range(size))), size - 1)
 
 
 def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
@@ -86,13 +86,13 @@ def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
     """
     others = size - 1
     if not others:
-        return Schedule(((Action(Act.FINISH),),), 0, (0,))
+        return Schedule(((Action(Act.FINISH),),), 0)
     if rank == root:
         blocks = tuple(
             (Action(Act.FINISH), Action(Act.SEND, (root + 1 + block) % size, 0))
             for block in range(others)
         )
-        return Schedule(blocks, others, tuple(range(others)))
+        return Schedule(blocks, others)
     number = (rank - root - 1) % size  # among those that are not the root
     left = (root + 1 + (number - 1) % others) % size
     right = (root + 1 + (number + 1) % others) % size
@@ -103,7 +103,7 @@ def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
         last = step == others - 1
         return (take,) if last else (take, Action(Act.SEND, right, step + 1))
 
-    return Schedule(tuple(map(actions, range(others))), others, tuple(range(others)))
+    return Schedule(tuple(map(actions, range(others))), others)
 
 
 def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
@@ -117,9 +117,9 @@ def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
         first = Action(Act.TAKE, (rank - 1) % size, number - 1)
     # The last one of the chain sends nothing.
     if number == size - 1:
-        return Schedule(((first,),), size - 1, (0,))
+        return Schedule(((first,),), size - 1)
     send = Action(Act.SEND, (rank + 1) % size, number)
-    return Schedule(((first, send),), size - 1, (0,))
+    return Schedule(((first, send),), size - 1)
 
 
 def _copies(

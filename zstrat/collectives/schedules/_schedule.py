@@ -62,10 +62,8 @@ class Schedule:
     """One rank's part of a call.
 
     ``blocks[b]`` are the actions on block b. ``places`` is the number of places of the
-    call, the same on all ranks. ``result`` has the indices of the blocks whose values
-    are this rank's result.
+    call, the same on all ranks.
     """
 
     blocks: tuple[tuple[Action, ...], ...]
     places: int
-    result: tuple[int, ...]

@@ -23,7 +23,7 @@ def tree_all_reduce(rank: int, size: int) -> Schedule:
     """
     depth = (size - 1).bit_length()
     up, down = _reduces(rank, size), _copies(rank, rank, size, depth)
-    return Schedule(((*up, *down),), 2 * depth, (0,))
+    return Schedule(((*up, *down),), 2 * depth)
 
 
 def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
@@ -34,7 +34,7 @@ def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
     number = (rank - root) % size
     start = () if number else (Action(Act.FINISH),)
     actions = (*start, *_copies(number, rank, size, 0))
-    return Schedule((actions,), (size - 1).bit_length(), (0,))
+    return Schedule((actions,), (size - 1).bit_length())
 
 
 def double_tree_all_reduce(rank: int, size: int) -> Schedule:
@@ -53,7 +53,7 @@ def double_tree_all_reduce(rank: int, size: int) -> Schedule:
         second = tuple(_up_and_down((rank - 1) % size, size, 1, 3))
     else:  # or mirrored
         second = tuple(_up_and_down(size - 1 - rank, size, -1, 3))
-    return Schedule((first, second), 6, (0, 1))
+    return Schedule((first, second), 6)
 
 
 def _reduces(rank: int, size: int) -> Iterator[Action]:
