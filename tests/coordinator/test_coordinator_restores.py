@@ -301,7 +301,7 @@ def test_what_broke_with_a_connection_waits_until_it_is_known_who_came_back(
             raise PSUnavailableError("/job:ps/task:0", "its connection broke")
 
     ps = world.ps[0]
-    world.session.run(recovery.through(ask), "the test")
+    world.session.run(world.session.cluster.through(ask), "the test")
     assert tries == [0, 0 if same else 1]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import PSUnavailableError, ZstratError
 from zstrat.ps import PsClient
@@ -48,7 +48,7 @@ from .replication import Replication, StoreMoves
 from .rounds import RoundClosing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.transport import MakeTaskLink
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from .profiling._timeline_run import TimelineRun
 
 log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
 
 WORKERS_JOIN_SECONDS: Final = 1.0
 """Seconds that an opening session waits for connected workers to join, after all
@@ -360,15 +362,43 @@ class Cluster:
         return None
 
     @property
-    def failovers(self) -> int:
-        """Number of failovers so far."""
-        return 0 if self.replication is None else self.replication.takeovers
+    def restores(self) -> int:
+        """Number of times that the parameter servers were restored."""
+        return 0 if self.recovery is None else self.recovery.restores
 
     @property
     def outages(self) -> int:
         """Number of failovers and restores so far."""
-        restores = 0 if self.recovery is None else self.recovery.restores
-        return restores + self.failovers
+        replication = self.replication
+        return self.restores + (0 if replication is None else replication.takeovers)
+
+    async def through(
+        self, work: Callable[[], Awaitable[T]], *, again: bool = True
+    ) -> T:
+        """Carries out a request when no restore is under way; repeats the request if it
+        failed because a server was lost.
+
+        Args:
+            again: The request may be carried out twice. If not, it is repeated only
+                after a restore, which undoes it.
+
+        Raises:
+            PSUnavailableError: A server did not return, or could not be restored.
+        """
+        while True:
+            if self.recovery is not None:
+                await self.recovery.over()
+            outages, restores = self.outages, self.restores
+            try:
+                return await work()
+            except ZstratError as error:
+                if not again and self.recovery is None:
+                    raise
+                # The error may be that of a lost server. Only waiting shows: what is to
+                # come back is awaited, anything else is raised.
+                settled = await self.settled(outages, error)
+                if not settled or not (again or self.restores != restores):
+                    raise
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
@@ -378,11 +408,11 @@ class Cluster:
         Raises:
             PSUnavailableError: A server did not return, or could not be restored.
         """
-        waited, recovery = False, self.recovery
-        if recovery is not None:
-            waited = await recovery.settled(recovery.restores)
+        waited = False
+        if self.recovery is not None:
+            waited = await self.recovery.settled()
         if self.replication is not None:
-            waited |= await self.replication.settled(self.failovers, error)
+            waited |= await self.replication.settled(error)
         return waited or self.outages != since
 
     @property

@@ -298,8 +298,7 @@ class ClusterSession:
     @property
     def restores(self) -> int:
         """Number of times that the parameter servers were restored."""
-        recovery = self.cluster.recovery
-        return 0 if recovery is None else recovery.restores
+        return self.cluster.restores
 
     def require_unrestored(self, since: int) -> None:
         """Checks that there was no restore since `restores` was ``since``.

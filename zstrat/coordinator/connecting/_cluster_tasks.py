@@ -128,11 +128,6 @@ class ClusterTasks(TaskSessionEvents, Protocol):
     def store_directory(self) -> StoreDirectory: ...
 
     @property
-    def failovers(self) -> int:
-        """Number of times that a backup became the primary of a store."""
-        ...
-
-    @property
     def outage_error(self) -> PSUnavailableError | None:
         """The error that names a store without a server; None if all are served."""
         ...

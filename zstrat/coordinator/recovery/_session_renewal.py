@@ -86,15 +86,10 @@ class SessionRenewal:
             return SessionCut(self._cluster.rounds.first_step)
         return cut_of(dispatcher.queue)
 
-    def suspend_dispatch(self) -> None:
-        """Stops giving closures to workers."""
+    def suspend_dispatch(self, suspended: bool = True) -> None:
+        """Stops giving closures to workers; with False gives them closures again."""
         if (dispatcher := self._cluster.dispatcher) is not None:
-            dispatcher.suspend(True)
-
-    def resume_dispatch(self) -> None:
-        """Gives closures to workers again."""
-        if (dispatcher := self._cluster.dispatcher) is not None:
-            dispatcher.suspend(False)
+            dispatcher.suspend(suspended)
 
     def report_outage(self, error: PSUnavailableError) -> None:
         """Makes every call that schedules or joins raise the error, until the servers
