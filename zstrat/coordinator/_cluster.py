@@ -20,6 +20,7 @@ from zstrat.errors import PSUnavailableError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
 from zstrat.wire import (
+    JoinSession,
     Message,
     Printed,
     SessionOpened,
@@ -32,7 +33,6 @@ from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
     ProbedTask,
-    SessionMaker,
     SessionOptions,
     StoreDirectory,
     TaskSession,
@@ -42,7 +42,7 @@ from .connecting import (
     objection_to,
 )
 from .membership import Membership
-from .membership._turnover import Turnover, WorkerSessions
+from .membership._turnover import Turnover
 from .recovery import Recovery, SessionRenewal
 from .replication import Replication, StoreMoves
 from .rounds import RoundClosing
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Timeouts
     from zstrat.transport import MakeTaskLink
+    from zstrat.wire import OpenSession
 
     from ._dispatch import Dispatcher
     from .profiling._timeline_run import TimelineRun
@@ -107,7 +108,6 @@ class Cluster:
         """The time line that is being recorded; None if none is."""
         self._closing = False
         self._timeouts, self._make_link, self._home = timeouts, make_link, tuple(ps)
-        self._make: Final = SessionMaker(options, timeouts, make_link, self)
         self.workers: Final[list[TaskSession]] = []
         """Sessions on workers, by place (the worker's index in the session). Those of
         removed workers are closed, and stay in the list."""
@@ -115,12 +115,11 @@ class Cluster:
             list(ps) * options.stores_per_ps, self.workers
         )
         self.membership: Final = Membership(workers)
-        self.worker_sessions: Final = WorkerSessions(self.workers, self._worker_session)
         self.turnover: Final = Turnover(
-            self.worker_sessions, self.membership, timeouts.drain, timeouts.connect
+            self.workers, self._worker_session, self.membership, timeouts
         )
         self.ps: Final[list[TaskSession]] = [
-            self._make.server(session, store, at, self.membership.size)
+            self._server_session(session, store, at)
             for store, at in enumerate(self.store_directory.addresses)
         ]
         """Sessions on the servers of the stores, by number of the store."""
@@ -157,24 +156,51 @@ class Cluster:
         self.rounds: Final[RoundClosing] = RoundClosing(self.client, timeouts.liveness)
         self.pause: Final = SessionPause(self.fences, self.rounds)
 
+    def _server_session(self, session: int, store: int, address: str) -> TaskSession:
+        """Returns the session on the server of a store, not started yet."""
+        options, timeouts = self.options, self._timeouts
+        opening: OpenSession | JoinSession
+        opening = options.opening(session, store, self.membership.size, [], [])
+        if options.joins:
+            opening = JoinSession(session, [], [], timeouts.request)
+        return TaskSession(
+            "ps",
+            store,
+            store,
+            address,
+            opening,
+            self._make_link,
+            self,
+            one_life=True,
+            grace=timeouts.reconnect,
+            turn=timeouts.request if options.joins else timeouts.turn,
+            notice=timeouts.notice,
+            moves=bool(options.replicas),
+        )
+
     def _worker_session(
         self, task_number: int, place: int, address: str
     ) -> TaskSession:
-        renewal = self.renewal
-        task = self._make.worker(
-            renewal.worker_session,
+        """Returns the session on a worker, not started yet."""
+        renewal, stores, timeouts = self.renewal, self.store_directory, self._timeouts
+        session, size = renewal.worker_session, self.membership.size
+        task = TaskSession(
+            "worker",
             task_number,
             place,
             address,
-            self.membership.size,
-            self.store_directory,
-            lambda task, hello, opened: objection_to(
+            self.options.opening(session, place, size, stores.addresses, stores.views),
+            self._make_link,
+            self,
+            turn=timeouts.turn,
+            notice=timeouts.notice,
+            objection=lambda task, hello, opened: objection_to(
                 task, hello, opened, self.workers, self._devices
             ),
         )
         # A worker that was away may still serve an earlier session of this program.
         if renewal.close_messages:
-            task.renew(renewal.worker_session, renewal.close_messages)
+            task.renew(session, renewal.close_messages)
         return task
 
     @property
@@ -270,7 +296,7 @@ class Cluster:
         if self._closing:
             return
         self._closing = True  # from now on a task that goes is not a loss
-        self.worker_sessions.stop_starting()
+        self.turnover.stop_starting()
         # Before anything is stopped, as it asks all tasks for their spans.
         if self.timeline is not None:
             try:
@@ -310,7 +336,7 @@ class Cluster:
         """Gives all workers to a dispatcher, and starts the dispatcher."""
         self.dispatcher = dispatcher
         self.rounds.attach(dispatcher.parts)
-        self.worker_sessions.attach(dispatcher)
+        self.turnover.attach(dispatcher)
         # Before it starts, so that it sends the session number that workers know.
         dispatcher.enter(self.renewal.worker_session)
         if self.recovery is not None and self.recovery.is_under_way:
