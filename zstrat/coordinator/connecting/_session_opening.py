@@ -15,6 +15,7 @@ open, and at most one is being opened.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -186,58 +187,27 @@ def _taken(
 
 def _opened(
     name: str,
-    cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    make: Callable[[], Coroutine[Any, Any, Cluster]],
     look: Callable[[], Coroutine[Any, Any, None]],
     settings: Settings,
     tasks: Iterable[ClaimedTask],
 ) -> ClusterSession:
-    """Opens a session. Before that, and only after ``look`` has found that the tasks
-    answer, closes older sessions of this program on the same tasks.
+    """Opens a session on the cluster that ``make`` returns. Before that, and only after
+    ``look`` has found that the tasks answer, closes older sessions of this program on
+    the same tasks.
 
     Raises:
         BusyError: An older session has unfinished work.
+        ZstratError: As `Cluster.open` and ``look``.
         ValueError, OSError: The HTTP port is not free (``settings.http``).
     """
     # First: a port that is not free is an error before any task is asked.
     serve_from_settings(settings)
-    # Before anything is opened, so that a second thread is refused and does not close
-    # what this one is opening.
-    claim = open_sessions.claim(tasks)
-    try:
-        portal = Portal(name)
-        times = settings.timeouts
-        slack = 2 * times.connect + times.turn + times.drain
-        opened = _connected(portal, cluster, look, slack, claim)
-        session = ClusterSession(opened, portal, settings)
-    except BaseException:  # to the caller, who has no session
-        open_sessions.drop(claim)
-        raise
-    claim.opened(session)
-    job, index, _ = next(iter(claim.tasks))
-    name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
-    register(session, name, session.portal.loop, anywhere=True)
-    return session
-
-
-def _connected(
-    portal: Portal,
-    make: Callable[[], Coroutine[Any, Any, Cluster]],
-    look: Callable[[], Coroutine[Any, Any, None]],
-    slack: float,
-    claim: SessionClaim,
-) -> Cluster:
-    """Opens a cluster on the portal (the loop's thread); closes the portal if that
-    fails.
-
-    Args:
-        slack: Seconds for each part, longer than the deadlines of the cluster, whose
-            errors name the tasks that missed them. There are two such deadlines, as a
-            program that joins a session waits for it first.
-
-    Raises:
-        BusyError: An older session has unfinished work.
-        ZstratError, ValueError: As `Cluster.open` and ``look``.
-    """
+    times = settings.timeouts
+    # For each part, longer than the deadlines of the cluster, whose errors name the
+    # tasks that missed them. There are two such deadlines, as a program that joins a
+    # session waits for it first.
+    slack = 2 * times.connect + times.turn + times.drain
 
     async def open_() -> Cluster:
         made = await make()
@@ -248,14 +218,24 @@ def _connected(
             raise
         return made
 
-    try:
+    with contextlib.ExitStack() as undo:
+        # Before anything is opened, so that a second thread is refused and does not
+        # close what this one is opening.
+        claim = open_sessions.claim(tasks)
+        undo.callback(open_sessions.drop, claim)
+        portal = Portal(name)
+        undo.callback(portal.close)
         if open_sessions.has_rivals(claim):
             portal.run(look(), slack, "looking whether the cluster answers")
             open_sessions.take_over(claim)
-        return portal.run(open_(), slack, "connecting to the cluster")
-    except BaseException:  # to the caller, who has no session to close
-        portal.close()
-        raise
+        cluster = portal.run(open_(), slack, "connecting to the cluster")
+        session = ClusterSession(cluster, portal, settings)
+        undo.pop_all()
+    claim.opened(session)
+    job, index, _ = next(iter(claim.tasks))
+    name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
+    register(session, name, session.portal.loop, anywhere=True)
+    return session
 
 
 ClaimedTask = tuple[str, int, str]
