@@ -178,7 +178,7 @@ class Record:
     def built(self, worker: int, layout: LayoutMessage) -> None:
         # That of the first worker: traces have been made with it.
         self.layout = self.layout or layout
-        self._values[worker]._settle_built()
+        self._values[worker]._settle(None)
 
     def failed(self, worker: int, task: str, error: Exception) -> Exception:
         """Notes that building failed on a worker, and returns the error for closures

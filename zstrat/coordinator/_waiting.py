@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
 
 from zstrat.errors import DeadlineExceededError
+from zstrat.program import hide_frames
 from zstrat.threads import ThreadBell
 from zstrat.transport import Bell, Echo, LoopBell, warn_of_blocking
 
@@ -116,6 +117,26 @@ class GuardedQueue(Protocol):
         """The reason why waiting closures are not handed out, while none runs; None if
         they are. Lock held."""
         ...
+
+
+@final
+class UserCall:
+    """The context of a call of the user: removes the frames of zstrat from the
+    traceback of an error. Ctrl-C is reported to ``interrupted``. Not for calls that
+    train in a loop, `schedule` and `fetch`: there a ``try`` costs nothing."""
+
+    def __init__(
+        self, interrupted: Callable[[KeyboardInterrupt], None] | None = None
+    ) -> None:
+        self._interrupted = interrupted
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            hide_frames(error)
+        elif isinstance(error, KeyboardInterrupt) and self._interrupted is not None:
+            self._interrupted(error)
 
 
 @final
