@@ -101,17 +101,14 @@ class ClusterTasks(TaskSessionEvents, Protocol):
     @property
     def name(self) -> str:
         """The name under which another program may resume the session; or empty."""
-        ...
 
     @property
     def session(self) -> int:
         """The number of the session on the parameter servers."""
-        ...
 
     @property
     def ps(self) -> Sequence[TaskSession]:
         """The sessions on the servers of the stores, by number of the store."""
-        ...
 
     @property
     def workers(self) -> Sequence[TaskSession]: ...
@@ -128,12 +125,10 @@ class ClusterTasks(TaskSessionEvents, Protocol):
     @property
     def outage_error(self) -> PSUnavailableError | None:
         """The error that names a store without a server; None if all are served."""
-        ...
 
     def store_lost(self, store: int, reason: str) -> None:
         """Notes that no process serves the store. `TaskSession.gone` says whether it is
         lost for good."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -358,13 +358,11 @@ class SettledServers(Protocol):
     @property
     def outages(self) -> int:
         """Number of restores, failovers and moves so far."""
-        ...
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
         ``outages`` is not ``since``, or if ``error`` says that the process which got
         the request does not serve the store now."""
-        ...
 
 
 async def until_settled(
