@@ -138,6 +138,7 @@ def test_other_strategies_are_refused():
     ("option", "value"),
     [
         ("max_queued", "10"),
+        ("max_queued", 0),
         ("max_attempts", 0),
         ("max_attempts", True),
         ("closures_in_flight", 1.5),

@@ -82,7 +82,7 @@ class Dispatcher:
         worker_wait_timeout: float,
     ) -> None:
         self.engine, self.queue = engine, engine.queue
-        self.members = Members((), closures_in_flight, prefetch, staleness)
+        self.members = Members(closures_in_flight, prefetch, staleness)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
         """Connections to the workers, by place (the worker's index in the session)."""

@@ -66,20 +66,6 @@ class Record:
     The values change with the engine's lock held.
     """
 
-    __slots__ = (
-        "_make_value",
-        "_values",
-        "arguments",
-        "book",
-        "layout",
-        "maker",
-        "name",
-        "number",
-        "pipelines",
-        "purpose",
-        "states",
-    )
-
     def __init__(
         self,
         engine: ClosureEngine,

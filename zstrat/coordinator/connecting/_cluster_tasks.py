@@ -64,11 +64,6 @@ class StoreDirectory:
             if worker.link.is_open:  # else it gets all addresses with its next session
                 self._send(worker, MoveServer(worker.session, store, view, address))
 
-    def reset_addresses(self, addresses: Iterable[str]) -> None:
-        """Sets the addresses of all stores for another session; workers get them when
-        it opens."""
-        self.addresses[:] = addresses
-
     async def wait_workers_notified(self, timeout: float) -> None:
         """Waits until all connected workers have the addresses, at most ``timeout``
         seconds.

@@ -221,13 +221,15 @@ def _opened(
     with contextlib.ExitStack() as undo:
         # Before anything is opened, so that a second thread is refused and does not
         # close what this one is opening.
-        claim = open_sessions.claim(tasks)
+        claim, rivals = open_sessions.claim(tasks)
         undo.callback(open_sessions.drop, claim)
         portal = Portal(name)
         undo.callback(portal.close)
-        if open_sessions.has_rivals(claim):
+        if rivals:
             portal.run(look(), slack, "looking whether the cluster answers")
-            open_sessions.take_over(claim)
+            for rival in rivals:
+                if not rival.is_over:
+                    rival.give_way(claim.made_at)
         cluster = portal.run(open_(), slack, "connecting to the cluster")
         session = ClusterSession(cluster, portal, settings)
         undo.pop_all()
@@ -296,15 +298,20 @@ class OpenSessions:
         self._lock = threading.Lock()
         self._claims: list[SessionClaim] = []
 
-    def claim(self, tasks: Iterable[ClaimedTask]) -> SessionClaim:
-        """Claims tasks for a session that is being opened. Closes no other session yet.
+    def claim(
+        self, tasks: Iterable[ClaimedTask]
+    ) -> tuple[SessionClaim, list[SessionClaim]]:
+        """Claims tasks for a session that is being opened. Returns the claim, and those
+        of other sessions that use some of the tasks; closes none of these yet.
 
         Raises:
             BusyError: Another thread is opening a session on some of the tasks.
         """
         claim = SessionClaim(tasks)
         with self._lock:
-            for rival in self._rivals_of(claim):
+            self._claims = [other for other in self._claims if not other.is_over]
+            rivals = [each for each in self._claims if each.tasks & claim.tasks]
+            for rival in rivals:
                 if rival.is_opening:
                     raise BusyError(
                         "another thread of this program is connecting to the same "
@@ -312,25 +319,7 @@ class OpenSessions:
                         "strategy, and use it in all threads"
                     )
             self._claims.append(claim)
-        return claim
-
-    def has_rivals(self, claim: SessionClaim) -> bool:
-        """Returns whether other sessions use some of the claimed tasks."""
-        with self._lock:
-            return bool(self._rivals_of(claim))
-
-    def take_over(self, claim: SessionClaim) -> None:
-        """Closes the other sessions that use some of the claimed tasks.
-
-        Raises:
-            BusyError: One of these sessions has unfinished work. It stays open, and so
-                do those after it.
-        """
-        with self._lock:
-            rivals = self._rivals_of(claim)
-        # Without the lock: closing a session may take a while.
-        for rival in rivals:
-            rival.give_way(claim.made_at)
+        return claim, rivals
 
     def present(self) -> list[ClusterSession]:
         """Returns the open sessions."""
@@ -352,14 +341,6 @@ class OpenSessions:
             if (session := claim.session) is not None:
                 session.forget()
         self._claims = []
-
-    def _rivals_of(self, claim: SessionClaim) -> list[SessionClaim]:
-        self._claims = [other for other in self._claims if not other.is_over]
-        return [
-            other
-            for other in self._claims
-            if other is not claim and other.tasks & claim.tasks
-        ]
 
 
 open_sessions: Final = OpenSessions()

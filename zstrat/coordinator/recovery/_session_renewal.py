@@ -190,8 +190,9 @@ class SessionRenewal:
         # Before the sessions of the stores: it moves these to where `renew` enters.
         if (replication := cluster.replication) is not None:
             replication.renew(self.session, self.close_messages)
+            # Workers get them when the session opens.
             stores = range(len(cluster.ps))
-            cluster.store_directory.reset_addresses(map(replication.home_of, stores))
+            cluster.store_directory.addresses[:] = map(replication.home_of, stores)
         for task in cluster.ps:
             task.renew(self.session, self.close_messages)
 
