@@ -5,10 +5,15 @@ from coordinator_fakes import World
 
 
 @pytest.fixture
-def world():
-    world = World()
+def world(request):
+    world = World(**getattr(request, "param", {}))
     yield world
     world.close()
+
+
+@pytest.fixture
+def coordinator(world):
+    return world.coordinator()
 
 
 @pytest.fixture

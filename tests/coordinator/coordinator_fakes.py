@@ -14,6 +14,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
@@ -69,6 +70,9 @@ from zstrat.wire import (
     SessionOpened,
     Statistics,
 )
+
+alone = pytest.mark.parametrize("world", [{"workers": 1}], indirect=True)
+"""A world with one worker."""
 
 INLINE = 1024
 """Larger results stay on the fake worker."""
@@ -447,6 +451,11 @@ class World:
         for worker in self.workers:
             worker.held = False
             worker.work()
+
+    def kill_workers(self, reason="killed"):
+        """On the loop."""
+        for worker in self.workers:
+            worker.kill(reason)
 
     @property
     def running(self):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 from zstrat.coordinator import _outcomes
 from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
@@ -15,8 +15,7 @@ from zstrat.variables import VariableSpec
 from zstrat.wire import Outcome
 
 
-def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
-    coordinator = world.coordinator()
+def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world, coordinator):
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
     world.until(lambda: world.running == 1)
@@ -94,9 +93,8 @@ def test_with_errors_once_what_a_fetch_has_said_of_a_ps_is_said(make_world):
     assert coordinator.schedule(good).fetch() == 1
 
 
-def test_a_value_is_not_kept_by_who_awaited_it_on_a_loop_that_was_closed(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_value_is_not_kept_by_who_awaited_it_on_a_closed_loop(world, coordinator):
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
     loop = asyncio.new_event_loop()
@@ -130,8 +128,7 @@ def test_an_error_of_a_read_shows_no_frames_of_the_machinery(world):
     assert last == "coordinator_fakes.py", "which asks the session"
 
 
-def test_a_ps_that_was_started_again_has_lost_the_variables(world):
-    coordinator = world.coordinator()
+def test_a_ps_that_was_started_again_has_lost_the_variables(world, coordinator):
     (ps,) = world.ps
     world.on_loop(ps.kill)
     world.until(lambda: world.session.cluster.outage_error)
@@ -154,8 +151,7 @@ def test_a_coordinator_made_after_the_loss_knows_it(world):
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, told):
-    world = make_world()
+def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(world, told):
     world.reconnect = 3600.0
     coordinator = world.coordinator()
     (ps,) = world.ps
@@ -176,9 +172,7 @@ def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, t
     assert lost == []
 
 
-def test_a_ps_that_says_it_will_be_back_is_waited_for(make_world, caplog):
-    world = make_world()  # who does not say so is lost at once
-    coordinator = world.coordinator()
+def test_a_ps_that_says_it_will_be_back_is_waited_for(world, coordinator, caplog):
     (ps,) = world.ps
     world.on_loop(ps.link.cut, "it left", left=True, returns=3600.0)
     value = coordinator.schedule(good)
@@ -190,8 +184,7 @@ def test_a_ps_that_says_it_will_be_back_is_waited_for(make_world, caplog):
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
-    world = make_world()
+def test_a_ps_that_served_another_coordinator_has_lost_the_variables(world, told):
     world.reconnect = 3600.0
     coordinator = world.coordinator()
     (ps,) = world.ps
@@ -213,8 +206,7 @@ def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world,
         coordinator.join()
 
 
-def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
-    world = make_world()
+def test_a_ps_that_serves_another_coordinator_now_is_lost(world):
     world.reconnect = 3600.0
     coordinator = world.coordinator()
     (ps,) = world.ps
@@ -225,9 +217,8 @@ def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
         coordinator.join()
 
 
-def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
+def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(world):
     """Those that ask one that was started again hear of a session that it never had."""
-    world = make_world()
     coordinator = world.coordinator(closures_in_flight=3)
     world.on_loop(world.hold)
     values = [coordinator.schedule(good) for _ in range(6)]
@@ -256,14 +247,19 @@ def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
         assert "it was started again" in str(value.error)
 
 
-def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world):
-    coordinator = world.coordinator()
+def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world, coordinator):
     world.on_loop(world.ps[0].kill, "silent for 5 s")
     world.until(lambda: world.session.cluster.outage_error)
     with pytest.raises(PSUnavailableError) as raised:
         coordinator.join()
     assert not raised.value.lost
     assert "lost" not in str(raised.value)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
 
 
 def failing_ps(world, times, error=None):
@@ -282,8 +278,7 @@ def failing_ps(world, times, error=None):
         worker._run = flaky
 
 
-def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+def test_a_hiccup_of_a_ps_is_tried_again(world):
     coordinator = world.coordinator()
     failing_ps(world, 3)
     values = [coordinator.schedule(good) for _ in range(10)]
@@ -291,9 +286,7 @@ def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
     assert [value.fetch() for value in values] == [1] * 10
 
 
-def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world):
     coordinator = world.coordinator(closures_in_flight=1)
     cut_off, good_one = world.workers
     failures = []
@@ -311,9 +304,7 @@ def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch)
     assert [value.fetch() for value in values] == [1, 1]
 
 
-def test_a_busy_ps_is_given_time(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+def test_a_busy_ps_is_given_time(world):
     coordinator = world.coordinator()
     failing_ps(world, 5 * _outcomes.STRIKES, BusyError("too many requests are open"))
     assert coordinator.schedule(good).fetch() == 1
@@ -321,8 +312,6 @@ def test_a_busy_ps_is_given_time(world, monkeypatch):
 
 
 def test_a_step_that_always_raises_that_something_is_busy_fails(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
     coordinator = world.coordinator()
     monkeypatch.setattr(_outcomes, "BUSY_SECONDS", 0.01)
     failing_ps(world, -1, BusyError("another writer is at work in the folder"))
@@ -331,9 +320,7 @@ def test_a_step_that_always_raises_that_something_is_busy_fails(world, monkeypat
         value.fetch()
 
 
-def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+def test_outages_that_pass_end_no_job_however_many(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=1)
     for _ in range(2 * _outcomes.STRIKES):
@@ -342,8 +329,7 @@ def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
     coordinator.join()
 
 
-def test_failures_that_last_are_raised(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+def test_failures_that_last_are_raised(world):
     coordinator = world.coordinator()
     failing_ps(world, -1)
     coordinator.schedule(good)

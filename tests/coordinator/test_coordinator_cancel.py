@@ -4,7 +4,7 @@ import signal
 import threading
 
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.coordinator import (
@@ -85,8 +85,7 @@ def test_a_cancel_that_is_late_is_ended_by_the_next_call(begun):
     assert values[0].fetch() == 1
 
 
-def test_cancel_raises_no_error_and_loses_none(world):
-    coordinator = world.coordinator()
+def test_cancel_raises_no_error_and_loses_none(coordinator):
     value = coordinator.schedule(bad, args=("boom",))
     coordinator._core.engine.waiters.wait_value(value, 20.0)
     assert coordinator.cancel() == 0
@@ -95,9 +94,8 @@ def test_cancel_raises_no_error_and_loses_none(world):
     coordinator.join()
 
 
-def test_without_any_worker_cancel_ends_all_the_same(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_without_any_worker_cancel_ends_all_the_same(world, coordinator):
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
     world.until(lambda: world.running == 1)
@@ -107,8 +105,7 @@ def test_without_any_worker_cancel_ends_all_the_same(make_world):
         value.fetch()
 
 
-def test_after_the_end_there_is_nothing_to_cancel(world):
-    coordinator = world.coordinator()
+def test_after_the_end_there_is_nothing_to_cancel(coordinator):
     coordinator.shutdown()
     with pytest.raises(ClosedError):
         coordinator.cancel()
@@ -168,8 +165,7 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
     assert ClusterCoordinator(world.strategy) is not coordinator
 
 
-def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(world):
-    coordinator = world.coordinator()
+def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(coordinator):
     loop = coordinator._core.engine.loop
     raised = loop.fence
 
@@ -186,8 +182,7 @@ def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
-def test_ctrl_c_when_nothing_waits_says_nothing(world, ctrl_c):
-    coordinator = world.coordinator()
+def test_ctrl_c_when_nothing_waits_says_nothing(coordinator, ctrl_c):
     coordinator.schedule(good).fetch()
     late = coordinator._core.engine
     ctrl_c()

@@ -8,11 +8,11 @@ import threading
 from typing import ClassVar
 
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.coordinator.parts import Kept
-from zstrat.errors import BusyError, CancelledError, OutOfRangeError
+from zstrat.errors import BusyError, CancelledError
 from zstrat.wire import DropArguments, DropResults, Outcome, encode
 
 
@@ -21,14 +21,8 @@ def bad(text):
     raise ValueError(text)
 
 
-@zs.function(eager=True)
-def exhausted():
-    raise OutOfRangeError("End of sequence")
-
-
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
-def test_the_error_is_raised_once_by_the_next_call(world, call):
-    coordinator = world.coordinator()
+def test_the_error_is_raised_once_by_the_next_call(coordinator, call):
     value = coordinator.schedule(bad, args=("boom",))
     with pytest.raises(ValueError, match="boom"):
         value.fetch()
@@ -50,8 +44,7 @@ def test_the_error_is_raised_once_by_the_next_call(world, call):
 
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
 @pytest.mark.parametrize("fetched", [False, True])
-def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetched):
-    coordinator = world.coordinator()
+def test_a_note_says_which_step_it_was_and_what_is_not_done(coordinator, call, fetched):
     value = coordinator.schedule(bad, args=("boom",))
     line = inspect.currentframe().f_lineno - 1
     coordinator._core.engine.waiters.wait_value(value, 20.0)
@@ -70,8 +63,7 @@ def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetche
     assert raised.value.args == ("boom",)
 
 
-def test_a_fetch_says_which_step_it_was_and_says_it_once(world):
-    coordinator = world.coordinator()
+def test_a_fetch_says_which_step_it_was_and_says_it_once(coordinator):
     value = coordinator.schedule(bad, args=("boom",))
     line = inspect.currentframe().f_lineno - 1
     for call in (value.fetch, value.fetch, coordinator.join):
@@ -163,8 +155,7 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
     assert slow.fetch() == 1, "its result counts"
 
 
-def test_the_first_error_wins_and_all_are_listed(world):
-    coordinator = world.coordinator()
+def test_the_first_error_wins_and_all_are_listed(coordinator):
     values = [coordinator.schedule(bad, args=(str(i),)) for i in range(3)]
     for i, value in enumerate(values):
         with pytest.raises(ValueError, match=str(i)):
@@ -175,15 +166,7 @@ def test_the_first_error_wins_and_all_are_listed(world):
     assert sorted(str(error) for error in coordinator.errors) == ["0", "1", "2"]
 
 
-def test_the_end_of_data_surfaces_at_join(world):
-    coordinator = world.coordinator()
-    coordinator.schedule(exhausted)
-    with pytest.raises(OutOfRangeError):
-        coordinator.join()
-
-
-def test_of_two_threads_that_join_one_gets_the_error(world):
-    coordinator = world.coordinator()
+def test_of_two_threads_that_join_one_gets_the_error(world, coordinator):
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
     outcomes = []
@@ -240,8 +223,7 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
 
 
 @pytest.mark.parametrize("waits", ["for zstrat", "for a lock"])
-def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world, waits):
-    coordinator = world.coordinator()
+def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost(world, coordinator, waits):
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
     strikes = iter([signal.SIGINT])
@@ -279,9 +261,8 @@ class CuriousError(Exception):
         self.held.append(self.lock._is_owned())
 
 
-def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_exceptions_of_the_user_are_made_without_the_lock(world, coordinator):
     error = CuriousError("why")
     world.workers[0]._run = lambda *_: (Outcome.FAILED, error)
     coordinator._core.engine.lock = CuriousError.lock
@@ -294,9 +275,8 @@ def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
         coordinator.join()
 
 
-def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_worker_that_does_not_read_is_told_later_what_to_forget(world, coordinator):
     dispatcher = coordinator._core.dispatcher
     (channel,) = dispatcher.channels.values()
     (worker,) = world.workers
@@ -345,9 +325,8 @@ def test_a_worker_is_told_in_messages_that_fit_what_to_forget(make_world):
     assert [step for message in dropped for step in message.steps] == list(numbers)
 
 
-def test_the_end_does_not_need_a_worker_that_reads(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_the_end_does_not_need_a_worker_that_reads(world, coordinator):
     (worker,) = world.workers
     world.hold()
     value = coordinator.schedule(good)

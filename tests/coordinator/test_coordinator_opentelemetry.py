@@ -115,8 +115,7 @@ def sampled(coordinator):
         coordinator.schedule(good).fetch()
 
 
-def test_each_step_is_a_trace_over_all_tasks(world, collector):
-    coordinator = world.coordinator()
+def test_each_step_is_a_trace_over_all_tasks(world, coordinator, collector):
     world.workers[0].ahead = 1000.0
     exporter = otlp.OTLPSpanExporter(endpoint=collector.endpoint)
     with zs.OpenTelemetryExport(
@@ -163,10 +162,9 @@ def closed_port():
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_collector_that_is_dead_or_hangs_costs_its_spans_alone(
-    world, collector, caplog, is_there
+def test_a_dead_or_hanging_collector_costs_its_spans(
+    coordinator, collector, caplog, is_there
 ):
-    coordinator = world.coordinator()
     endpoint = f"http://127.0.0.1:{closed_port()}/v1/traces"
     if is_there:
         collector.is_open.clear()
@@ -211,8 +209,7 @@ def test_while_it_sends_it_takes_no_other_sample(world):
     assert export.dropped == 0
 
 
-def test_it_makes_way_for_a_time_line(world, collector, tmp_path):
-    coordinator = world.coordinator()
+def test_it_makes_way_for_a_time_line(coordinator, collector, tmp_path):
     exporter = otlp.OTLPSpanExporter(endpoint=collector.endpoint)
     with zs.OpenTelemetryExport(
         coordinator, exporter, every=0.001, steps=1000, seconds=LONG
@@ -225,8 +222,7 @@ def test_it_makes_way_for_a_time_line(world, collector, tmp_path):
             assert profile.about["steps that ended"] == 1
 
 
-def test_a_session_that_ends_first_ends_it(world, collector):
-    coordinator = world.coordinator()
+def test_a_session_that_ends_first_ends_it(world, coordinator, collector):
     exporter = otlp.OTLPSpanExporter(endpoint=collector.endpoint)
     with zs.OpenTelemetryExport(coordinator, exporter, every=0.001, seconds=LONG):
         sampled(coordinator)
@@ -246,8 +242,7 @@ def test_without_the_extra_it_says_what_to_install(world, monkeypatch):
         zs.OpenTelemetryExport(world.coordinator())
 
 
-def test_it_is_refused_in_a_step(world):
-    coordinator = world.coordinator()
+def test_it_is_refused_in_a_step(coordinator):
 
     @zs.function
     def step():

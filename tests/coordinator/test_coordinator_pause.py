@@ -143,8 +143,7 @@ def test_without_a_worker_for_it_the_wait_ends(make_world):
     assert value.is_ready
 
 
-def test_a_lost_parameter_server_ends_the_wait(world):
-    coordinator = world.coordinator()
+def test_a_lost_parameter_server_ends_the_wait(world, coordinator):
     world.on_loop(world.hold)
     coordinator.schedule(good)
     world.until(lambda: world.running == 1)
@@ -155,8 +154,7 @@ def test_a_lost_parameter_server_ends_the_wait(world):
             resting.wait()
 
 
-def test_an_error_that_waits_to_be_raised_is_no_hindrance(world):
-    coordinator = world.coordinator()
+def test_an_error_that_waits_to_be_raised_is_no_hindrance(world, coordinator):
     value = coordinator.schedule(bad, args=("boom",))
     with pytest.raises(ValueError, match="boom"):
         value.fetch()
@@ -169,8 +167,7 @@ def test_an_error_that_waits_to_be_raised_is_no_hindrance(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
-def test_two_may_hold_it(world):
-    coordinator = world.coordinator()
+def test_two_may_hold_it(world, coordinator):
     with Resting(world) as first, Resting(world) as second:
         first.wait()
         second.wait()
@@ -181,8 +178,7 @@ def test_two_may_hold_it(world):
     assert value.fetch() == 1
 
 
-def test_a_new_coordinator_is_held_too(world):
-    coordinator = world.coordinator()
+def test_a_new_coordinator_is_held_too(world, coordinator):
     assert coordinator.schedule(good).fetch() == 1
     with Resting(world) as resting:
         resting.wait()

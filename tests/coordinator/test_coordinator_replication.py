@@ -260,9 +260,7 @@ def test_a_worker_that_comes_late_hears_where_the_servers_are(world):
     assert opened.views == [3, 3]
 
 
-def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
-    world, monkeypatch, caplog
-):
+def test_a_backup_that_cannot_be_reached_is_replaced(world, monkeypatch, caplog):
     monkeypatch.setattr(
         "zstrat.coordinator.replication._store_orders.RETRY_SECONDS", 0.0
     )
@@ -350,9 +348,7 @@ def test_a_server_that_is_back_at_once_still_gets_its_backup_first(world):
 
 
 @pytest.mark.parametrize("resume", ["", "run"])
-def test_a_process_that_restarts_before_its_store_is_entered_is_entered_again(
-    world, resume
-):
+def test_a_process_that_restarts_before_its_store_is_entered(world, resume):
     """With a name the process joins before the stores that it serves."""
     first = world.ps[0]
     handle, opened = first.handle, []
@@ -374,9 +370,7 @@ def test_a_process_that_restarts_before_its_store_is_entered_is_entered_again(
 @pytest.mark.parametrize("turns", [4, 7])
 @pytest.mark.parametrize("message", range(1, 5))
 @pytest.mark.parametrize("resume", ["", "run"])
-def test_a_server_may_restart_at_any_message_of_the_opening(
-    world, resume, message, turns
-):
+def test_a_server_may_restart_anywhere_in_the_opening(world, resume, message, turns):
     """A few turns of the loop after it came."""
     first = world.ps[0]
     handle, came = first.handle, []

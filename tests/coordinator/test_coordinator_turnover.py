@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cancels import cancelled_everywhere
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
@@ -184,9 +184,8 @@ def test_what_a_leaving_worker_does_not_end_runs_elsewhere(world, lost):
     assert sorted(attempt for _, attempt in second.ran) == [1, 2]
 
 
-def test_closures_wait_when_all_workers_were_removed(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_closures_wait_when_all_workers_were_removed(world, coordinator):
     workers = Workers(world.session)
     assert coordinator.schedule(good).fetch() == 1
     workers.remove("worker0:1")
@@ -213,8 +212,7 @@ def test_nobody_comes_and_the_words_say_that_all_were_removed(make_world):
         coordinator.join()
 
 
-def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
-    coordinator = world.coordinator()
+def test_who_cannot_join_is_refused_and_leaves_nothing(world, coordinator, caplog):
     workers = Workers(world.session)
     unlike = world.newcomer("late:1")
     unlike.devices = 4
@@ -254,8 +252,7 @@ def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
     assert workers.add("late:1") == 2, "its number was not used up"
 
 
-async def test_an_addition_that_is_given_up_leaves_nothing(world):
-    coordinator = world.coordinator()
+async def test_an_addition_that_is_given_up_leaves_nothing(world, coordinator):
     workers = Workers(world.session)
     late = world.newcomer("late:1")
     late.alive = False
@@ -342,8 +339,7 @@ def test_a_worker_that_is_added_again_does_not_end_at_a_goodbye_that_comes_late(
         handle(goodbye)
 
 
-def test_a_large_result_goes_away_with_its_worker(world):
-    coordinator = world.coordinator()
+def test_a_large_result_goes_away_with_its_worker(world, coordinator):
     value = coordinator.schedule(large)
     coordinator.join()
     workers = Workers(world.session)
@@ -352,8 +348,7 @@ def test_a_large_result_goes_away_with_its_worker(world):
         value.fetch()
 
 
-def test_shares_of_datasets_are_fixed_and_newcomers_take_what_is_free(world):
-    coordinator = world.coordinator()
+def test_shares_of_datasets_are_fixed_and_newcomers_get_free_ones(world, coordinator):
     workers = Workers(world.session)
     made = [iter(coordinator.create_per_worker_dataset(elements))]
     made[0].wait_ready()
@@ -375,8 +370,7 @@ def test_shares_of_datasets_are_fixed_and_newcomers_take_what_is_free(world):
     assert shares(more) == [(0, 2), (2, 3)]
 
 
-def test_a_worker_may_be_removed_while_it_builds(world, caplog):
-    coordinator = world.coordinator()
+def test_a_worker_may_be_removed_while_it_builds(world, coordinator, caplog):
     first = world.workers[0]
     first._build = first.built.append  # and it does not answer
     iterator = iter(coordinator.create_per_worker_dataset(elements))
