@@ -33,10 +33,10 @@ def begun(make_world):
     values = [coordinator.schedule(good) for _ in range(30)]
     (worker,) = world.workers
     world.until(lambda: len(worker.queue) == 4)
-    item = world.on_loop(worker.queue.pop, 0)  # a cancellation does not find it there
+    world.on_loop(worker.begin)
 
     def finish():
-        worker.queue.insert(0, item)
+        worker.finish()
         world.release()
 
     return world, coordinator, values, finish
@@ -96,9 +96,7 @@ def test_cancel_raises_no_error_and_loses_none(coordinator):
 
 @alone
 def test_without_any_worker_cancel_ends_all_the_same(world, coordinator):
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
+    (value,) = world.held(coordinator)
     world.on_loop(world.workers[0].kill)
     assert coordinator.cancel() == 1
     with pytest.raises(CancelledError):
@@ -136,7 +134,7 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
     (worker,) = world.workers
     values = [coordinator.schedule(good)]
     world.until(lambda: worker.queue)
-    item = world.on_loop(worker.queue.pop)
+    world.on_loop(worker.begin)
     values += [coordinator.schedule(good) for _ in range(10)]
     calls = {
         "join": coordinator.join,
@@ -154,11 +152,8 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
         with pytest.raises(CancelledError):
             value.fetch(timeout=0.0)
 
-    def finish():
-        worker.queue.append(item)
-        world.release()
-
-    world.on_loop(finish)
+    world.on_loop(worker.finish)
+    world.on_loop(world.release)
     assert coordinator.schedule(good).fetch() == 1, "the next cell does not wait long"
     assert values[0].fetch() == 1
     coordinator.shutdown()

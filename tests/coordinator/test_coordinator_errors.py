@@ -131,7 +131,7 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
     world.until(lambda: world.running == 2)
     failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
     # The busy one has begun: a cancellation finds nothing in its queue.
-    begun = world.on_loop(busy.queue.pop)
+    world.on_loop(busy.begin)
     world.on_loop(failing.work)
     joined = threading.Event()
 
@@ -145,11 +145,7 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
     world.until(lambda: coordinator._core.engine.queue.phase.value == "cancelling")
     assert not joined.is_set()
 
-    def finish():
-        busy.queue.append(begun)
-        busy.work()
-
-    world.on_loop(finish)
+    world.on_loop(busy.finish)
     thread.join(100)
     assert joined.is_set()
     assert slow.fetch() == 1, "its result counts"
@@ -196,7 +192,7 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
     coordinator.schedule(good)
     world.until(lambda: world.running == 2)
     failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
-    begun = world.on_loop(busy.queue.pop)
+    world.on_loop(busy.begin)
     world.on_loop(failing.work)
     main = threading.main_thread().ident
     engine = coordinator._core.engine
@@ -213,11 +209,7 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
         coordinator.join()
     thread.join()
 
-    def finish():
-        busy.queue.append(begun)
-        busy.work()
-
-    world.on_loop(finish)
+    world.on_loop(busy.finish)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
 

@@ -19,9 +19,7 @@ def poison():
 
 def test_the_closures_of_a_lost_worker_go_to_the_others(world):
     coordinator = world.coordinator(closures_in_flight=4)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(20)]
-    world.until(lambda: world.running == 8)
+    values = world.held(coordinator, 20, running=8)
     first, second = world.workers
     lost = [step for *_, step in first.queue]
 
@@ -53,9 +51,7 @@ def test_a_worker_that_returns_works_again(world, coordinator, same):
 
 
 def test_what_a_lost_worker_reports_late_changes_nothing(world, coordinator):
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
+    (value,) = world.held(coordinator)
     owner = next(w for w in world.workers if w.queue)
     other = next(w for w in world.workers if w is not owner)
     ((*_, step),) = owner.queue
@@ -139,9 +135,7 @@ def test_a_closure_is_not_blamed_for_connections_that_break(make_world):
 
 def test_a_worker_that_shuts_down_gets_nothing_more(world):
     coordinator = world.coordinator(closures_in_flight=2)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
+    values = world.held(coordinator, 4)
     leaving, staying = world.workers
 
     def shut_down():
@@ -371,9 +365,7 @@ def test_a_task_that_is_cut_off_is_a_warning_and_so_is_its_return(world, caplog)
 
 
 def test_work_without_workers_is_a_warning(world, coordinator, caplog):
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
+    (value,) = world.held(coordinator)
     world.on_loop(lambda: [worker.leave() for worker in world.workers])
     world.on_loop(lambda: None)
     assert "waiting for one: /job:worker/task:0" in caplog.text

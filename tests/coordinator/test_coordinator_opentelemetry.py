@@ -12,10 +12,9 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import good, note_step
 
 import zstrat as zs
-from zstrat.telemetry import Phase, PhaseSpan
 
 sdk = pytest.importorskip(
     "opentelemetry.sdk.trace.export",
@@ -96,17 +95,6 @@ def collector():
 @pytest.fixture
 def world(make_world):
     return make_world(ps=1, workers=1)
-
-
-def note_step(world, step):
-    """The worker has run the step, and the ps has applied it, just now."""
-    worker, ps = world.workers[0], world.ps[0]
-    now, there = worker.now + 1e-5 * step, ps.now + 1e-5 * step
-    worker.spans += [
-        PhaseSpan(step, Phase.COMPUTE, now, now + 1e-6),
-        PhaseSpan(step, Phase.PUSH, now + 1e-6, now + 4e-6),
-    ]
-    ps.spans.append(PhaseSpan(step, Phase.APPLY, there + 2e-6, there + 3e-6))
 
 
 def sampled(coordinator):

@@ -54,28 +54,16 @@ class Resting:
             self.held.set()
 
 
-def begin(worker):
-    """The first closure of a fake worker runs: nobody can cancel it any more."""
-    return worker.queue.pop(0)
-
-
-def finish(worker, begun):
-    worker.queue.insert(0, begun)
-    worker.work(1)
-
-
 def test_what_runs_ends_and_what_has_not_begun_comes_back(world):
     coordinator = world.coordinator(closures_in_flight=2)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(6)]
-    world.until(lambda: world.running == 4)
-    begun = [world.on_loop(begin, worker) for worker in world.workers]
+    values = world.held(coordinator, 6, running=4)
+    begun = [world.on_loop(worker.begin) for worker in world.workers]
     ran = {item[3] for item in begun}
     with Resting(world) as resting:
         world.until(lambda: not world.running)
         assert not resting.held.is_set()
-        for worker, item in zip(world.workers, begun, strict=True):
-            world.on_loop(finish, worker, item)
+        for worker in world.workers:
+            world.on_loop(worker.finish)
         cut = resting.wait()
         over = {s for run in cut.besides for s in range(run.first, run.end)}
         assert set(range(1, cut.end)) | over == ran
@@ -108,11 +96,9 @@ def test_one_worker_keeps_the_order_of_its_steps(make_world):
 
 def test_a_step_whose_worker_is_lost_runs_elsewhere_first(world):
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 2)
+    values = world.held(coordinator, 4, running=2)
     lost, other = sorted(world.workers, key=lambda w: w.queue[0][3])
-    world.on_loop(begin, lost)
+    world.on_loop(lost.begin)
     with Resting(world) as resting:
         world.until(lambda: not other.queue)
         world.on_loop(lost.kill)
@@ -128,10 +114,8 @@ def test_a_step_whose_worker_is_lost_runs_elsewhere_first(world):
 def test_without_a_worker_for_it_the_wait_ends(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator(worker_wait_timeout=0.1)
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running)
-    world.on_loop(begin, world.workers[0])
+    (value,) = world.held(coordinator)
+    world.on_loop(world.workers[0].begin)
     world.on_loop(world.workers[0].kill)
     with Resting(world) as resting:
         with pytest.raises(UnavailableError, match="worker_wait_timeout"):
@@ -144,10 +128,8 @@ def test_without_a_worker_for_it_the_wait_ends(make_world):
 
 
 def test_a_lost_parameter_server_ends_the_wait(world, coordinator):
-    world.on_loop(world.hold)
-    coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
-    world.on_loop(begin, next(worker for worker in world.workers if worker.queue))
+    world.held(coordinator)
+    world.on_loop(next(worker for worker in world.workers if worker.queue).begin)
     with Resting(world) as resting:
         world.on_loop(world.ps[0].kill)
         with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
@@ -273,10 +255,9 @@ def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
 
 def test_giving_up_lets_all_go_on(world):
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 2)
-    begun = [world.on_loop(begin, worker) for worker in world.workers]
+    values = world.held(coordinator, 4, running=2)
+    for worker in world.workers:
+        world.on_loop(worker.begin)
 
     async def give_up():
         async with world.session.at_rest():
@@ -292,8 +273,8 @@ def test_giving_up_lets_all_go_on(world):
             await task
 
     asyncio.run(main())
-    for worker, item in zip(world.workers, begun, strict=True):
-        world.on_loop(finish, worker, item)
+    for worker in world.workers:
+        world.on_loop(worker.finish)
     world.on_loop(world.release)
     coordinator.join()
     assert [value.fetch() for value in values] == [1] * 4

@@ -8,12 +8,11 @@ import re
 import jax.numpy as jnp
 import pytest
 from cancels import cancelled_everywhere
-from coordinator_fakes import good
+from coordinator_fakes import good, note_step
 from strikes import strikes
 
 import zstrat as zs
 from zstrat.coordinator import AsyncClusterCoordinator
-from zstrat.telemetry import Phase, PhaseSpan
 from zstrat.wire import AskClock, EndCapture
 
 NUMBER = re.compile(r"[-+]?[0-9]+\.[0-9]+")
@@ -68,18 +67,6 @@ def arrows_in(trace):
 def curve_in(trace, name):
     events = trace["traceEvents"]
     return [e["args"]["count"] for e in events if e["ph"] == "C" and e["name"] == name]
-
-
-def note_step(world, step):
-    """The first worker has run the step, and the ps has applied it, just now; a
-    microsecond for each, so that none overlaps with that of another step."""
-    worker, ps = world.workers[0], world.ps[0]
-    now, there = worker.now + 1e-5 * step, ps.now + 1e-5 * step
-    worker.spans += [
-        PhaseSpan(step, Phase.COMPUTE, now, now + 1e-6),
-        PhaseSpan(step, Phase.PUSH, now + 1e-6, now + 4e-6),
-    ]
-    ps.spans.append(PhaseSpan(step, Phase.APPLY, there + 2e-6, there + 3e-6))
 
 
 def test_all_tasks_are_shown_on_the_clock_of_the_program(make_world, place):

@@ -89,9 +89,7 @@ def test_steps_under_way_run_again_in_a_session_of_their_own(world):
     _remember(world, point)
     kept = coordinator.schedule(good)
     assert kept.fetch() == 1
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
+    values = world.held(coordinator, 4)
     first = world.session.session
     held = sorted(step for worker in world.workers for *_, step in worker.queue)
     ran = [len(worker.ran) for worker in world.workers]

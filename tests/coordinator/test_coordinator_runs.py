@@ -28,9 +28,7 @@ def test_the_first_run(world, coordinator):
 
 
 def test_another_run(world, coordinator):
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 2)
+    values = world.held(coordinator, 2)
     lost, other = world.workers
     step = lost.queue[0][3]
     world.on_loop(lost.kill)

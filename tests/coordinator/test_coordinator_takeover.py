@@ -89,9 +89,7 @@ def test_a_second_one_that_cannot_connect_leaves_the_first(world, coordinator, f
 
 
 def test_unfinished_work_keeps_it(world, coordinator):
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running)
+    (value,) = world.held(coordinator)
     with pytest.raises(BusyError, match=r"\b1\b.*\b0\b.*strategy\.close"):
         world.connect()
     world.on_loop(world.release)

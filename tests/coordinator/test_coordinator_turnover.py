@@ -103,16 +103,8 @@ def test_a_removed_worker_ends_what_it_runs_and_gets_nothing_more(world):
     iterator.wait_ready()
     gone = iterator.values[0]
 
-    def run_one():
-        """One has begun; `CancelSteps` gives back the other."""
-        first.held = True
-        begun, first.queue = first.queue[:1], first.queue[1:]
-        first.begun = begun
-
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
-    world.on_loop(run_one)
+    values = world.held(coordinator, 4)
+    world.on_loop(first.begin)  # `CancelSteps` gives back the other
     thread, raised = in_thread(workers.remove, "worker0:1", 60.0)
     world.until(lambda: not first.queue)  # what had not begun was taken back
     assert thread.is_alive()
@@ -120,8 +112,7 @@ def test_a_removed_worker_ends_what_it_runs_and_gets_nothing_more(world):
     assert (state["state"], state["in_flight"]) == ("leaving", 1)
 
     def end():
-        first.queue = first.begun
-        first.work()
+        first.finish()
         second.held = False
         second.work()
 
@@ -166,9 +157,7 @@ def test_a_worker_is_removed_by_its_name(world, name, awaited):
 def test_what_a_leaving_worker_does_not_end_runs_elsewhere(world, lost):
     coordinator = world.coordinator(closures_in_flight=1)
     first, second = world.workers
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 2)
+    values = world.held(coordinator, 2)
     world.on_loop(setattr, first, "queue", [])  # it runs, and does not end
     timeout = 60.0 if lost else 0.0
     thread, raised = in_thread(Workers(world.session).remove, "worker0:1", timeout)
@@ -300,21 +289,15 @@ def test_one_may_be_added_in_the_place_of_one_that_has_not_gone_yet(world):
     coordinator = world.coordinator(closures_in_flight=1)
     workers = Workers(world.session)
     first, _ = world.workers
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 2)
-    begun = world.on_loop(first.queue.pop)  # it is not given back
+    values = world.held(coordinator, 2)
+    world.on_loop(first.begin)
     removing, raised = in_thread(workers.remove, "worker0:1", 60.0)
     world.until(lambda: len(workers) == 1)
     with pytest.raises(BusyError, match="worker 0"):
         workers.add("worker0:1", timeout=0.01)
     adding, refused = in_thread(workers.add, "worker0:1", None, 60.0)
-
-    def end():
-        first.queue.append(begun)
-        world.release()
-
-    world.on_loop(end)
+    world.on_loop(first.finish)
+    world.on_loop(world.release)
     removing.join()
     adding.join()
     assert raised + refused == []
@@ -466,9 +449,7 @@ def test_a_worker_that_returns_at_another_address_is_the_same_one(world, caplog)
 def test_what_a_worker_runs_that_moves_alive_runs_once_more(world):
     coordinator, resolver = watched(world)
     moved = world.newcomer("moved:1", index=0)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
+    values = world.held(coordinator, 4)
     resolver.answer({0: "moved:1", 1: "worker1:1"})
     world.until(lambda: moved.sessions)
     world.workers[0].held = True
