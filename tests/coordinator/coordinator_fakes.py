@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,13 @@ def good():
     return jnp.float32(1)
 
 
+async def cancelled(task):
+    """Cancels an asyncio task, and waits for its end."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 class FakeTask:
     """What a worker and a parameter server have in common."""
 
@@ -141,6 +149,26 @@ class FakeTask:
             case Inspect():
                 return Statistics({})
         raise AssertionError(message)
+
+    def wrap(self, around):
+        """A decorator: ``around(handle, message)`` answers from now on."""
+        self.handle = partial(around, self.handle)
+        return around
+
+    def heard(self, kind, answers=True):
+        """The messages of a kind that come from now on; they are not answered if the
+        task only hears them."""
+        heard = []
+
+        @self.wrap
+        def hear(handle, message):
+            if isinstance(message, kind):
+                heard.append(message)
+                if not answers:
+                    return None
+            return handle(message)
+
+        return heard
 
     def kill(self, reason="killed"):
         self.alive = False

@@ -1,7 +1,6 @@
 """What waits is cancelled, by `cancel` or by Ctrl-C, and the queue goes on."""
 
 import signal
-import threading
 
 import pytest
 from coordinator_fakes import alone, good
@@ -42,18 +41,15 @@ def begun(make_world):
     return world, coordinator, values, finish
 
 
-def test_cancel_ends_what_waits_and_lets_what_runs_end(begun):
+def test_cancel_ends_what_waits_and_lets_what_runs_end(begun, in_thread):
     world, coordinator, (first, *others), finish = begun
-    counts = []
-    thread = threading.Thread(target=lambda: counts.append(coordinator.cancel()))
-    thread.start()
+    cancelling = in_thread(coordinator.cancel)
     for value in others:
         with pytest.raises(CancelledError, match=r"coordinator\.cancel"):
             value.fetch(timeout=100)
-    assert not counts, "one still runs"
+    assert not cancelling.done(), "one still runs"
     world.on_loop(finish)
-    thread.join(100)
-    assert counts == [29]
+    assert cancelling.result(100) == 29
     assert first.fetch() == 1, "its result counts"
     assert world.ps[0].fences[-1].low_water == 31, "no zombie may push"
     coordinator.join()

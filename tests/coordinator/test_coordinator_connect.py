@@ -150,14 +150,14 @@ def test_a_cluster_that_another_program_holds_is_refused_at_once(world):
 
 def test_who_may_be_gone_is_waited_for_and_who_is_heard_again_is_not(world):
     (ps,) = world.ps
-    handle, said = ps.handle, [BusyError("who was killed"), BusyError("again")]
+    said = [BusyError("who was killed"), BusyError("again")]
 
-    def held(message):
+    @ps.wrap
+    def held(handle, message):
         if isinstance(message, OpenSession) and said:
             raise said.pop(0)
         return handle(message)
 
-    ps.handle = held
     world.connect(turn=0.0, patience=1e3)
     assert not said
     world.session.close()
@@ -169,24 +169,24 @@ def test_who_may_be_gone_is_waited_for_and_who_is_heard_again_is_not(world):
 def test_a_cluster_that_becomes_free_is_taken(world):
     (ps,) = world.ps
     ps.busy = True
-    handle = ps.handle
 
-    def once(message):
+    @ps.wrap
+    def once(handle, message):
         try:
             return handle(message)
         finally:
             ps.busy = False
 
-    ps.handle = once
     world.connect()
     assert ps.sessions
 
 
 def restart_when_asked_again(worker, ps):
     """Restarts the server while the worker opens the session, when all servers have."""
-    handle, asked = worker.handle, []
+    asked = []
 
-    def restarted(message):
+    @worker.wrap
+    def restarted(handle, message):
         asked.append(message)
         if len(asked) == 1:  # the servers have not joined yet
             raise BusyError("asked again a moment later")
@@ -194,8 +194,6 @@ def restart_when_asked_again(worker, ps):
             ps.kill()
             ps.come_back()
         return handle(message)
-
-    worker.handle = restarted
 
 
 def test_a_server_that_restarts_in_the_opening_is_taken_empty(make_world, caplog):
@@ -250,15 +248,15 @@ def test_a_task_that_is_still_held_is_an_alarm_only_if_that_lasts(
     monkeypatch.setattr(_task_links, "LONGEST_PAUSE_SECONDS", longest)
     caplog.set_level("WARNING")
     (ps,) = world.ps
-    handle, refused = ps.handle, []
+    refused = []
 
-    def held_at_first(message):
+    @ps.wrap
+    def held_at_first(handle, message):
         if isinstance(message, OpenSession) and not refused:
             refused.append(message)
             raise BusyError("ps:0 serves a coordinator that has died")
         return handle(message)
 
-    ps.handle = held_at_first
     world.connect()
     assert refused
     assert len(caplog.messages) == warnings

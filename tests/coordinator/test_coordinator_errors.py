@@ -123,7 +123,7 @@ def test_everything_else_is_cancelled_and_nothing_runs(world):
     assert metrics["low_water"] == 22
 
 
-def test_what_cannot_be_cancelled_is_waited_for(world):
+def test_what_cannot_be_cancelled_is_waited_for(world, in_thread):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
@@ -133,21 +133,13 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
     # The busy one has begun: a cancellation finds nothing in its queue.
     world.on_loop(busy.begin)
     world.on_loop(failing.work)
-    joined = threading.Event()
-
-    def join():
-        with pytest.raises(ValueError, match="boom"):
-            coordinator.join()
-        joined.set()
-
-    thread = threading.Thread(target=join)
-    thread.start()
+    joining = in_thread(coordinator.join)
     world.until(lambda: coordinator._core.engine.queue.phase.value == "cancelling")
-    assert not joined.is_set()
+    assert not joining.done()
 
     world.on_loop(busy.finish)
-    thread.join(100)
-    assert joined.is_set()
+    with pytest.raises(ValueError, match="boom"):
+        joining.result(100)
     assert slow.fetch() == 1, "its result counts"
 
 
@@ -162,30 +154,17 @@ def test_the_first_error_wins_and_all_are_listed(coordinator):
     assert sorted(str(error) for error in coordinator.errors) == ["0", "1", "2"]
 
 
-def test_of_two_threads_that_join_one_gets_the_error(world, coordinator):
+def test_of_two_threads_that_join_one_gets_the_error(world, coordinator, in_thread):
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
-    outcomes = []
-
-    def join():
-        try:
-            coordinator.join()
-        except ValueError:
-            outcomes.append("error")
-        else:
-            outcomes.append("joined")
-
-    threads = [threading.Thread(target=join) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    joins = [in_thread(coordinator.join) for _ in range(4)]
     world.until(lambda: len(coordinator._core.engine.waiters.watchers) == 4)
     world.on_loop(world.release)
-    for thread in threads:
-        thread.join(100)
-    assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
+    errors = [join.exception(100) for join in joins]
+    assert sorted(type(error).__name__ for error in errors if error) == ["ValueError"]
 
 
-def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(world):
+def test_ctrl_c_while_all_is_cancelled_loses_no_error(world, in_thread):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
@@ -203,11 +182,10 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
         )
         signal.pthread_kill(main, signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    interrupting = in_thread(interrupt)
     with pytest.raises(KeyboardInterrupt):
         coordinator.join()
-    thread.join()
+    interrupting.result(100)
 
     world.on_loop(busy.finish)
     with pytest.raises(ValueError, match="boom"):

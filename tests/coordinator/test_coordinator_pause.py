@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import cancelled, good
 
 import zstrat.program as zs
 from zstrat.errors import PSUnavailableError, UnavailableError
@@ -173,7 +173,7 @@ def test_a_new_coordinator_is_held_too(world, coordinator):
         assert resting.wait().end == 3
 
 
-def test_updates_of_the_program_wait_or_are_waited_for(world):
+def test_updates_of_the_program_wait_or_are_waited_for(world, in_thread):
     world.coordinator()
     spec = VariableSpec(1, "v", (), "float32", 0)
     ps, gate = world.ps[0], world.session.cluster.pause.gate
@@ -182,22 +182,20 @@ def test_updates_of_the_program_wait_or_are_waited_for(world):
     def update():
         world.update([(spec, UpdateOp.ADD, 0, [np.float32(1)])])
 
-    threads = [threading.Thread(target=update) for _ in range(2)]
-    threads[0].start()
+    first = in_thread(update)
     world.until(lambda: len(ps.pushes) == 1)
     with Resting(world) as resting:
         while not gate.is_closed:
             world.until(lambda: True)
         assert not resting.held.is_set()
-        threads[1].start()
+        second = in_thread(update)
         world.on_loop(ps.answer_pushes)
         resting.wait()
-        threads[0].join(100)
+        first.result(100)
         assert len(ps.pushes) == 1
     world.until(lambda: len(ps.pushes) == 2)
     world.on_loop(ps.answer_pushes)
-    threads[1].join(100)
-    assert not threads[1].is_alive()
+    second.result(100)
 
 
 def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
@@ -210,9 +208,7 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
     async def give_up():
         update = asyncio.ensure_future(world.update_async(adds))
         await asyncio.to_thread(world.until, lambda: len(ps.pushes) == 1)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
+        await cancelled(update)
 
     asyncio.run(give_up())
     with Resting(world) as resting:
@@ -223,18 +219,13 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
         resting.wait()
 
 
-def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
+def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world, in_thread):
     world.coordinator()
     spec = VariableSpec(1, "v", (), "float32", 0)
     ps = world.ps[0]
     ps.reads = False
     adds = [(spec, UpdateOp.ADD, 0, [np.float32(1)])]
-
-    def add():
-        asyncio.run(world.update_async(adds))
-
-    thread = threading.Thread(target=add)
-    thread.start()
+    adding = in_thread(world.update, adds)
     world.until(lambda: len(ps.pushes) == 1)
     world.on_loop(ps.kill, "the line was cut")
     with Resting(world) as resting:
@@ -248,8 +239,7 @@ def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
         assert (first.writer, first.step) == (second.writer, second.step)
         world.on_loop(ps.answer_pushes)
         resting.wait()
-        thread.join(100)
-        assert not thread.is_alive()
+        adding.result(100)
         assert len(ps.fences) == 1
 
 
@@ -268,9 +258,7 @@ def test_giving_up_lets_all_go_on(world):
         await asyncio.to_thread(
             world.until, lambda: coordinator._core.engine.queue.held
         )
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(task)
 
     asyncio.run(main())
     for worker in world.workers:

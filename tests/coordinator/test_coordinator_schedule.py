@@ -160,7 +160,7 @@ def test_there_is_one_coordinator_per_strategy(world):
         ClusterCoordinator(world.strategy, max_queued=11)
 
 
-def test_threads_that_make_it_at_once_get_the_same(world):
+def test_threads_that_make_it_at_once_get_the_same(world, in_thread):
     world.coordinator().shutdown()
     start, made = threading.Barrier(8), []
 
@@ -168,11 +168,8 @@ def test_threads_that_make_it_at_once_get_the_same(world):
         start.wait()
         made.append(ClusterCoordinator(world.strategy))
 
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for future in [in_thread(make) for _ in range(8)]:
+        future.result(100)
     assert len({id(coordinator) for coordinator in made}) == 1
 
 
@@ -183,7 +180,7 @@ def test_per_worker_values_are_made_of_remote_values(world):
         PerWorkerValues([value, 3])
 
 
-def test_schedule_waits_while_the_queue_is_full(world):
+def test_schedule_waits_while_the_queue_is_full(world, in_thread):
     coordinator = world.coordinator(max_queued=3, closures_in_flight=1)
     world.on_loop(world.hold)
     scheduled = []
@@ -193,13 +190,12 @@ def test_schedule_waits_while_the_queue_is_full(world):
             coordinator.schedule(constant)
             scheduled.append(1)
 
-    thread = threading.Thread(target=schedule_many)
-    thread.start()
+    scheduling = in_thread(schedule_many)
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     assert 3 <= len(scheduled) <= 5, "three wait, and two are in flight"
-    assert thread.is_alive()
+    assert not scheduling.done()
     world.on_loop(world.release)
-    thread.join(100)
+    scheduling.result(100)
     coordinator.join()
     assert sum(len(worker.ran) for worker in world.workers) == 10
 
@@ -224,18 +220,16 @@ def test_join_and_fetch_take_a_timeout_and_lose_nothing(world, coordinator):
     coordinator.join(timeout=100)
 
 
-def test_a_join_does_not_hold_up_other_threads(world, coordinator):
+def test_a_join_does_not_hold_up_other_threads(world, coordinator, in_thread):
     world.on_loop(world.hold)
     coordinator.schedule(constant)
-    joiner = threading.Thread(target=coordinator.join)
-    joiner.start()
+    joining = in_thread(coordinator.join)
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     later = coordinator.schedule(constant)
     world.until(lambda: sum(len(w.queue) for w in world.workers) == 2)
     first = next(w for w in world.workers if any(s == 1 for *_, s in w.queue))
     world.on_loop(first.work, 1)
-    joiner.join(100)
-    assert not joiner.is_alive(), "it waits for what was scheduled before it alone"
+    joining.result(100)  # it waits for what was scheduled before it alone
     assert not later.is_ready
     world.on_loop(world.release)
     assert later.fetch() == 7
@@ -296,25 +290,16 @@ def test_metrics_are_plain_numbers(coordinator):
     assert {worker["state"] for worker in workers.values()} == {"open"}
 
 
-def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world, coordinator):
+def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world, coordinator, in_thread):
     coordinator.schedule(constant).fetch()
     coordinator.join()
     world.on_loop(world.hold)
     coordinator.schedule(constant)
-    raised = []
-
-    def join():
-        try:
-            coordinator.join()
-        except ClosedError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=join)
-    thread.start()
+    joining = in_thread(coordinator.join)
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     coordinator.shutdown()
-    thread.join(100)
-    assert raised
+    with pytest.raises(ClosedError):
+        joining.result(100)
 
 
 def test_a_closed_session_has_no_coordinator(world):

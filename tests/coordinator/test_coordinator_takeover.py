@@ -132,9 +132,8 @@ def test_who_has_lost_a_parameter_server_has_nothing_to_finish(world, coordinato
     assert world.coordinator().schedule(good).fetch() == 1
 
 
-def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
+def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch, in_thread):
     world.ps[0].busy = True
-    outcomes = []
     opening = threading.Event()
     run = Portal.run
 
@@ -143,14 +142,12 @@ def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
         return run(portal, *args)
 
     monkeypatch.setattr(Portal, "run", told)
-    thread = threading.Thread(target=lambda: outcomes.append(world.connect()))
-    thread.start()
+    connecting = in_thread(world.connect)
     assert opening.wait(100)
     with pytest.raises(BusyError, match="coordinator_fakes"):
         world.connect()
     world.ps[0].busy = False
-    thread.join(100)
-    assert outcomes == [world.session]
+    assert connecting.result(100) is world.session
 
 
 def test_one_that_cannot_connect_does_not_stay_in_the_way(world):
