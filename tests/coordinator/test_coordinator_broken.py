@@ -192,8 +192,9 @@ def test_a_ps_that_has_lost_the_variables_is_not_taken_again(world, fault):
     world.until(lambda: world.session.cluster.outage_error)
     sessions = len(ps.sessions)
     for _ in range(2):
-        with pytest.raises(PSUnavailableError):
+        with pytest.raises(PSUnavailableError) as raised:
             coordinator.join()
+        assert raised.value.lost
     world.on_loop(ps.come_back, same=True)
     with pytest.raises(PSUnavailableError):
         coordinator.join()

@@ -276,22 +276,25 @@ def test_an_update_of_the_program_has_its_effect_once(world, same):
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_what_broke_waits_until_it_is_known_who_came_back(recovering, same):
-    world = recovering(reconnect=3600.0)
-    point, tries = Point(), []
-    _remember(world, point)
-    recovery = world.session.cluster.recovery
+@pytest.mark.parametrize("again", [False, True])
+def test_what_broke_waits_until_it_is_known_who_came_back(recovering, same, again):
+    """Work that must not be done twice is repeated if a restore has undone it."""
+    world, tries = recovering(reconnect=3600.0), []
+    _remember(world, Point())
+    cluster, ps = world.session.cluster, world.ps[0]
 
     async def ask():
-        tries.append(recovery.restores)
+        tries.append(cluster.restores)
         if len(tries) == 1:
-            world.ps[0].kill()
+            ps.kill()
             asyncio.get_running_loop().call_soon(partial(ps.come_back, same=same))
             raise PSUnavailableError("/job:ps/task:0", "its connection broke")
 
-    ps = world.ps[0]
-    world.session.run(world.session.cluster.through(ask), "the test")
-    assert tries == [0, 0 if same else 1]
+    is_repeated = again or not same
+    refused = pytest.raises(PSUnavailableError)
+    with contextlib.nullcontext() if is_repeated else refused:
+        world.session.run(cluster.through(ask, again=again), "the test")
+    assert tries == ([0, 0 if same else 1] if is_repeated else [0])
 
 
 def test_a_coordinator_that_is_made_meanwhile_waits_as_well(world):
