@@ -99,6 +99,7 @@ class Dispatcher:
             engine, self.members, self.turn_soon, self.worker_lost
         )
         self.fences, self.rounds = fences, rounds
+        fences.mark_due = 0.0  # the first mark of this coordinator is sent at once
         self.turns, self._session = 0, session
         self._worker_wait_timeout = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None

@@ -73,7 +73,7 @@ class Fences:
         self._ps, self._absent = ps, absent
         self._timeout = timeout
         self._raising: set[asyncio.Task[None]] = set()
-        self._mark_due = 0.0
+        self.mark_due = 0.0
         """Loop time from which on the next mark is sent."""
 
     def enter(self, session: int) -> None:
@@ -85,9 +85,9 @@ class Fences:
         """Sends ``low_water``, the step below which all have ended, to all servers,
         unless a mark was sent a moment ago. A lost mark does no harm, as the next one
         replaces it."""
-        if now < self._mark_due:
+        if now < self.mark_due:
             return
-        self._mark_due = now + INTERVAL
+        self.mark_due = now + INTERVAL
         mark = RaiseMark(self._session, low_water)
         for task in self._ps:
             if task.is_ready:

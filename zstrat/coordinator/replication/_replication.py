@@ -189,7 +189,10 @@ class Replication:
         Cancellation: nothing is lost.
         """
         present = [process for process in self.processes if not process.is_closed]
-        await arrive(present, (), deadline)
+        for process in present:
+            process.start()
+        for process in present:
+            await process.wait_ready(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
         """Waits until each store has a backup, if stores get backups.
