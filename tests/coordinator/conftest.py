@@ -1,14 +1,21 @@
 """Clusters of fakes, each closed at the end of its test."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from coordinator_fakes import World
 
 
 @pytest.fixture
-def world():
-    world = World()
+def world(request):
+    world = World(**getattr(request, "param", {}))
     yield world
     world.close()
+
+
+@pytest.fixture
+def coordinator(world):
+    return world.coordinator()
 
 
 @pytest.fixture
@@ -22,3 +29,11 @@ def make_world():
     yield make
     for world in worlds:
         world.close()
+
+
+@pytest.fixture
+def in_thread():
+    """Calls a function in another thread, and returns the future of its end."""
+    threads = ThreadPoolExecutor(8)
+    yield threads.submit
+    threads.shutdown(wait=False)  # the end of the world ends them

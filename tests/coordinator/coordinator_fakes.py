@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import itertools
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
@@ -31,7 +33,7 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.program import BESIDE, StepIterator, Structure, fill_inputs, load
-from zstrat.telemetry import SpanCapture
+from zstrat.telemetry import Phase, PhaseSpan, SpanCapture
 from zstrat.telemetry.timeline import columns_of
 from zstrat.testing import FakeLink
 from zstrat.wire import (
@@ -70,6 +72,9 @@ from zstrat.wire import (
     Statistics,
 )
 
+alone = pytest.mark.parametrize("world", [{"workers": 1}], indirect=True)
+"""A world with one worker."""
+
 INLINE = 1024
 """Larger results stay on the fake worker."""
 
@@ -78,6 +83,13 @@ INLINE = 1024
 def good():
     """A step that succeeds at once."""
     return jnp.float32(1)
+
+
+async def cancelled(task):
+    """Cancels an asyncio task, and waits for its end."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 class FakeTask:
@@ -137,6 +149,26 @@ class FakeTask:
             case Inspect():
                 return Statistics({})
         raise AssertionError(message)
+
+    def wrap(self, around):
+        """A decorator: ``around(handle, message)`` answers from now on."""
+        self.handle = partial(around, self.handle)
+        return around
+
+    def heard(self, kind, answers=True):
+        """The messages of a kind that come from now on; they are not answered if the
+        task only hears them."""
+        heard = []
+
+        @self.wrap
+        def hear(handle, message):
+            if isinstance(message, kind):
+                heard.append(message)
+                if not answers:
+                    return None
+            return handle(message)
+
+        return heard
 
     def kill(self, reason="killed"):
         self.alive = False
@@ -283,6 +315,16 @@ class FakeWorker(FakeTask):
         leaves, treedef = jax.tree.flatten(first)
         return ResourceBuilt(layout_of(0, treedef, [np.asarray(x) for x in leaves]))
 
+    def begin(self):
+        """Begins its first closure, which no cancellation finds any more."""
+        self.begun = self.queue.pop(0)
+        return self.begun
+
+    def finish(self):
+        """Ends the closure that it has begun."""
+        self.queue.insert(0, self.begun)
+        self.work(1)
+
     def work(self, count=None):
         """Runs what waits, at most ``count`` closures."""
         outcomes = []
@@ -333,6 +375,18 @@ class FakeWorker(FakeTask):
         if completions and not self.deaf:
             session = self.sessions[-1].session
             self.link.say(Completions(session, completions, layouts, results))
+
+
+def note_step(world, step):
+    """On the loop: the first worker has run the step, and the ps has applied it, just
+    now; a microsecond for each, so that none overlaps with that of another step."""
+    worker, ps = world.workers[0], world.ps[0]
+    now, there = worker.now + 1e-5 * step, ps.now + 1e-5 * step
+    worker.spans += [
+        PhaseSpan(step, Phase.COMPUTE, now, now + 1e-6),
+        PhaseSpan(step, Phase.PUSH, now + 1e-6, now + 4e-6),
+    ]
+    ps.spans.append(PhaseSpan(step, Phase.APPLY, there + 2e-6, there + 3e-6))
 
 
 def layout_of(number, treedef, leaves):
@@ -442,11 +496,29 @@ class World:
         for worker in self.workers:
             worker.held = True
 
+    def held(self, coordinator, count=1, running=None):
+        """The values of so many steps, of which workers hold all, or ``running``."""
+        self.on_loop(self.hold)
+        values = [coordinator.schedule(good) for _ in range(count)]
+        self.until(lambda: self.running == (running or count))
+        return values
+
     def release(self):
         """On the loop: they run."""
         for worker in self.workers:
             worker.held = False
             worker.work()
+
+    def lose_ps(self, reason="killed"):
+        """Kills the first server, and waits until the program knows of it."""
+        self.on_loop(self.ps[0].kill, reason)
+        self.until(lambda: self.session.cluster.outage_error)
+        return self.ps[0]
+
+    def kill_workers(self, reason="killed"):
+        """On the loop."""
+        for worker in self.workers:
+            worker.kill(reason)
 
     @property
     def running(self):

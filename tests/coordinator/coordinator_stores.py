@@ -174,15 +174,14 @@ class StoresWorld(World):
 
 
 def _hear_moves(worker):
-    worker.moves, handle = [], worker.handle
+    worker.moves = []
 
-    def heard(message):
+    @worker.wrap
+    def hear(handle, message):
         if isinstance(message, MoveServer):
             worker.moves.append(message)
             return Done()
         return handle(message)
-
-    worker.handle = heard
 
 
 def connected(world, **options):

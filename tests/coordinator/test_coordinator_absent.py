@@ -43,8 +43,7 @@ def fails_to_build(worker):
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_failure_is_told_though_another_worker_is_away(world, absent):
-    coordinator = world.coordinator()
+def test_a_failure_is_told_though_another_worker_is_away(world, coordinator, absent):
     world.on_loop(world.workers[absent].kill)
     iterator = iter(coordinator.create_per_worker_dataset(broken))
     value = coordinator.schedule(step, args=(iterator,))
@@ -64,8 +63,7 @@ def test_a_dataset_that_is_never_built_is_reported(world, monkeypatch, caplog):
     monkeypatch.setattr(_datasets, "FIRST_BUILD", 0.3)
     monkeypatch.setattr(_engine, "NOTICE_SECONDS", 0.05)
     coordinator = world.coordinator()
-    for worker in world.workers:
-        world.on_loop(worker.kill)
+    world.on_loop(world.kill_workers)
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
     with pytest.raises(DeadlineExceededError, match="building the dataset of numbers"):
         coordinator.schedule(step, args=(iterator,))
@@ -73,8 +71,7 @@ def test_a_dataset_that_is_never_built_is_reported(world, monkeypatch, caplog):
     assert len(logged) == 1
 
 
-def test_the_same_of_what_a_function_makes_on_every_worker(world):
-    coordinator = world.coordinator()
+def test_the_same_of_what_a_function_makes_on_every_worker(world, coordinator):
     world.on_loop(world.workers[0].kill)
     made = coordinator.create_per_worker_dataset(broken).build()
 
@@ -87,8 +84,7 @@ def test_the_same_of_what_a_function_makes_on_every_worker(world):
         coordinator.join()
 
 
-def test_a_worker_that_goes_away_while_it_builds_is_waited_for_no_longer(world):
-    coordinator = world.coordinator()
+def test_a_worker_that_goes_while_it_builds_is_not_waited_for(world, coordinator):
     fails, builds = world.workers
     fails_to_build(fails)
 
@@ -102,8 +98,7 @@ def test_a_worker_that_goes_away_while_it_builds_is_waited_for_no_longer(world):
     assert states(iterator) == [READY, ABORTED]
 
 
-def test_who_returns_and_can_build_it_tells_what_elements_look_like(world):
-    coordinator = world.coordinator()
+def test_who_returns_and_can_build_it_tells_what_elements_look_like(world, coordinator):
     fails, away = world.workers
     fails_to_build(fails)
     world.on_loop(away.kill)

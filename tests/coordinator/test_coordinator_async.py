@@ -73,9 +73,7 @@ async def test_the_lines_of_the_readme(strategy):
         assert await asyncio.to_thread(blocking.fetch, values) == [7, 7, 7]
 
 
-async def test_a_shutdown_is_carried_out_though_it_is_cancelled_at_once(
-    world, strategy
-):
+async def test_a_shutdown_is_carried_out_though_it_is_cancelled(world, strategy):
     """And though every thread of the program waits for what it ends."""
     coordinator = AsyncClusterCoordinator(strategy)
     await asyncio.to_thread(world.on_loop, world.hold)
@@ -93,9 +91,7 @@ async def test_a_shutdown_is_carried_out_though_it_is_cancelled_at_once(
     await asyncio.to_thread(world.on_loop, world.release)
 
 
-async def test_fetch_may_be_late_and_tells_its_lateness_from_that_of_a_step(
-    world, strategy
-):
+async def test_fetch_tells_its_own_lateness_from_that_of_a_step(world, strategy):
     async with AsyncClusterCoordinator(strategy) as coordinator:
         await asyncio.to_thread(world.on_loop, world.hold)
         value = await coordinator.schedule(late)
@@ -178,20 +174,6 @@ async def test_both_faces_share_one_queue(strategy):
     with pytest.raises(ValueError, match="boom"):
         blocking.join()
     await awaited.join()
-
-
-async def test_datasets(strategy):
-    def ones():
-        return [{"x": np.ones(3, np.float32)}] * 3
-
-    @zs.function
-    def step(iterator):
-        return next(iterator)["x"].sum()
-
-    async with AsyncClusterCoordinator(strategy) as coordinator:
-        dataset = await coordinator.create_per_worker_dataset(ones)
-        value = await coordinator.schedule(step, args=(iter(dataset),))
-        assert await value == 3
 
 
 async def test_what_is_built_on_each_worker_is_awaited(strategy):

@@ -4,10 +4,11 @@ import asyncio
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 from zstrat.coordinator import _outcomes
 from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
@@ -15,14 +16,9 @@ from zstrat.variables import VariableSpec
 from zstrat.wire import Outcome
 
 
-def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
-    (ps,) = world.ps
-    world.on_loop(ps.kill, "killed")
-    world.until(lambda: world.session.cluster.outage_error)
+def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world, coordinator):
+    (value,) = world.held(coordinator)
+    ps = world.lose_ps()
     calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
     for call in calls * 2:
         with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
@@ -50,9 +46,7 @@ def await_it(value):
 def test_a_fetch_of_what_waits_says_that_a_ps_is_lost(make_world, fetched):
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 1)
+    values = world.held(coordinator, 2, running=1)
     with ThreadPoolExecutor() as threads:
         fetching = threads.submit(fetched, values[1])
         (ps,) = world.ps
@@ -73,12 +67,8 @@ def test_a_fetch_of_what_waits_says_that_a_ps_is_lost(make_world, fetched):
 def test_with_errors_once_what_a_fetch_has_said_of_a_ps_is_said(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=1, errors_once=True)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 1)
-    (ps,) = world.ps
-    world.on_loop(ps.kill, "killed")
-    world.until(lambda: world.session.cluster.outage_error)
+    values = world.held(coordinator, 2, running=1)
+    ps = world.lose_ps()
     world.on_loop(world.release)
     try:
         raise KeyError("of somebody else")
@@ -94,9 +84,8 @@ def test_with_errors_once_what_a_fetch_has_said_of_a_ps_is_said(make_world):
     assert coordinator.schedule(good).fetch() == 1
 
 
-def test_a_value_is_not_kept_by_who_awaited_it_on_a_loop_that_was_closed(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_value_is_not_kept_by_who_awaited_it_on_a_closed_loop(world, coordinator):
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
     loop = asyncio.new_event_loop()
@@ -122,40 +111,23 @@ def test_a_value_is_not_kept_by_who_awaited_it_on_a_loop_that_was_closed(make_wo
 
 def test_an_error_of_a_read_shows_no_frames_of_the_machinery(world):
     world.coordinator()
-    world.on_loop(world.ps[0].kill, "killed")
-    world.until(lambda: world.session.cluster.outage_error)
+    world.lose_ps()
     with pytest.raises(PSUnavailableError) as raised:
         world.read([VariableSpec(1, "v", (), "float32", 0)])
     last = raised.traceback[-1].path.name
     assert last == "coordinator_fakes.py", "which asks the session"
 
 
-def test_a_ps_that_was_started_again_has_lost_the_variables(world):
-    coordinator = world.coordinator()
-    (ps,) = world.ps
-    world.on_loop(ps.kill)
-    world.until(lambda: world.session.cluster.outage_error)
-    world.on_loop(ps.come_back)
-    with pytest.raises(PSUnavailableError):
-        coordinator.join()
-    for _ in range(2):
-        with pytest.raises(PSUnavailableError):
-            coordinator.join()
-    assert len(ps.sessions) == 1, "it is not taken as if nothing had happened"
-
-
 def test_a_coordinator_made_after_the_loss_knows_it(world):
     world.connect()
-    world.on_loop(world.ps[0].kill)
-    world.until(lambda: world.session.cluster.outage_error)
+    world.lose_ps()
     coordinator = world.coordinator()
     with pytest.raises(PSUnavailableError):
         coordinator.schedule(good)
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, told):
-    world = make_world()
+def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(world, told):
     world.reconnect = 3600.0
     coordinator = world.coordinator()
     (ps,) = world.ps
@@ -176,9 +148,7 @@ def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, t
     assert lost == []
 
 
-def test_a_ps_that_says_it_will_be_back_is_waited_for(make_world, caplog):
-    world = make_world()  # who does not say so is lost at once
-    coordinator = world.coordinator()
+def test_a_ps_that_says_it_will_be_back_is_waited_for(world, coordinator, caplog):
     (ps,) = world.ps
     world.on_loop(ps.link.cut, "it left", left=True, returns=3600.0)
     value = coordinator.schedule(good)
@@ -189,49 +159,52 @@ def test_a_ps_that_says_it_will_be_back_is_waited_for(make_world, caplog):
     assert "ps/task:0 at ps0:1 is to be back within 3600 s" in caplog.text
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
-    world = make_world()
-    world.reconnect = 3600.0
-    coordinator = world.coordinator()
-    (ps,) = world.ps
-    first = ps.session
-
-    def usurp():
-        if told:
-            ps.kill()
-        ps.session = first + 1
-        ps.come_back(same=True)
-
-    world.on_loop(usurp)
-    world.until(lambda: world.session.cluster.outage_error)
-    for _ in range(2):
-        with pytest.raises(PSUnavailableError):
-            coordinator.join()
-    world.on_loop(ps.come_back, same=True)
-    with pytest.raises(PSUnavailableError):
-        coordinator.join()
+def is_started_again(ps):
+    ps.kill()
+    ps.come_back()
 
 
-def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
-    world = make_world()
-    world.reconnect = 3600.0
-    coordinator = world.coordinator()
-    (ps,) = world.ps
+def has_served_another(ps, told=False):
+    if told:
+        ps.kill()
+    ps.session += 1
+    ps.come_back(same=True)
+
+
+def serves_another(ps):
     ps.busy = True
-    world.on_loop(ps.come_back, same=True)
+    ps.come_back(same=True)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        is_started_again,
+        has_served_another,
+        partial(has_served_another, told=True),
+        serves_another,
+    ],
+)
+def test_a_ps_that_has_lost_the_variables_is_not_taken_again(world, fault):
+    world.reconnect = 3600.0
+    coordinator, (ps,) = world.coordinator(), world.ps
+    world.on_loop(fault, ps)
     world.until(lambda: world.session.cluster.outage_error)
+    sessions = len(ps.sessions)
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError) as raised:
+            coordinator.join()
+        assert raised.value.lost
+    world.on_loop(ps.come_back, same=True)
     with pytest.raises(PSUnavailableError):
         coordinator.join()
+    assert fault is not is_started_again or len(ps.sessions) == sessions == 1
 
 
-def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
+def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(world):
     """Those that ask one that was started again hear of a session that it never had."""
-    world = make_world()
     coordinator = world.coordinator(closures_in_flight=3)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(6)]
-    world.until(lambda: world.running == 6)
+    values = world.held(coordinator, 6)
     (ps,) = world.ps
     errors = [StaleSessionError("it serves no session")] * 4
     errors += [PSUnavailableError("/job:ps/task:0", "second-hand")] * 2
@@ -256,14 +229,18 @@ def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
         assert "it was started again" in str(value.error)
 
 
-def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world):
-    coordinator = world.coordinator()
-    world.on_loop(world.ps[0].kill, "silent for 5 s")
-    world.until(lambda: world.session.cluster.outage_error)
+def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world, coordinator):
+    world.lose_ps("silent for 5 s")
     with pytest.raises(PSUnavailableError) as raised:
         coordinator.join()
     assert not raised.value.lost
     assert "lost" not in str(raised.value)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
 
 
 def failing_ps(world, times, error=None):
@@ -282,8 +259,7 @@ def failing_ps(world, times, error=None):
         worker._run = flaky
 
 
-def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+def test_a_hiccup_of_a_ps_is_tried_again(world):
     coordinator = world.coordinator()
     failing_ps(world, 3)
     values = [coordinator.schedule(good) for _ in range(10)]
@@ -291,9 +267,7 @@ def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
     assert [value.fetch() for value in values] == [1] * 10
 
 
-def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world):
     coordinator = world.coordinator(closures_in_flight=1)
     cut_off, good_one = world.workers
     failures = []
@@ -311,9 +285,7 @@ def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch)
     assert [value.fetch() for value in values] == [1, 1]
 
 
-def test_a_busy_ps_is_given_time(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+def test_a_busy_ps_is_given_time(world):
     coordinator = world.coordinator()
     failing_ps(world, 5 * _outcomes.STRIKES, BusyError("too many requests are open"))
     assert coordinator.schedule(good).fetch() == 1
@@ -321,8 +293,6 @@ def test_a_busy_ps_is_given_time(world, monkeypatch):
 
 
 def test_a_step_that_always_raises_that_something_is_busy_fails(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
     coordinator = world.coordinator()
     monkeypatch.setattr(_outcomes, "BUSY_SECONDS", 0.01)
     failing_ps(world, -1, BusyError("another writer is at work in the folder"))
@@ -331,9 +301,7 @@ def test_a_step_that_always_raises_that_something_is_busy_fails(world, monkeypat
         value.fetch()
 
 
-def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+def test_outages_that_pass_end_no_job_however_many(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=1)
     for _ in range(2 * _outcomes.STRIKES):
@@ -342,8 +310,7 @@ def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
     coordinator.join()
 
 
-def test_failures_that_last_are_raised(world, monkeypatch):
-    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+def test_failures_that_last_are_raised(world):
     coordinator = world.coordinator()
     failing_ps(world, -1)
     coordinator.schedule(good)

@@ -24,6 +24,20 @@ def add(a, b):
     return {"sum": a + b.x, "parts": (a, [b.x]), "none": None}
 
 
+@pytest.fixture
+def same():
+    @zs.function
+    def same(*args):
+        return args[0] if len(args) == 1 else args
+
+    return same
+
+
+@zs.function
+def scale(layer, x):
+    return x * layer.units
+
+
 @zs.function
 def constant():
     return jnp.float32(7)
@@ -34,8 +48,7 @@ def large(n):
     return jnp.zeros(1000, jnp.float32) + n
 
 
-def test_the_same_call_is_traced_and_shipped_once(world):
-    coordinator = world.coordinator()
+def test_the_same_call_is_traced_and_shipped_once(world, coordinator):
 
     @zs.function
     def scale(x, factor, *, flag=False):
@@ -55,13 +68,7 @@ class Layer:
         self.units = units
 
 
-def test_objects_with_the_same_bytes_are_the_same_on_a_worker(world):
-    coordinator = world.coordinator()
-
-    @zs.function
-    def scale(layer, x):
-        return x * layer.units
-
+def test_objects_with_the_same_bytes_are_the_same_on_a_worker(world, coordinator):
     layers = Layer(2), Layer(3)
     values = [coordinator.schedule(scale, args=(layer, 1.5)) for layer in layers * 10]
     assert [float(v.fetch()) for v in values] == [3.0, 4.5] * 10
@@ -76,10 +83,6 @@ def test_arguments_that_closures_share_fill_no_queue(world, monkeypatch):
     coordinator = world.coordinator()
     world.on_loop(world.hold)
 
-    @zs.function
-    def scale(layer, x):
-        return x * layer.units
-
     layer = Layer(2)
     layer.notes = bytes(2**16)  # of which there is one copy: 20 would be over 1 MiB
     values = [coordinator.schedule(scale, args=(layer, 1.5)) for _ in range(20)]
@@ -87,8 +90,7 @@ def test_arguments_that_closures_share_fill_no_queue(world, monkeypatch):
     assert [float(v.fetch()) for v in values] == [3.0] * 20
 
 
-def test_an_eager_step_has_its_arguments_for_itself(world):
-    coordinator = world.coordinator()
+def test_an_eager_step_has_its_arguments_for_itself(coordinator):
 
     @zs.function(eager=True)
     def take(layer):
@@ -100,22 +102,15 @@ def test_an_eager_step_has_its_arguments_for_itself(world):
     assert [int(v.fetch()) for v in values] == [3] * 4
 
 
-def test_equal_numbers_of_other_types_are_other_arguments(world):
-    coordinator = world.coordinator()
-
-    @zs.function
-    def echo(x):
-        return x
-
-    values = [coordinator.schedule(echo, args=(x,)) for x in (1, 1.0, True, 0.0, -0.0)]
+def test_equal_numbers_of_other_types_are_other_arguments(coordinator, same):
+    values = [coordinator.schedule(same, args=(x,)) for x in (1, 1.0, True, 0.0, -0.0)]
     results = [value.fetch() for value in values]
     assert [np.asarray(x).dtype.kind for x in results] == list("ifbff")
     assert np.signbit(results[4])
     assert not np.signbit(results[3])
 
 
-def test_arguments_are_taken_as_they_are_at_schedule(world):
-    coordinator = world.coordinator()
+def test_arguments_are_taken_as_they_are_at_schedule(world, coordinator):
     world.on_loop(world.hold)
 
     @zs.function
@@ -135,8 +130,7 @@ def test_arguments_are_taken_as_they_are_at_schedule(world):
 
 
 @pytest.mark.parametrize("rows", [2, 40_000])
-def test_calls_that_differ_in_arrays_are_traced_and_shipped_once(world, rows):
-    coordinator = world.coordinator()
+def test_calls_with_other_arrays_are_traced_and_shipped_once(world, coordinator, rows):
 
     @zs.function
     def step(rate, batch, *, flag):
@@ -158,8 +152,7 @@ def test_calls_that_differ_in_arrays_are_traced_and_shipped_once(world, rows):
 
 
 @pytest.mark.parametrize("size", [3, 40_000])
-def test_arrays_of_jax_arrive_as_such_and_are_shipped_once(world, size):
-    coordinator = world.coordinator()
+def test_arrays_of_jax_arrive_as_such_and_are_shipped_once(world, coordinator, size):
     kinds = []
 
     @zs.function(eager=True)
@@ -174,8 +167,7 @@ def test_arrays_of_jax_arrive_as_such_and_are_shipped_once(world, size):
     assert len({n for w in world.workers for n in w.arguments}) == 1
 
 
-def test_what_is_special_of_an_array_of_jax_arrives_at_each_call(world):
-    coordinator = world.coordinator()
+def test_what_is_special_of_an_array_of_jax_arrives_at_each_call(coordinator):
 
     @zs.function
     def product(x, y):
@@ -192,13 +184,7 @@ def test_what_is_special_of_an_array_of_jax_arrives_at_each_call(world):
         assert drawn == jax.random.uniform(key)
 
 
-def test_an_array_that_was_donated_is_told_where_it_is_scheduled(world):
-    coordinator = world.coordinator()
-
-    @zs.function
-    def same(x):
-        return x
-
+def test_an_array_that_was_donated_is_told_where_it_is_scheduled(coordinator, same):
     array = jnp.ones(3)
     coordinator.schedule(same, args=(array,)).fetch()
     array.delete()
@@ -206,8 +192,7 @@ def test_an_array_that_was_donated_is_told_where_it_is_scheduled(world):
         coordinator.schedule(same, args=(array,))
 
 
-def test_one_array_in_two_places_arrives_in_both(world):
-    coordinator = world.coordinator()
+def test_one_array_in_two_places_arrives_in_both(coordinator):
 
     @zs.function
     def difference(x, y):
@@ -218,8 +203,7 @@ def test_one_array_in_two_places_arrives_in_both(world):
         assert coordinator.schedule(difference, args=(x, y)).fetch() == expected
 
 
-def test_numbers_in_the_keys_of_a_dict_are_no_inputs(world):
-    coordinator = world.coordinator()
+def test_numbers_in_the_keys_of_a_dict_are_no_inputs(coordinator):
 
     @zs.function
     def step(batch):
@@ -232,13 +216,7 @@ def test_numbers_in_the_keys_of_a_dict_are_no_inputs(world):
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_an_argument_that_loses_bits_is_told_where_it_is_scheduled(world, size):
-    coordinator = world.coordinator()
-
-    @zs.function
-    def same(x):
-        return x
-
+def test_an_argument_that_loses_bits_is_told_at_schedule(coordinator, size, same):
     numbers = np.arange(size)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -250,13 +228,7 @@ def test_an_argument_that_loses_bits_is_told_where_it_is_scheduled(world, size):
     assert told[0].filename == __file__
 
 
-def test_the_elements_of_an_array_keep_their_places(world):
-    coordinator = world.coordinator()
-
-    @zs.function
-    def same(*args):
-        return args
-
+def test_the_elements_of_an_array_keep_their_places(coordinator, same):
     transposed = np.arange(6, dtype=">f4").reshape(2, 3).T.astype("f4")
     args = (np.bool_(True), transposed[::-1], np.float16(0.5), np.zeros((2, 0), "f4"))
     for _ in range(2):  # made, then found
@@ -267,8 +239,7 @@ def test_the_elements_of_an_array_keep_their_places(world):
 
 
 @pytest.mark.parametrize("size", [2, 20_000])
-def test_a_retried_closure_has_the_inputs_that_it_was_scheduled_with(world, size):
-    coordinator = world.coordinator()
+def test_a_retried_closure_has_the_inputs_of_its_schedule(world, coordinator, size):
     world.on_loop(world.hold)
 
     @zs.function
@@ -287,8 +258,7 @@ def test_a_retried_closure_has_the_inputs_that_it_was_scheduled_with(world, size
         np.testing.assert_array_equal(value.fetch(), [[i], [-i]])
 
 
-def test_workers_forget_arguments_that_nobody_needs(world):
-    coordinator = world.coordinator()
+def test_workers_forget_arguments_that_nobody_needs(world, coordinator):
     for i in range(20):
         batch = Batch(np.ones(300, np.float32))
         coordinator.schedule(add, args=(np.float32(i), batch)).fetch()
@@ -297,8 +267,7 @@ def test_workers_forget_arguments_that_nobody_needs(world):
     world.until(lambda: sum(len(w.arguments) for w in world.workers) <= 2)
 
 
-def test_large_results_stay_until_they_are_fetched(world):
-    coordinator = world.coordinator()
+def test_large_results_stay_until_they_are_fetched(world, coordinator):
     value = coordinator.schedule(large, args=(3,))
     coordinator.join()
     assert sum(len(worker.kept) for worker in world.workers) == 1
@@ -306,8 +275,7 @@ def test_large_results_stay_until_they_are_fetched(world):
     np.testing.assert_array_equal(value.fetch(), np.full(1000, 3, np.float32))
 
 
-def test_a_large_result_that_nobody_holds_is_dropped(world):
-    coordinator = world.coordinator()
+def test_a_large_result_that_nobody_holds_is_dropped(world, coordinator):
     value = coordinator.schedule(large, args=(3,))
     coordinator.join()
     del value
@@ -315,8 +283,7 @@ def test_a_large_result_that_nobody_holds_is_dropped(world):
     world.until(lambda: not any(worker.kept for worker in world.workers))
 
 
-def test_a_large_result_goes_with_its_worker(world):
-    coordinator = world.coordinator()
+def test_a_large_result_goes_with_its_worker(world, coordinator):
     value = coordinator.schedule(large, args=(3,))
     coordinator.join()
     (owner,) = [worker for worker in world.workers if worker.kept]
@@ -326,8 +293,7 @@ def test_a_large_result_goes_with_its_worker(world):
             value.fetch()
 
 
-def test_a_worker_that_was_away_lacks_results_of_the_coordinator_before(world):
-    coordinator = world.coordinator()
+def test_a_worker_that_was_away_lacks_results_of_before(world, coordinator):
     value = coordinator.schedule(large, args=(3,))
     coordinator.join()
     (owner,) = [worker for worker in world.workers if worker.kept]

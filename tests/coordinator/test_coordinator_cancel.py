@@ -1,10 +1,9 @@
 """What waits is cancelled, by `cancel` or by Ctrl-C, and the queue goes on."""
 
 import signal
-import threading
 
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.coordinator import (
@@ -33,27 +32,24 @@ def begun(make_world):
     values = [coordinator.schedule(good) for _ in range(30)]
     (worker,) = world.workers
     world.until(lambda: len(worker.queue) == 4)
-    item = world.on_loop(worker.queue.pop, 0)  # a cancellation does not find it there
+    world.on_loop(worker.begin)
 
     def finish():
-        worker.queue.insert(0, item)
+        worker.finish()
         world.release()
 
     return world, coordinator, values, finish
 
 
-def test_cancel_ends_what_waits_and_lets_what_runs_end(begun):
+def test_cancel_ends_what_waits_and_lets_what_runs_end(begun, in_thread):
     world, coordinator, (first, *others), finish = begun
-    counts = []
-    thread = threading.Thread(target=lambda: counts.append(coordinator.cancel()))
-    thread.start()
+    cancelling = in_thread(coordinator.cancel)
     for value in others:
         with pytest.raises(CancelledError, match=r"coordinator\.cancel"):
             value.fetch(timeout=100)
-    assert not counts, "one still runs"
+    assert not cancelling.done(), "one still runs"
     world.on_loop(finish)
-    thread.join(100)
-    assert counts == [29]
+    assert cancelling.result(100) == 29
     assert first.fetch() == 1, "its result counts"
     assert world.ps[0].fences[-1].low_water == 31, "no zombie may push"
     coordinator.join()
@@ -85,8 +81,7 @@ def test_a_cancel_that_is_late_is_ended_by_the_next_call(begun):
     assert values[0].fetch() == 1
 
 
-def test_cancel_raises_no_error_and_loses_none(world):
-    coordinator = world.coordinator()
+def test_cancel_raises_no_error_and_loses_none(coordinator):
     value = coordinator.schedule(bad, args=("boom",))
     coordinator._core.engine.waiters.wait_value(value, 20.0)
     assert coordinator.cancel() == 0
@@ -95,20 +90,16 @@ def test_cancel_raises_no_error_and_loses_none(world):
     coordinator.join()
 
 
-def test_without_any_worker_cancel_ends_all_the_same(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
+@alone
+def test_without_any_worker_cancel_ends_all_the_same(world, coordinator):
+    (value,) = world.held(coordinator)
     world.on_loop(world.workers[0].kill)
     assert coordinator.cancel() == 1
     with pytest.raises(CancelledError):
         value.fetch()
 
 
-def test_after_the_end_there_is_nothing_to_cancel(world):
-    coordinator = world.coordinator()
+def test_after_the_end_there_is_nothing_to_cancel(coordinator):
     coordinator.shutdown()
     with pytest.raises(ClosedError):
         coordinator.cancel()
@@ -139,7 +130,7 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
     (worker,) = world.workers
     values = [coordinator.schedule(good)]
     world.until(lambda: worker.queue)
-    item = world.on_loop(worker.queue.pop)
+    world.on_loop(worker.begin)
     values += [coordinator.schedule(good) for _ in range(10)]
     calls = {
         "join": coordinator.join,
@@ -157,19 +148,15 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
         with pytest.raises(CancelledError):
             value.fetch(timeout=0.0)
 
-    def finish():
-        worker.queue.append(item)
-        world.release()
-
-    world.on_loop(finish)
+    world.on_loop(worker.finish)
+    world.on_loop(world.release)
     assert coordinator.schedule(good).fetch() == 1, "the next cell does not wait long"
     assert values[0].fetch() == 1
     coordinator.shutdown()
     assert ClusterCoordinator(world.strategy) is not coordinator
 
 
-def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(world):
-    coordinator = world.coordinator()
+def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(coordinator):
     loop = coordinator._core.engine.loop
     raised = loop.fence
 
@@ -186,8 +173,7 @@ def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
-def test_ctrl_c_when_nothing_waits_says_nothing(world, ctrl_c):
-    coordinator = world.coordinator()
+def test_ctrl_c_when_nothing_waits_says_nothing(coordinator, ctrl_c):
     coordinator.schedule(good).fetch()
     late = coordinator._core.engine
     ctrl_c()

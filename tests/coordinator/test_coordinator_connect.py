@@ -71,8 +71,7 @@ def test_workers_with_different_numbers_of_devices_are_refused(make_world):
         world.connect()
 
 
-def test_a_late_worker_with_another_number_of_devices_is_refused(make_world, caplog):
-    world = make_world()
+def test_a_late_worker_with_another_number_of_devices_is_refused(world, caplog):
     late = world.workers[0]
     late.alive, late.devices = False, 8
     session = world.connect()
@@ -93,12 +92,11 @@ def test_a_late_worker_with_another_number_of_devices_is_refused(make_world, cap
     world.until(lambda: session.cluster.workers[0].is_ready)
 
 
-def test_metrics_count_the_traces_of_scheduled_functions(world):
+def test_metrics_count_the_traces_of_scheduled_functions(coordinator):
     @zs.function
     def step(x):
         return x + jnp.float32(1)
 
-    coordinator = world.coordinator()
     assert coordinator.metrics()["traces"] == 0
     for shape in (1, 2, 2):
         coordinator.schedule(step, args=(np.zeros(shape, np.float32),))
@@ -138,31 +136,28 @@ def test_without_any_worker_there_is_no_session(make_world):
         world.connect(connect=0.05, turn=0.0)
 
 
-def test_a_cluster_of_another_coordinator_is_busy(make_world):
-    world = make_world()
+def test_a_cluster_of_another_coordinator_is_busy(world):
     world.ps[0].busy = True
     with pytest.raises(BusyError, match="taken"):
         world.connect(turn=0.05)
 
 
-def test_a_cluster_that_another_program_holds_is_refused_at_once(make_world):
-    world = make_world()
+def test_a_cluster_that_another_program_holds_is_refused_at_once(world):
     world.ps[0].busy = True
     with pytest.raises(HeldError, match="taken"):
         world.connect(connect=1e6, turn=0.0, patience=1e6)
 
 
-def test_who_may_be_gone_is_waited_for_and_who_is_heard_again_is_not(make_world):
-    world = make_world()
+def test_who_may_be_gone_is_waited_for_and_who_is_heard_again_is_not(world):
     (ps,) = world.ps
-    handle, said = ps.handle, [BusyError("who was killed"), BusyError("again")]
+    said = [BusyError("who was killed"), BusyError("again")]
 
-    def held(message):
+    @ps.wrap
+    def held(handle, message):
         if isinstance(message, OpenSession) and said:
             raise said.pop(0)
         return handle(message)
 
-    ps.handle = held
     world.connect(turn=0.0, patience=1e3)
     assert not said
     world.session.close()
@@ -171,28 +166,27 @@ def test_who_may_be_gone_is_waited_for_and_who_is_heard_again_is_not(make_world)
         world.connect(connect=1e6, turn=0.0, patience=1e6)
 
 
-def test_a_cluster_that_becomes_free_is_taken(make_world):
-    world = make_world()
+def test_a_cluster_that_becomes_free_is_taken(world):
     (ps,) = world.ps
     ps.busy = True
-    handle = ps.handle
 
-    def once(message):
+    @ps.wrap
+    def once(handle, message):
         try:
             return handle(message)
         finally:
             ps.busy = False
 
-    ps.handle = once
     world.connect()
     assert ps.sessions
 
 
 def restart_when_asked_again(worker, ps):
     """Restarts the server while the worker opens the session, when all servers have."""
-    handle, asked = worker.handle, []
+    asked = []
 
-    def restarted(message):
+    @worker.wrap
+    def restarted(handle, message):
         asked.append(message)
         if len(asked) == 1:  # the servers have not joined yet
             raise BusyError("asked again a moment later")
@@ -201,12 +195,8 @@ def restart_when_asked_again(worker, ps):
             ps.come_back()
         return handle(message)
 
-    worker.handle = restarted
 
-
-def test_a_server_that_restarts_while_the_session_is_opened_is_taken_empty(
-    make_world, caplog
-):
+def test_a_server_that_restarts_in_the_opening_is_taken_empty(make_world, caplog):
     """Nothing was created yet, so nothing is lost: all tasks enter another session."""
     world = make_world(ps=2, workers=1)
     (worker,), (lost, other) = world.workers, world.ps
@@ -227,9 +217,7 @@ def test_a_server_that_restarts_while_the_session_is_opened_is_taken_empty(
     )
 
 
-def test_a_silent_worker_does_not_hold_up_a_session_that_starts_again(
-    make_world, monkeypatch
-):
+def test_a_silent_worker_holds_up_no_session_that_starts_again(make_world, monkeypatch):
     """It joins later, as it would if no server had been lost."""
     monkeypatch.setattr(_cluster, "WORKERS_JOIN_SECONDS", 0.01)
     world = make_world(ps=1, workers=2)
@@ -260,15 +248,15 @@ def test_a_task_that_is_still_held_is_an_alarm_only_if_that_lasts(
     monkeypatch.setattr(_task_links, "LONGEST_PAUSE_SECONDS", longest)
     caplog.set_level("WARNING")
     (ps,) = world.ps
-    handle, refused = ps.handle, []
+    refused = []
 
-    def held_at_first(message):
+    @ps.wrap
+    def held_at_first(handle, message):
         if isinstance(message, OpenSession) and not refused:
             refused.append(message)
             raise BusyError("ps:0 serves a coordinator that has died")
         return handle(message)
 
-    ps.handle = held_at_first
     world.connect()
     assert refused
     assert len(caplog.messages) == warnings

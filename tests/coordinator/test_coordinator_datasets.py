@@ -5,7 +5,7 @@ import gc
 import jax
 import numpy as np
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.coordinator import RemoteValueStatus
@@ -32,8 +32,7 @@ def step(iterator):
     return iterator.get_next()["x"].sum()
 
 
-def test_a_step_draws_from_the_iterator_of_its_worker(world):
-    coordinator = world.coordinator()
+def test_a_step_draws_from_the_iterator_of_its_worker(world, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
 
     @zs.function
@@ -48,9 +47,8 @@ def test_a_step_draws_from_the_iterator_of_its_worker(world):
     assert step.trace_count == 1
 
 
-def test_a_dataset_that_cannot_be_sent_fails_and_nobody_waits(make_world, monkeypatch):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_dataset_that_cannot_be_sent_fails(world, coordinator, monkeypatch):
     link = world.workers[0].link
     submit = link.submit
 
@@ -99,8 +97,7 @@ def test_the_element_spec_is_what_a_worker_says(world):
     assert iter(dataset).element_spec == spec
 
 
-def test_a_ready_made_iterable_travels_as_it_is(world):
-    coordinator = world.coordinator()
+def test_a_ready_made_iterable_travels_as_it_is(world, coordinator):
     for worker in world.workers:
         build = worker._build
 
@@ -116,9 +113,8 @@ def test_a_ready_made_iterable_travels_as_it_is(world):
     assert coordinator.schedule(step, args=(iterator,)).fetch() == 3
 
 
-def test_each_iter_is_a_fresh_pass(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_each_iter_is_a_fresh_pass(world, coordinator):
     dataset = coordinator.create_per_worker_dataset(numbers)
     for _ in range(2):
         iterator = iter(dataset)
@@ -134,8 +130,7 @@ def test_next_on_the_coordinator_is_refused(world):
         iterator.get_next()
 
 
-def test_iter_in_a_step_is_refused(world):
-    coordinator = world.coordinator()
+def test_iter_in_a_step_is_refused(coordinator):
     dataset = coordinator.create_per_worker_dataset(numbers)
 
     @zs.function
@@ -146,8 +141,7 @@ def test_iter_in_a_step_is_refused(world):
         coordinator.schedule(wrong)
 
 
-def test_the_dataset_itself_is_no_argument(world):
-    coordinator = world.coordinator()
+def test_the_dataset_itself_is_no_argument(coordinator):
     dataset = coordinator.create_per_worker_dataset(numbers)
 
     @zs.function(eager=True)
@@ -158,17 +152,15 @@ def test_the_dataset_itself_is_no_argument(world):
         coordinator.schedule(use, args=(dataset,))
 
 
-def test_wrong_dataset_functions_are_refused(world):
-    coordinator = world.coordinator()
+def test_wrong_dataset_functions_are_refused(coordinator):
     with pytest.raises(TypeError, match="create_per_worker_dataset"):
         coordinator.create_per_worker_dataset(3)
     with pytest.raises(TypeError, match="a, b"):
         coordinator.create_per_worker_dataset(lambda a, b: [])
 
 
-def test_the_end_of_data_is_raised_by_join(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_the_end_of_data_is_raised_by_join(world, coordinator):
 
     def two():
         return [{"x": np.ones(3)}] * 2
@@ -190,8 +182,7 @@ def test_a_dataset_of_no_element_is_at_its_end(make_world):
         value.fetch()
 
 
-def test_a_failure_to_build_reaches_those_who_need_it(world):
-    coordinator = world.coordinator()
+def test_a_failure_to_build_reaches_those_who_need_it(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(broken))
 
     @zs.function
@@ -222,9 +213,8 @@ def test_wait_ready_returns_when_all_are_built(world):
         iterator.values[0].fetch()
 
 
-def test_an_iterator_goes_with_its_worker_and_is_built_again_from_the_start(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_an_iterator_goes_with_its_worker_and_is_built_again(world, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
     assert coordinator.schedule(step, args=(iterator,)).fetch() == 0
     assert coordinator.schedule(step, args=(iterator,)).fetch() == 3
@@ -240,8 +230,7 @@ def test_an_iterator_goes_with_its_worker_and_is_built_again_from_the_start(make
     assert remote.state is RemoteValueStatus.READY
 
 
-def test_a_resource_asked_for_while_its_worker_is_away_waits_for_it(world):
-    coordinator = world.coordinator()
+def test_a_resource_asked_for_while_its_worker_is_away_waits_for_it(world, coordinator):
     away = world.workers[0]
     world.on_loop(away.kill)
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
@@ -254,8 +243,7 @@ def test_a_resource_asked_for_while_its_worker_is_away_waits_for_it(world):
     assert iterator.values[0].state is RemoteValueStatus.READY
 
 
-def test_a_worker_gets_no_closure_before_its_resources(world):
-    coordinator = world.coordinator()
+def test_a_worker_gets_no_closure_before_its_resources(world, coordinator):
     builds = []
     for worker in world.workers:
         worker.deferred = worker._build
@@ -285,8 +273,7 @@ def test_a_worker_gets_no_closure_before_its_resources(world):
     assert not world.workers[1].ran
 
 
-def test_a_dropped_iterator_is_forgotten_by_the_workers(world):
-    coordinator = world.coordinator()
+def test_a_dropped_iterator_is_forgotten_by_the_workers(world, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
     coordinator.schedule(step, args=(iterator,)).fetch()
     iterator.wait_ready()
@@ -300,8 +287,7 @@ def test_a_dropped_iterator_is_forgotten_by_the_workers(world):
     )
 
 
-def test_an_iterator_stays_for_as_long_as_closures_need_it(world):
-    coordinator = world.coordinator()
+def test_an_iterator_stays_for_as_long_as_closures_need_it(world, coordinator):
     dataset = coordinator.create_per_worker_dataset(numbers)
     for worker in world.workers:
         worker.held = True
@@ -319,8 +305,7 @@ def test_an_iterator_stays_for_as_long_as_closures_need_it(world):
     assert value.fetch() == 0
 
 
-def test_per_worker_resources_are_arguments_too(world):
-    coordinator = world.coordinator()
+def test_per_worker_resources_are_arguments_too(coordinator):
 
     def table():
         return np.arange(4)
@@ -334,8 +319,7 @@ def test_per_worker_resources_are_arguments_too(world):
     assert coordinator.schedule(look, args=(resource,)).fetch() == 2
 
 
-def test_a_dataset_that_is_dropped_before_it_is_begun_is_dropped_after(world):
-    coordinator = world.coordinator()
+def test_a_dataset_that_is_dropped_before_it_is_begun(world, coordinator):
     builder = coordinator._core.dispatcher.builder
 
     def in_one_turn():

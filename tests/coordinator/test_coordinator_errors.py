@@ -8,11 +8,11 @@ import threading
 from typing import ClassVar
 
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.coordinator.parts import Kept
-from zstrat.errors import BusyError, CancelledError, OutOfRangeError
+from zstrat.errors import BusyError, CancelledError
 from zstrat.wire import DropArguments, DropResults, Outcome, encode
 
 
@@ -21,14 +21,8 @@ def bad(text):
     raise ValueError(text)
 
 
-@zs.function(eager=True)
-def exhausted():
-    raise OutOfRangeError("End of sequence")
-
-
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
-def test_the_error_is_raised_once_by_the_next_call(world, call):
-    coordinator = world.coordinator()
+def test_the_error_is_raised_once_by_the_next_call(coordinator, call):
     value = coordinator.schedule(bad, args=("boom",))
     with pytest.raises(ValueError, match="boom"):
         value.fetch()
@@ -50,8 +44,7 @@ def test_the_error_is_raised_once_by_the_next_call(world, call):
 
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
 @pytest.mark.parametrize("fetched", [False, True])
-def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetched):
-    coordinator = world.coordinator()
+def test_a_note_says_which_step_it_was_and_what_is_not_done(coordinator, call, fetched):
     value = coordinator.schedule(bad, args=("boom",))
     line = inspect.currentframe().f_lineno - 1
     coordinator._core.engine.waiters.wait_value(value, 20.0)
@@ -70,8 +63,7 @@ def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetche
     assert raised.value.args == ("boom",)
 
 
-def test_a_fetch_says_which_step_it_was_and_says_it_once(world):
-    coordinator = world.coordinator()
+def test_a_fetch_says_which_step_it_was_and_says_it_once(coordinator):
     value = coordinator.schedule(bad, args=("boom",))
     line = inspect.currentframe().f_lineno - 1
     for call in (value.fetch, value.fetch, coordinator.join):
@@ -131,7 +123,7 @@ def test_everything_else_is_cancelled_and_nothing_runs(world):
     assert metrics["low_water"] == 22
 
 
-def test_what_cannot_be_cancelled_is_waited_for(world):
+def test_what_cannot_be_cancelled_is_waited_for(world, in_thread):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
@@ -139,32 +131,19 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
     world.until(lambda: world.running == 2)
     failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
     # The busy one has begun: a cancellation finds nothing in its queue.
-    begun = world.on_loop(busy.queue.pop)
+    world.on_loop(busy.begin)
     world.on_loop(failing.work)
-    joined = threading.Event()
-
-    def join():
-        with pytest.raises(ValueError, match="boom"):
-            coordinator.join()
-        joined.set()
-
-    thread = threading.Thread(target=join)
-    thread.start()
+    joining = in_thread(coordinator.join)
     world.until(lambda: coordinator._core.engine.queue.phase.value == "cancelling")
-    assert not joined.is_set()
+    assert not joining.done()
 
-    def finish():
-        busy.queue.append(begun)
-        busy.work()
-
-    world.on_loop(finish)
-    thread.join(100)
-    assert joined.is_set()
+    world.on_loop(busy.finish)
+    with pytest.raises(ValueError, match="boom"):
+        joining.result(100)
     assert slow.fetch() == 1, "its result counts"
 
 
-def test_the_first_error_wins_and_all_are_listed(world):
-    coordinator = world.coordinator()
+def test_the_first_error_wins_and_all_are_listed(coordinator):
     values = [coordinator.schedule(bad, args=(str(i),)) for i in range(3)]
     for i, value in enumerate(values):
         with pytest.raises(ValueError, match=str(i)):
@@ -175,45 +154,24 @@ def test_the_first_error_wins_and_all_are_listed(world):
     assert sorted(str(error) for error in coordinator.errors) == ["0", "1", "2"]
 
 
-def test_the_end_of_data_surfaces_at_join(world):
-    coordinator = world.coordinator()
-    coordinator.schedule(exhausted)
-    with pytest.raises(OutOfRangeError):
-        coordinator.join()
-
-
-def test_of_two_threads_that_join_one_gets_the_error(world):
-    coordinator = world.coordinator()
+def test_of_two_threads_that_join_one_gets_the_error(world, coordinator, in_thread):
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
-    outcomes = []
-
-    def join():
-        try:
-            coordinator.join()
-        except ValueError:
-            outcomes.append("error")
-        else:
-            outcomes.append("joined")
-
-    threads = [threading.Thread(target=join) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    joins = [in_thread(coordinator.join) for _ in range(4)]
     world.until(lambda: len(coordinator._core.engine.waiters.watchers) == 4)
     world.on_loop(world.release)
-    for thread in threads:
-        thread.join(100)
-    assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
+    errors = [join.exception(100) for join in joins]
+    assert sorted(type(error).__name__ for error in errors if error) == ["ValueError"]
 
 
-def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(world):
+def test_ctrl_c_while_all_is_cancelled_loses_no_error(world, in_thread):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
     coordinator.schedule(good)
     world.until(lambda: world.running == 2)
     failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
-    begun = world.on_loop(busy.queue.pop)
+    world.on_loop(busy.begin)
     world.on_loop(failing.work)
     main = threading.main_thread().ident
     engine = coordinator._core.engine
@@ -224,24 +182,18 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
         )
         signal.pthread_kill(main, signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    interrupting = in_thread(interrupt)
     with pytest.raises(KeyboardInterrupt):
         coordinator.join()
-    thread.join()
+    interrupting.result(100)
 
-    def finish():
-        busy.queue.append(begun)
-        busy.work()
-
-    world.on_loop(finish)
+    world.on_loop(busy.finish)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
 
 
 @pytest.mark.parametrize("waits", ["for zstrat", "for a lock"])
-def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world, waits):
-    coordinator = world.coordinator()
+def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost(world, coordinator, waits):
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
     strikes = iter([signal.SIGINT])
@@ -279,9 +231,8 @@ class CuriousError(Exception):
         self.held.append(self.lock._is_owned())
 
 
-def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_exceptions_of_the_user_are_made_without_the_lock(world, coordinator):
     error = CuriousError("why")
     world.workers[0]._run = lambda *_: (Outcome.FAILED, error)
     coordinator._core.engine.lock = CuriousError.lock
@@ -294,9 +245,8 @@ def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
         coordinator.join()
 
 
-def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_worker_that_does_not_read_is_told_later_what_to_forget(world, coordinator):
     dispatcher = coordinator._core.dispatcher
     (channel,) = dispatcher.channels.values()
     (worker,) = world.workers
@@ -345,9 +295,8 @@ def test_a_worker_is_told_in_messages_that_fit_what_to_forget(make_world):
     assert [step for message in dropped for step in message.steps] == list(numbers)
 
 
-def test_the_end_does_not_need_a_worker_that_reads(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_the_end_does_not_need_a_worker_that_reads(world, coordinator):
     (worker,) = world.workers
     world.hold()
     value = coordinator.schedule(good)

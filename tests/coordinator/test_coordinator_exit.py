@@ -194,9 +194,8 @@ async def refused(work):
     return str(caught.value)
 
 
-def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
-    world = make_world()
-    coordinator = world.coordinator()
+def test_dropping_the_strategy_ends_thread_and_tasks(world):
+    coordinator = world.coordinator()  # no fixture, which would keep it
     for worker in world.workers:
         worker.held = True
     value = coordinator.schedule(good)
@@ -265,8 +264,7 @@ def test_ctrl_c_ends_a_program_in_a_join():
     assert program.returncode in (1, 130, -signal.SIGINT)
 
 
-def test_after_a_shutdown_that_was_interrupted_no_step_number_is_used_again(world):
-    coordinator = world.coordinator()
+def test_after_an_interrupted_shutdown_no_step_is_used_again(world, coordinator):
     for _ in range(3):
         coordinator.schedule(good).fetch()
     control = coordinator._core

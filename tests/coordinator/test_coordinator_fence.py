@@ -113,9 +113,8 @@ def test_a_server_that_is_lost_cannot_tell(failing):
     assert "again may apply them twice" in words
 
 
-def test_a_fence_says_that_what_a_server_held_is_gone(world):
+def test_a_fence_says_that_what_a_server_held_is_gone(world, coordinator):
     """It came back empty: to wait for it is not one of the remedies."""
-    coordinator = world.coordinator()
     assert coordinator.schedule(good).fetch() == 1
     world.on_loop(world.ps[0].kill)
     world.on_loop(world.ps[0].come_back)
@@ -130,8 +129,7 @@ def test_a_fence_says_that_what_a_server_held_is_gone(world):
     assert raised.value.lost
 
 
-def test_an_error_that_left_nobody_in_doubt_is_fenced_too(world):
-    coordinator = world.coordinator()
+def test_an_error_that_left_nobody_in_doubt_is_fenced_too(world, coordinator):
     coordinator.schedule(bad, args=("boom",))
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()

@@ -4,7 +4,7 @@ import logging
 
 import jax.numpy as jnp
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import alone, good
 
 import zstrat.program as zs
 from zstrat.coordinator import _dispatch, _shipping
@@ -19,9 +19,7 @@ def poison():
 
 def test_the_closures_of_a_lost_worker_go_to_the_others(world):
     coordinator = world.coordinator(closures_in_flight=4)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(20)]
-    world.until(lambda: world.running == 8)
+    values = world.held(coordinator, 20, running=8)
     first, second = world.workers
     lost = [step for *_, step in first.queue]
 
@@ -40,9 +38,8 @@ def test_the_closures_of_a_lost_worker_go_to_the_others(world):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_worker_that_returns_works_again(make_world, same):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_worker_that_returns_works_again(world, coordinator, same):
     coordinator.schedule(good).fetch()
     (worker,) = world.workers
     world.on_loop(worker.kill)
@@ -53,11 +50,8 @@ def test_a_worker_that_returns_works_again(make_world, same):
     assert worker.sessions[0].session == worker.sessions[1].session
 
 
-def test_what_a_lost_worker_reports_late_changes_nothing(world):
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
+def test_what_a_lost_worker_reports_late_changes_nothing(world, coordinator):
+    (value,) = world.held(coordinator)
     owner = next(w for w in world.workers if w.queue)
     other = next(w for w in world.workers if w is not owner)
     ((*_, step),) = owner.queue
@@ -86,8 +80,7 @@ def test_what_a_lost_worker_reports_late_changes_nothing(world):
     assert coordinator.metrics()["stale_completions"] == 3
 
 
-def test_duplicate_completions_count_once(world):
-    coordinator = world.coordinator()
+def test_duplicate_completions_count_once(world, coordinator):
     value = coordinator.schedule(good)
     coordinator.join()
     (worker,) = [w for w in world.workers if w.ran]
@@ -142,9 +135,7 @@ def test_a_closure_is_not_blamed_for_connections_that_break(make_world):
 
 def test_a_worker_that_shuts_down_gets_nothing_more(world):
     coordinator = world.coordinator(closures_in_flight=2)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
+    values = world.held(coordinator, 4)
     leaving, staying = world.workers
 
     def shut_down():
@@ -171,8 +162,7 @@ def test_a_worker_that_shuts_down_gets_nothing_more(world):
 
 def test_join_waits_for_a_worker_only_so_long(world):
     coordinator = world.coordinator(worker_wait_timeout=0.05)
-    for worker in world.workers:
-        world.on_loop(worker.kill, "power cut")
+    world.on_loop(world.kill_workers, "power cut")
     value = coordinator.schedule(good)
     with pytest.raises(UnavailableError, match=r"task:0.*task:1"):
         coordinator.join()
@@ -187,8 +177,7 @@ def test_join_waits_for_a_worker_only_so_long(world):
 
 def test_a_fetch_waits_for_a_worker_only_so_long(world):
     coordinator = world.coordinator(worker_wait_timeout=0.05)
-    for worker in world.workers:
-        world.on_loop(worker.kill, "power cut")
+    world.on_loop(world.kill_workers, "power cut")
     value = coordinator.schedule(good)
     for _ in range(2):
         with pytest.raises(UnavailableError, match=r"task:0.*task:1"):
@@ -200,8 +189,7 @@ def test_a_fetch_waits_for_a_worker_only_so_long(world):
 
 def test_with_errors_once_what_a_fetch_has_said_of_workers_is_said(world):
     coordinator = world.coordinator(worker_wait_timeout=0.05, errors_once=True)
-    for worker in world.workers:
-        world.on_loop(worker.kill, "power cut")
+    world.on_loop(world.kill_workers, "power cut")
     value = coordinator.schedule(good)
     for _ in range(2):  # each time a worker is waited for again
         with pytest.raises(UnavailableError, match="worker_wait_timeout"):
@@ -213,8 +201,7 @@ def test_with_errors_once_what_a_fetch_has_said_of_workers_is_said(world):
 
 def test_a_trace_waits_for_a_worker_only_so_long(world):
     coordinator = world.coordinator(worker_wait_timeout=0.05)
-    for worker in world.workers:
-        world.on_loop(worker.kill, "power cut")
+    world.on_loop(world.kill_workers, "power cut")
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [jnp.ones(3)]))
 
     @zs.function
@@ -228,8 +215,7 @@ def test_a_trace_waits_for_a_worker_only_so_long(world):
 
 def test_an_idle_coordinator_does_not_mind_that_nobody_is_there(world):
     coordinator = world.coordinator(worker_wait_timeout=0.0)
-    for worker in world.workers:
-        world.on_loop(worker.kill)
+    world.on_loop(world.kill_workers)
     coordinator.join()
     assert coordinator.done()
 
@@ -293,9 +279,7 @@ def test_many_closures_go_in_several_messages(make_world, monkeypatch):
     assert len(worker.low_waters) == 3
 
 
-def test_what_a_worker_did_not_take_any_more_is_tried_again_and_no_more(
-    make_world, monkeypatch
-):
+def test_only_what_a_worker_did_not_take_is_tried_again(make_world, monkeypatch):
     monkeypatch.setattr(_shipping, "CLOSURES_PER_MESSAGE", 4)
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=10)
@@ -315,7 +299,7 @@ def test_what_a_worker_did_not_take_any_more_is_tried_again_and_no_more(
     assert member.finished == member.completed == 10, "the clock of bounded staleness"
 
 
-def test_what_came_back_is_tried_again_though_the_timer_came_early(
+def test_what_came_back_is_tried_again_after_an_early_timer(
     make_world, monkeypatch, hasty
 ):
     monkeypatch.setattr(_dispatch, "asyncio", hasty)
@@ -336,9 +320,8 @@ def test_what_came_back_is_tried_again_though_the_timer_came_early(
     assert hasty.again == hasty.came  # it was set again for the same time
 
 
-def test_closures_that_cannot_be_sent_fail_and_nobody_waits(make_world, monkeypatch):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_closures_that_cannot_be_sent_fail(world, coordinator, monkeypatch):
     left = [1]
 
     def refuse(message):
@@ -381,11 +364,8 @@ def test_a_task_that_is_cut_off_is_a_warning_and_so_is_its_return(world, caplog)
     assert "/job:worker/task:0 at worker0:1 is back" in caplog.messages[1]
 
 
-def test_work_without_workers_is_a_warning(world, caplog):
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
+def test_work_without_workers_is_a_warning(world, coordinator, caplog):
+    (value,) = world.held(coordinator)
     world.on_loop(lambda: [worker.leave() for worker in world.workers])
     world.on_loop(lambda: None)
     assert "waiting for one: /job:worker/task:0" in caplog.text
@@ -398,9 +378,8 @@ def test_work_without_workers_is_a_warning(world, caplog):
     assert value.fetch() == 1
 
 
-def test_a_worker_that_is_lost_as_it_gets_steps_of_a_round_keeps_none(world):
+def test_a_worker_lost_as_it_gets_steps_of_a_round_keeps_none(world, coordinator):
     """Rounds deal closures out in turn, so it gets two of one turn."""
-    coordinator = world.coordinator()
     dispatcher = coordinator._core.dispatcher
     world.on_loop(dispatcher.members.pace)
     lost, _ = world.workers

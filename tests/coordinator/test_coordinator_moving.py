@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from cancels import cancelled_everywhere
-from coordinator_fakes import good
+from coordinator_fakes import cancelled, good
 from coordinator_stores import connected, drops, kinds, served
 from coordinator_stores import world as world
 
@@ -38,7 +38,7 @@ def test_all_of_a_server_moves_to_a_newcomer_and_it_is_let_go(world):
     assert served(world) == ["/job:ps/task:0", "/job:ps/task:1"]
     assert servers.add("ps2:1") == 2
     assert kinds(third) == []  # no other serves two more than it
-    closed = _closes(world.ps[0])
+    closed = world.ps[0].heard(CloseSession)
     servers.drain("ps0:1")
     (copy,) = third.copies
     assert (kinds(third), kinds(copy)) == ([HostStore], [PromoteBackup])
@@ -54,18 +54,6 @@ def test_all_of_a_server_moves_to_a_newcomer_and_it_is_let_go(world):
     assert coordinator.schedule(good).fetch() == 1
     assert coordinator.metrics()["stores_moved"] == 1
     assert "failovers" not in coordinator.metrics()
-
-
-def _closes(task):
-    closed, handle = [], task.handle
-
-    def heard(message):
-        if isinstance(message, CloseSession):
-            closed.append(message)
-        return handle(message)
-
-    task.handle = heard
-    return closed
 
 
 def test_what_is_no_new_parameter_server_is_not_added(world):
@@ -193,9 +181,7 @@ def test_one_change_at_a_time_and_none_twice(world):
         with pytest.raises(BusyError):
             await servers.drain_async("ps0:1")
         adding = asyncio.ensure_future(servers.add_async("ps2:1"))
-        draining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await draining
+        await cancelled(draining)
         return await adding
 
     assert asyncio.run(change()) == 2
@@ -213,9 +199,7 @@ def test_a_drain_waits_no_longer_for_another_change_than_for_its_stores(world):
         await asyncio.to_thread(world.until, lambda: AttachBackup in kinds(world.ps[0]))
         with pytest.raises(DeadlineExceededError, match=r"\b0\.1\b"):
             await asyncio.to_thread(servers.drain, "ps1:1", timeout=0.1)
-        draining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await draining
+        await cancelled(draining)
 
     asyncio.run(asyncio.wait_for(change(), 10.0))
     servers.drain("ps1:1", timeout=10.0)
@@ -255,17 +239,12 @@ def test_a_drain_that_is_cancelled_at_its_end_leaves_nothing_half_done(world, si
     task, kind = world.workers[0], MoveServer
     if silent == "ps":
         task, kind = world.ps[0], CloseSession
-    handle, asked = task.handle, []
-    task.handle = lambda message: (
-        asked.append(message) if type(message) is kind else handle(message)
-    )
+    handle, asked = task.handle, task.heard(kind, answers=False)
 
     async def change():
         draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
         await asyncio.to_thread(world.until, lambda: asked)
-        draining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await draining
+        await cancelled(draining)
 
     asyncio.run(change())
     task.handle = handle
@@ -285,9 +264,7 @@ def test_a_drain_that_is_cancelled_at_its_end_leaves_nothing_half_done(world, si
 def test_a_worker_that_does_not_hear_of_it_holds_a_drain_no_longer_than_is_said(world):
     servers, worker = connected(world), world.workers[0]
     handle = worker.handle
-    worker.handle = lambda message: (
-        None if isinstance(message, MoveServer) else handle(message)
-    )
+    worker.heard(MoveServer, answers=False)
     with pytest.raises(DeadlineExceededError):
         servers.drain("ps0:1", timeout=1.0)
     assert served(world) == ["/job:ps/task:1"] * 2
@@ -305,16 +282,16 @@ def _answer_all(task):
 
 def test_a_source_that_is_soon_back_goes_on_to_move(world):
     servers, (source, target) = connected(world), world.ps
-    hosts, cuts = target.handle, iter(range(2))
+    cuts = iter(range(2))
 
-    def cut(message):
+    @target.wrap
+    def cut(hosts, message):
         if isinstance(message, HostStore) and next(cuts, None) is not None:
             source.kill("no way", returns=30.0)
             back = partial(source.come_back, same=True)
             asyncio.get_running_loop().call_soon(back)
         return hosts(message)
 
-    target.handle = cut
     servers.drain("ps0:1", timeout=10.0)
     assert kinds(target).count(HostStore) == 3
     assert served(world) == ["/job:ps/task:1"] * 2
@@ -351,7 +328,6 @@ def test_a_source_that_is_lost_is_lost_as_without_moves(world, phase, last):
 def test_a_source_that_is_lost_between_two_moves_is_lost(world):
     servers, (source, target) = connected(world, stores_per_ps=2), world.ps
     copies = len(target.copies)
-    hosts = target.handle
 
     def lost_behind(promotes, message):
         answer = promotes(message)
@@ -359,13 +335,13 @@ def test_a_source_that_is_lost_between_two_moves_is_lost(world):
             source.kill()
         return answer
 
-    def hosted(message):
+    @target.wrap
+    def hosted(hosts, message):
         answer = hosts(message)
         for copy in target.copies[copies:]:
-            copy.handle = partial(lost_behind, copy.handle)
+            copy.wrap(lost_behind)
         return answer
 
-    target.handle = hosted
     with pytest.raises(PSUnavailableError, match="task:2"):
         servers.drain("ps0:1", timeout=10.0)
 
@@ -393,14 +369,8 @@ def test_a_first_change_that_meets_a_restore_starts_nothing_before_its_end(world
     world.session.recover(3600.0)
     cut = world.on_loop(lambda: world.session.cluster.renewal.ended_steps)
     asyncio.run(world.session.remember(point := Checkpoint(), cut, 0))
-    greets, asked = first.handle, []
-
-    def silent(message):
-        return (
-            asked.append(message) if type(message) is OpenSession else greets(message)
-        )
-
-    first.handle = silent  # its process is awaited when another one is lost
+    greets = first.handle  # its process is awaited when another one is lost
+    asked = first.heard(OpenSession, answers=False)
 
     async def change():
         adding = asyncio.ensure_future(servers.add_async("ps2:1"))

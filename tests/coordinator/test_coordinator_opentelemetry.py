@@ -12,10 +12,9 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import good, note_step
 
 import zstrat as zs
-from zstrat.telemetry import Phase, PhaseSpan
 
 sdk = pytest.importorskip(
     "opentelemetry.sdk.trace.export",
@@ -98,25 +97,13 @@ def world(make_world):
     return make_world(ps=1, workers=1)
 
 
-def note_step(world, step):
-    """The worker has run the step, and the ps has applied it, just now."""
-    worker, ps = world.workers[0], world.ps[0]
-    now, there = worker.now + 1e-5 * step, ps.now + 1e-5 * step
-    worker.spans += [
-        PhaseSpan(step, Phase.COMPUTE, now, now + 1e-6),
-        PhaseSpan(step, Phase.PUSH, now + 1e-6, now + 4e-6),
-    ]
-    ps.spans.append(PhaseSpan(step, Phase.APPLY, there + 2e-6, there + 3e-6))
-
-
 def sampled(coordinator):
     """Trains until a sample is taken."""
     while coordinator._core.engine.notes is None:
         coordinator.schedule(good).fetch()
 
 
-def test_each_step_is_a_trace_over_all_tasks(world, collector):
-    coordinator = world.coordinator()
+def test_each_step_is_a_trace_over_all_tasks(world, coordinator, collector):
     world.workers[0].ahead = 1000.0
     exporter = otlp.OTLPSpanExporter(endpoint=collector.endpoint)
     with zs.OpenTelemetryExport(
@@ -163,10 +150,9 @@ def closed_port():
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_collector_that_is_dead_or_hangs_costs_its_spans_alone(
-    world, collector, caplog, is_there
+def test_a_dead_or_hanging_collector_costs_its_spans(
+    coordinator, collector, caplog, is_there
 ):
-    coordinator = world.coordinator()
     endpoint = f"http://127.0.0.1:{closed_port()}/v1/traces"
     if is_there:
         collector.is_open.clear()
@@ -211,8 +197,7 @@ def test_while_it_sends_it_takes_no_other_sample(world):
     assert export.dropped == 0
 
 
-def test_it_makes_way_for_a_time_line(world, collector, tmp_path):
-    coordinator = world.coordinator()
+def test_it_makes_way_for_a_time_line(coordinator, collector, tmp_path):
     exporter = otlp.OTLPSpanExporter(endpoint=collector.endpoint)
     with zs.OpenTelemetryExport(
         coordinator, exporter, every=0.001, steps=1000, seconds=LONG
@@ -225,8 +210,7 @@ def test_it_makes_way_for_a_time_line(world, collector, tmp_path):
             assert profile.about["steps that ended"] == 1
 
 
-def test_a_session_that_ends_first_ends_it(world, collector):
-    coordinator = world.coordinator()
+def test_a_session_that_ends_first_ends_it(world, coordinator, collector):
     exporter = otlp.OTLPSpanExporter(endpoint=collector.endpoint)
     with zs.OpenTelemetryExport(coordinator, exporter, every=0.001, seconds=LONG):
         sampled(coordinator)
@@ -246,8 +230,7 @@ def test_without_the_extra_it_says_what_to_install(world, monkeypatch):
         zs.OpenTelemetryExport(world.coordinator())
 
 
-def test_it_is_refused_in_a_step(world):
-    coordinator = world.coordinator()
+def test_it_is_refused_in_a_step(coordinator):
 
     @zs.function
     def step():

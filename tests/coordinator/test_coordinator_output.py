@@ -22,8 +22,7 @@ def say(worker, text, session=None):
     worker.work()
 
 
-def test_before_a_value_is_fetched(world, capsys):
-    coordinator = world.coordinator()
+def test_before_a_value_is_fetched(world, coordinator, capsys):
     world.on_loop(world.hold)
     value = coordinator.schedule(constant)
     world.on_loop(say, world.workers[0], "loss 0.5\n")
@@ -32,8 +31,7 @@ def test_before_a_value_is_fetched(world, capsys):
     assert capsys.readouterr().out == "worker:0| loss 0.5\n"
 
 
-def test_before_a_join_ends_whoever_printed_and_whatever_comes_of_it(world, capsys):
-    coordinator = world.coordinator()
+def test_before_a_join_ends_whoever_printed(world, coordinator, capsys):
     coordinator.schedule(constant)
     for number, worker in enumerate(world.workers):
         world.on_loop(say, worker, f"line {number}\n")
@@ -51,8 +49,7 @@ async def test_before_a_value_was_awaited(world, capsys):
     assert capsys.readouterr().out == "worker:0| a\n"
 
 
-def test_what_is_of_another_session_is_not_shown(world, capsys):
-    coordinator = world.coordinator()
+def test_what_is_of_another_session_is_not_shown(world, coordinator, capsys):
     world.on_loop(say, world.workers[0], "a secret\n", session=5)
     coordinator.schedule(constant).fetch()
     assert capsys.readouterr().out == ""

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from coordinator_fakes import good
+from coordinator_fakes import cancelled, good
 
 import zstrat.program as zs
 from zstrat.errors import PSUnavailableError, UnavailableError
@@ -54,28 +54,16 @@ class Resting:
             self.held.set()
 
 
-def begin(worker):
-    """The first closure of a fake worker runs: nobody can cancel it any more."""
-    return worker.queue.pop(0)
-
-
-def finish(worker, begun):
-    worker.queue.insert(0, begun)
-    worker.work(1)
-
-
 def test_what_runs_ends_and_what_has_not_begun_comes_back(world):
     coordinator = world.coordinator(closures_in_flight=2)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(6)]
-    world.until(lambda: world.running == 4)
-    begun = [world.on_loop(begin, worker) for worker in world.workers]
+    values = world.held(coordinator, 6, running=4)
+    begun = [world.on_loop(worker.begin) for worker in world.workers]
     ran = {item[3] for item in begun}
     with Resting(world) as resting:
         world.until(lambda: not world.running)
         assert not resting.held.is_set()
-        for worker, item in zip(world.workers, begun, strict=True):
-            world.on_loop(finish, worker, item)
+        for worker in world.workers:
+            world.on_loop(worker.finish)
         cut = resting.wait()
         over = {s for run in cut.besides for s in range(run.first, run.end)}
         assert set(range(1, cut.end)) | over == ran
@@ -108,11 +96,9 @@ def test_one_worker_keeps_the_order_of_its_steps(make_world):
 
 def test_a_step_whose_worker_is_lost_runs_elsewhere_first(world):
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 2)
+    values = world.held(coordinator, 4, running=2)
     lost, other = sorted(world.workers, key=lambda w: w.queue[0][3])
-    world.on_loop(begin, lost)
+    world.on_loop(lost.begin)
     with Resting(world) as resting:
         world.until(lambda: not other.queue)
         world.on_loop(lost.kill)
@@ -128,10 +114,8 @@ def test_a_step_whose_worker_is_lost_runs_elsewhere_first(world):
 def test_without_a_worker_for_it_the_wait_ends(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator(worker_wait_timeout=0.1)
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running)
-    world.on_loop(begin, world.workers[0])
+    (value,) = world.held(coordinator)
+    world.on_loop(world.workers[0].begin)
     world.on_loop(world.workers[0].kill)
     with Resting(world) as resting:
         with pytest.raises(UnavailableError, match="worker_wait_timeout"):
@@ -143,20 +127,16 @@ def test_without_a_worker_for_it_the_wait_ends(make_world):
     assert value.is_ready
 
 
-def test_a_lost_parameter_server_ends_the_wait(world):
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    coordinator.schedule(good)
-    world.until(lambda: world.running == 1)
-    world.on_loop(begin, next(worker for worker in world.workers if worker.queue))
+def test_a_lost_parameter_server_ends_the_wait(world, coordinator):
+    world.held(coordinator)
+    world.on_loop(next(worker for worker in world.workers if worker.queue).begin)
     with Resting(world) as resting:
         world.on_loop(world.ps[0].kill)
         with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
             resting.wait()
 
 
-def test_an_error_that_waits_to_be_raised_is_no_hindrance(world):
-    coordinator = world.coordinator()
+def test_an_error_that_waits_to_be_raised_is_no_hindrance(world, coordinator):
     value = coordinator.schedule(bad, args=("boom",))
     with pytest.raises(ValueError, match="boom"):
         value.fetch()
@@ -169,8 +149,7 @@ def test_an_error_that_waits_to_be_raised_is_no_hindrance(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
-def test_two_may_hold_it(world):
-    coordinator = world.coordinator()
+def test_two_may_hold_it(world, coordinator):
     with Resting(world) as first, Resting(world) as second:
         first.wait()
         second.wait()
@@ -181,8 +160,7 @@ def test_two_may_hold_it(world):
     assert value.fetch() == 1
 
 
-def test_a_new_coordinator_is_held_too(world):
-    coordinator = world.coordinator()
+def test_a_new_coordinator_is_held_too(world, coordinator):
     assert coordinator.schedule(good).fetch() == 1
     with Resting(world) as resting:
         resting.wait()
@@ -195,7 +173,7 @@ def test_a_new_coordinator_is_held_too(world):
         assert resting.wait().end == 3
 
 
-def test_updates_of_the_program_wait_or_are_waited_for(world):
+def test_updates_of_the_program_wait_or_are_waited_for(world, in_thread):
     world.coordinator()
     spec = VariableSpec(1, "v", (), "float32", 0)
     ps, gate = world.ps[0], world.session.cluster.pause.gate
@@ -204,22 +182,20 @@ def test_updates_of_the_program_wait_or_are_waited_for(world):
     def update():
         world.update([(spec, UpdateOp.ADD, 0, [np.float32(1)])])
 
-    threads = [threading.Thread(target=update) for _ in range(2)]
-    threads[0].start()
+    first = in_thread(update)
     world.until(lambda: len(ps.pushes) == 1)
     with Resting(world) as resting:
         while not gate.is_closed:
             world.until(lambda: True)
         assert not resting.held.is_set()
-        threads[1].start()
+        second = in_thread(update)
         world.on_loop(ps.answer_pushes)
         resting.wait()
-        threads[0].join(100)
+        first.result(100)
         assert len(ps.pushes) == 1
     world.until(lambda: len(ps.pushes) == 2)
     world.on_loop(ps.answer_pushes)
-    threads[1].join(100)
-    assert not threads[1].is_alive()
+    second.result(100)
 
 
 def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
@@ -232,9 +208,7 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
     async def give_up():
         update = asyncio.ensure_future(world.update_async(adds))
         await asyncio.to_thread(world.until, lambda: len(ps.pushes) == 1)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
+        await cancelled(update)
 
     asyncio.run(give_up())
     with Resting(world) as resting:
@@ -245,18 +219,13 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
         resting.wait()
 
 
-def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
+def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world, in_thread):
     world.coordinator()
     spec = VariableSpec(1, "v", (), "float32", 0)
     ps = world.ps[0]
     ps.reads = False
     adds = [(spec, UpdateOp.ADD, 0, [np.float32(1)])]
-
-    def add():
-        asyncio.run(world.update_async(adds))
-
-    thread = threading.Thread(target=add)
-    thread.start()
+    adding = in_thread(world.update, adds)
     world.until(lambda: len(ps.pushes) == 1)
     world.on_loop(ps.kill, "the line was cut")
     with Resting(world) as resting:
@@ -270,17 +239,15 @@ def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
         assert (first.writer, first.step) == (second.writer, second.step)
         world.on_loop(ps.answer_pushes)
         resting.wait()
-        thread.join(100)
-        assert not thread.is_alive()
+        adding.result(100)
         assert len(ps.fences) == 1
 
 
 def test_giving_up_lets_all_go_on(world):
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 2)
-    begun = [world.on_loop(begin, worker) for worker in world.workers]
+    values = world.held(coordinator, 4, running=2)
+    for worker in world.workers:
+        world.on_loop(worker.begin)
 
     async def give_up():
         async with world.session.at_rest():
@@ -291,13 +258,11 @@ def test_giving_up_lets_all_go_on(world):
         await asyncio.to_thread(
             world.until, lambda: coordinator._core.engine.queue.held
         )
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(task)
 
     asyncio.run(main())
-    for worker, item in zip(world.workers, begun, strict=True):
-        world.on_loop(finish, worker, item)
+    for worker in world.workers:
+        world.on_loop(worker.finish)
     world.on_loop(world.release)
     coordinator.join()
     assert [value.fetch() for value in values] == [1] * 4

@@ -8,15 +8,19 @@ import re
 import jax.numpy as jnp
 import pytest
 from cancels import cancelled_everywhere
-from coordinator_fakes import good
+from coordinator_fakes import good, note_step
 from strikes import strikes
 
 import zstrat as zs
 from zstrat.coordinator import AsyncClusterCoordinator
-from zstrat.telemetry import Phase, PhaseSpan
 from zstrat.wire import AskClock, EndCapture
 
 NUMBER = re.compile(r"[-+]?[0-9]+\.[0-9]+")
+
+
+@pytest.fixture
+def world(make_world):
+    return make_world(workers=1)
 
 
 @pytest.fixture
@@ -65,18 +69,6 @@ def curve_in(trace, name):
     return [e["args"]["count"] for e in events if e["ph"] == "C" and e["name"] == name]
 
 
-def note_step(world, step):
-    """The first worker has run the step, and the ps has applied it, just now; a
-    microsecond for each, so that none overlaps with that of another step."""
-    worker, ps = world.workers[0], world.ps[0]
-    now, there = worker.now + 1e-5 * step, ps.now + 1e-5 * step
-    worker.spans += [
-        PhaseSpan(step, Phase.COMPUTE, now, now + 1e-6),
-        PhaseSpan(step, Phase.PUSH, now + 1e-6, now + 4e-6),
-    ]
-    ps.spans.append(PhaseSpan(step, Phase.APPLY, there + 2e-6, there + 3e-6))
-
-
 def test_all_tasks_are_shown_on_the_clock_of_the_program(make_world, place):
     world = make_world(ps=1, workers=1)
     coordinator = world.coordinator(closures_in_flight=3)
@@ -121,9 +113,7 @@ def test_all_tasks_are_shown_on_the_clock_of_the_program(make_world, place):
     assert max(curve_in(trace, "closures at workers")) == 3
 
 
-def test_it_says_how_far_each_clock_may_be_wrong(make_world, place):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_it_says_how_far_each_clock_may_be_wrong(world, coordinator, place):
     world.workers[0].ahead = 5.0
     with coordinator.profile(place) as profile:
         pass
@@ -139,9 +129,7 @@ def train_on(world, coordinator):
         coordinator.schedule(good).fetch()
 
 
-def test_it_ends_by_itself_after_so_many_steps(make_world, place):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_it_ends_by_itself_after_so_many_steps(world, coordinator, place):
     with coordinator.profile(place, steps=2) as profile:
         for _ in range(2):
             coordinator.schedule(good).fetch()
@@ -153,18 +141,16 @@ def test_it_ends_by_itself_after_so_many_steps(make_world, place):
     assert [step for *_, step in schedules] in ([1, 2], [1, 2, 3])
 
 
-def test_it_ends_by_itself_after_so_many_seconds(make_world, place):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_it_ends_by_itself_after_so_many_seconds(world, coordinator, place):
     with coordinator.profile(place, seconds=0.001) as profile:
         train_on(world, coordinator)
     assert profile.about["ended by"] == "0.001 seconds"
     assert world.workers[0].capturing[0].seconds > 0.001
 
 
-def test_what_tasks_keep_is_bounded_and_a_cut_is_told(make_world, place, caplog):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_what_tasks_keep_is_bounded_and_a_cut_is_told(
+    world, coordinator, place, caplog
+):
     with coordinator.profile(place, max_bytes=3 * 200 * 2) as profile:
         for _ in range(3):
             coordinator.schedule(good).fetch()
@@ -174,9 +160,7 @@ def test_what_tasks_keep_is_bounded_and_a_cut_is_told(make_world, place, caplog)
     assert "program: cut" in caplog.text
 
 
-def test_a_worker_killed_in_the_middle_is_named_and_all_others_are_there(
-    make_world, place, caplog
-):
+def test_a_worker_killed_in_the_middle_is_named(make_world, place, caplog):
     world = make_world(ps=1, workers=2)
     coordinator = world.coordinator()
     with coordinator.profile(place) as profile:
@@ -215,9 +199,7 @@ def test_a_task_that_does_not_say_what_it_has_noted_is_named(make_world, place):
     assert "ps:0: missing" not in profile.about
 
 
-def test_one_at_a_time(make_world, place, tmp_path):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_one_at_a_time(world, coordinator, place, tmp_path):
     with coordinator.profile(place) as first:
         with pytest.raises(RuntimeError):
             coordinator.profile(tmp_path / "second.json").__enter__()
@@ -228,11 +210,7 @@ def test_one_at_a_time(make_world, place, tmp_path):
         pass
 
 
-def test_a_place_where_no_file_can_be_is_refused_before_any_task_is_asked(
-    make_world, tmp_path
-):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_a_place_where_no_file_can_be_is_refused(world, coordinator, tmp_path):
     with pytest.raises(ValueError, match=r"\*\.json.*line\.png"):
         coordinator.profile(tmp_path / "line.png").__enter__()
     (tmp_path / "file").write_text("")
@@ -242,16 +220,14 @@ def test_a_place_where_no_file_can_be_is_refused_before_any_task_is_asked(
 
 
 @pytest.mark.parametrize("bound", ["steps", "seconds", "max_bytes"])
-def test_a_bound_of_nothing_is_refused(make_world, place, bound):
-    coordinator = make_world(ps=1, workers=1).coordinator()
+def test_a_bound_of_nothing_is_refused(coordinator, place, bound):
     with pytest.raises(ValueError, match=f"{bound}=0"):
         coordinator.profile(place, **{bound: 0})
 
 
-def test_a_file_that_cannot_be_written_in_the_end_costs_nothing_but_the_picture(
-    make_world, place, caplog
+def test_a_file_that_cannot_be_written_costs_only_the_picture(
+    coordinator, place, caplog
 ):
-    coordinator = make_world(ps=1, workers=1).coordinator()
     with coordinator.profile(place) as profile:
         value = coordinator.schedule(good)
         coordinator.join()
@@ -264,10 +240,7 @@ def test_a_file_that_cannot_be_written_in_the_end_costs_nothing_but_the_picture(
     assert list(place.parent.iterdir()) == [place]
 
 
-def test_an_error_of_the_block_is_raised_and_what_came_before_it_is_written(
-    make_world, place
-):
-    coordinator = make_world(ps=1, workers=1).coordinator()
+def test_an_error_of_the_block_is_raised_and_the_file_written(coordinator, place):
 
     def block():
         with coordinator.profile(place):
@@ -279,9 +252,7 @@ def test_an_error_of_the_block_is_raised_and_what_came_before_it_is_written(
     assert ("program", "schedule") in spans_in(read(place))
 
 
-def test_a_session_that_is_closed_in_the_block_is_shown_until_then(make_world, place):
-    world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
+def test_a_session_closed_in_the_block_is_shown_until_then(world, coordinator, place):
     with coordinator.profile(place) as profile:
         coordinator.schedule(good).fetch()
         world.on_loop(note_step, world, 1)
@@ -323,9 +294,7 @@ async def test_cancelled_anywhere_there_is_a_file_or_it_says_why_not(make_world,
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_anywhere_leaves_a_file_or_why_there_is_none_and_the_next_one_begins(
-    make_world, place
-):
+def test_ctrl_c_anywhere_leaves_a_file_or_why_there_is_none(make_world, place):
     files = "profiling/_profile.py", "profiling/_timeline_run.py", "transport/_loop.py"
     more = "timeline/_assembly.py", "zstrat/threads.py", "zstrat/paths.py"
     coordinator = make_world(ps=1, workers=1).coordinator()
@@ -386,8 +355,7 @@ def renamed(world, number):
     return zs.ClusterSpec(jobs)
 
 
-def test_it_is_refused_in_a_step(make_world, place):
-    coordinator = make_world(ps=1, workers=1).coordinator()
+def test_it_is_refused_in_a_step(coordinator, place):
 
     @zs.function
     def step():

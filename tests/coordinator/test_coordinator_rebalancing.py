@@ -66,14 +66,13 @@ def test_a_second_copy_that_becomes_the_first_meanwhile_is_moved_too(world):
     # The first process has the second copies of stores that two others serve.
     at = [(store.primary.process, store.backup.process) for store in places(world)]
     assert (at[1], at[2]) == ((1, 0), (2, 0))
-    handle = world.ps[1].handle
 
-    def lost_meanwhile(message):
+    @world.ps[1].wrap
+    def lost_meanwhile(handle, message):
         if isinstance(message, AttachBackup) and message.beside:
             world.ps[2].kill()
         return handle(message)
 
-    world.ps[1].handle = lost_meanwhile
     servers.drain("ps0:1", timeout=10.0)
     assert not world.ps[2].alive
     assert world.numbers_of["failovers"] == 1

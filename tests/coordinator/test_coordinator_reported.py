@@ -54,15 +54,15 @@ def test_a_worker_that_reports_itself_is_refused_unless_that_is_wished(reported)
 
 def test_a_worker_that_waited_for_the_program_is_taken_in(make_world):
     world = make_world(workers=1)
-    server, handle = world.ps[0], world.ps[0].handle
+    server = world.ps[0]
 
-    def tells_before_it_answers(message):
+    @server.wrap
+    def tells_before_it_answers(handle, message):
         if isinstance(message, OpenSession):
             told = WorkerReported(message.session, 1, "early:1", -1, 20.0)
             server.link.say(told)
         return handle(message)
 
-    server.handle = tells_before_it_answers
     world.connect()
     Workers(world.session).accept_joining()
     world.until(lambda: server.answers)

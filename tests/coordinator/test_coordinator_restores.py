@@ -48,6 +48,11 @@ def recovering(make_world):
     return make
 
 
+@pytest.fixture
+def world(recovering):
+    return recovering()
+
+
 def _remember(world, point):
     restores = world.session.restores
     cut = world.on_loop(lambda: world.session.cluster.renewal.ended_steps)
@@ -76,8 +81,7 @@ def _settle(world):
     world.session.run(over(), "the test")
 
 
-def test_steps_under_way_run_again_in_a_session_of_their_own(recovering):
-    world = recovering()
+def test_steps_under_way_run_again_in_a_session_of_their_own(world):
     coordinator, point = world.coordinator(closures_in_flight=2), Point()
     for _ in range(3):
         coordinator.schedule(good)
@@ -85,9 +89,7 @@ def test_steps_under_way_run_again_in_a_session_of_their_own(recovering):
     _remember(world, point)
     kept = coordinator.schedule(good)
     assert kept.fetch() == 1
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
+    values = world.held(coordinator, 4)
     first = world.session.session
     held = sorted(step for worker in world.workers for *_, step in worker.queue)
     ran = [len(worker.ran) for worker in world.workers]
@@ -121,8 +123,7 @@ def test_steps_under_way_run_again_in_a_session_of_their_own(recovering):
     assert fence.over == [StepRun(0, 5)]
 
 
-def test_a_server_that_was_only_away_is_not_filled(recovering):
-    world = recovering()
+def test_a_server_that_was_only_away_is_not_filled(world):
     coordinator, point = world.coordinator(), Point()
     _remember(world, point)
     world.on_loop(world.ps[0].kill)
@@ -140,9 +141,7 @@ def test_a_server_that_was_only_away_is_not_filled(recovering):
     assert len(point.fills) == 1, "the next loss is another one"
 
 
-def test_without_a_checkpoint_every_call_says_what_to_do(recovering):
-    world = recovering()
-    coordinator = world.coordinator()
+def test_without_a_checkpoint_every_call_says_what_to_do(world, coordinator):
     _lose(world, world.ps[1])
     _settle(world)
     words = r"/job:ps/task:1.*CheckpointManager\.save"
@@ -175,9 +174,7 @@ def test_a_server_that_does_not_come_back_in_time_is_named(recovering):
     assert coordinator.schedule(good).fetch() == 1, "a cut line is mended, as always"
 
 
-def test_a_checkpoint_that_lacks_a_variable_is_of_no_use(recovering):
-    world = recovering()
-    coordinator = world.coordinator()
+def test_a_checkpoint_that_lacks_a_variable_is_of_no_use(world, coordinator):
     spec = VariableSpec(5, "late", (2,), "float32", 0, True)
 
     async def create():
@@ -191,8 +188,7 @@ def test_a_checkpoint_that_lacks_a_variable_is_of_no_use(recovering):
         coordinator.join()
 
 
-def test_a_damaged_checkpoint_is_left_out_for_the_one_before(recovering, caplog):
-    world = recovering()
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before(world, caplog):
     coordinator, older = world.coordinator(), Point("ckpt-1")
 
     def damaged():
@@ -211,9 +207,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(recovering, caplog)
     assert "ckpt-2 is skipped: " in caplog.text
 
 
-def test_another_loss_while_they_are_filled_fills_them_once_more(recovering):
-    world = recovering()
-    coordinator = world.coordinator()
+def test_another_loss_while_they_are_filled_fills_them_once_more(world, coordinator):
 
     async def lose_another():
         if len(point.fills) == 1:
@@ -230,9 +224,7 @@ def test_another_loss_while_they_are_filled_fills_them_once_more(recovering):
     assert {ps.session for ps in world.ps} == {point.fills[1]}
 
 
-def test_what_cannot_be_filled_is_told_and_stays_so(recovering):
-    world = recovering()
-    coordinator = world.coordinator()
+def test_what_cannot_be_filled_is_told_and_stays_so(world, coordinator):
 
     async def refused():
         raise InvalidArgumentError("no such slot")
@@ -252,8 +244,7 @@ def test_what_cannot_be_filled_is_told_and_stays_so(recovering):
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_an_update_of_the_program_has_its_effect_once(recovering, same):
-    world = recovering()
+def test_an_update_of_the_program_has_its_effect_once(world, same):
     world.coordinator()
     _remember(world, Point())
     first, second = world.ps
@@ -285,28 +276,28 @@ def test_an_update_of_the_program_has_its_effect_once(recovering, same):
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_what_broke_with_a_connection_waits_until_it_is_known_who_came_back(
-    recovering, same
-):
-    world = recovering(reconnect=3600.0)
-    point, tries = Point(), []
-    _remember(world, point)
-    recovery = world.session.cluster.recovery
+@pytest.mark.parametrize("again", [False, True])
+def test_what_broke_waits_until_it_is_known_who_came_back(recovering, same, again):
+    """Work that must not be done twice is repeated if a restore has undone it."""
+    world, tries = recovering(reconnect=3600.0), []
+    _remember(world, Point())
+    cluster, ps = world.session.cluster, world.ps[0]
 
     async def ask():
-        tries.append(recovery.restores)
+        tries.append(cluster.restores)
         if len(tries) == 1:
-            world.ps[0].kill()
+            ps.kill()
             asyncio.get_running_loop().call_soon(partial(ps.come_back, same=same))
             raise PSUnavailableError("/job:ps/task:0", "its connection broke")
 
-    ps = world.ps[0]
-    world.session.run(recovery.through(ask), "the test")
-    assert tries == [0, 0 if same else 1]
+    is_repeated = again or not same
+    refused = pytest.raises(PSUnavailableError)
+    with contextlib.nullcontext() if is_repeated else refused:
+        world.session.run(cluster.through(ask, again=again), "the test")
+    assert tries == ([0, 0 if same else 1] if is_repeated else [0])
 
 
-def test_a_coordinator_that_is_made_meanwhile_waits_as_well(recovering):
-    world = recovering()
+def test_a_coordinator_that_is_made_meanwhile_waits_as_well(world):
     point = Point()
     _remember(world, point)
     world.on_loop(world.ps[0].kill)
@@ -318,9 +309,7 @@ def test_a_coordinator_that_is_made_meanwhile_waits_as_well(recovering):
     assert len(point.fills) == 1
 
 
-def test_the_session_may_be_closed_while_a_server_is_awaited(recovering):
-    world = recovering()
-    coordinator = world.coordinator()
+def test_the_session_may_be_closed_while_a_server_is_awaited(world, coordinator):
     world.on_loop(world.ps[0].kill)
     world.until(lambda: world.session.cluster.recovery.is_under_way)
     value = coordinator.schedule(good)

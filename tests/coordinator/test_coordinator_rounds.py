@@ -103,88 +103,98 @@ class Rig:
 
     async def contribute(self, worker, step, base, *, coupled=False):
         given = StepContribution(step, 1, OPTIMIZER, base, 1.0, coupled)
-        self.closing.contributed(worker, [given], asyncio.get_running_loop().time())
+        self.closing.contributed(worker, [given], self.now)
         await self.closing.settle()
         await asyncio.sleep(0)  # callbacks of what has ended
 
+    async def look(self, later=0.0):
+        self.closing.look(self.now + later)
+        await self.closing.settle()
 
-async def test_a_round_closes_with_all_workers_in_the_order_of_steps():
-    rig = Rig(2, zs.Rounds())
+    @property
+    def now(self):
+        return asyncio.get_running_loop().time()
+
+
+@pytest.fixture
+async def make_rig():
+    rigs = []
+
+    def make(*given, **options):
+        rigs.append(Rig(*given, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        await rig.closing.stop()
+
+
+async def test_a_round_closes_with_all_workers_in_the_order_of_steps(make_rig):
+    rig = make_rig(2, zs.Rounds())
     await rig.contribute(1, 2, 0)
     assert not rig.closed
     await rig.contribute(0, 1, 0)
     assert rig.closed == [(0, [1, 2], [])]
-    await rig.closing.stop()
 
 
-async def test_a_round_waits_for_no_worker_that_gets_no_closures():
+async def test_a_round_waits_for_no_worker_that_gets_no_closures(make_rig):
     """Worker 1 is there and cannot reach a parameter server."""
-    rig = Rig(2, zs.Rounds())
+    rig = make_rig(2, zs.Rounds())
     del rig.sound[1]
     await rig.contribute(0, 1, 0)
     assert rig.closed == [(0, [1], [])]
-    await rig.closing.stop()
 
 
-async def test_a_new_coordinator_closes_what_is_open():
+async def test_a_new_coordinator_closes_what_is_open(make_rig):
     """Worker 1 has contributed by a step of the coordinator before, which was not told,
     and its next step waits for the end of that round."""
-    rig = Rig(2, zs.Rounds())
+    rig = make_rig(2, zs.Rounds())
     await rig.contribute(0, 1, 0)
     rig.attach()
-    rig.closing.look(asyncio.get_running_loop().time())
-    await rig.closing.settle()
+    await rig.look()
     assert rig.closed == [(0, [1], [])]
     await rig.contribute(0, 3, 1)
     await rig.contribute(1, 4, 1)
     assert rig.closed[1:] == [(1, [3, 4], [])]
-    await rig.closing.stop()
 
 
-async def test_operands_are_computed_once_though_the_order_comes_twice():
+async def test_operands_are_computed_once_though_the_order_comes_twice(make_rig):
     """A server that has closed the round has none of its gradients any more."""
-    rig = Rig(1, zs.Rounds(), failures=1)
+    rig = make_rig(1, zs.Rounds(), failures=1)
     await rig.contribute(0, 1, 0, coupled=True)
-    rig.closing.look(asyncio.get_running_loop().time() + 1.0)
-    await rig.closing.settle()
+    await rig.look(1.0)
     assert rig.closed == [(0, [1], [1.0])]
     assert rig.asked == 1
     assert not rig.raised
-    await rig.closing.stop()
 
 
 @pytest.mark.parametrize("refusal", [None, ClosedError("it left")])
-async def test_operands_wait_for_a_worker_that_is_away(refusal):
+async def test_operands_wait_for_a_worker_that_is_away(make_rig, refusal):
     """It is not connected; or the program lets it go meanwhile."""
-    rig = Rig(1, zs.Rounds())
+    rig = make_rig(1, zs.Rounds())
     rig.task.is_ready, rig.refusal = refusal is not None, refusal
-    loop = asyncio.get_running_loop()
     given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
-    rig.closing.contributed(0, [given], loop.time())
-    rig.closing.look(loop.time())
+    rig.closing.contributed(0, [given], rig.now)
+    rig.closing.look(rig.now)
     await asyncio.sleep(0)
     assert not rig.closed
     rig.task.is_ready, rig.refusal, rig.asked = True, None, 0
-    rig.closing.look(loop.time())
-    await rig.closing.settle()
+    await rig.look()
     assert rig.closed == [(0, [1], [1.0])]
     assert not rig.raised
-    await rig.closing.stop()
 
 
-async def test_a_checkpoint_waits_for_a_round_that_waits_for_a_worker():
-    rig = Rig(1, zs.Rounds())
+async def test_a_checkpoint_waits_for_a_round_that_waits_for_a_worker(make_rig):
+    rig = make_rig(1, zs.Rounds())
     rig.task.is_ready = False
-    loop = asyncio.get_running_loop()
     given = StepContribution(1, 1, OPTIMIZER, 0, 1.0, True)
-    rig.closing.contributed(0, [given], loop.time())
+    rig.closing.contributed(0, [given], rig.now)
     held = asyncio.ensure_future(rig.closing.hold())
     await asyncio.sleep(0)
     rig.task.is_ready = True
-    rig.closing.look(loop.time())
+    rig.closing.look(rig.now)
     await held
     assert rig.closed == [(0, [1], [1.0])]
-    await rig.closing.stop()
 
 
 @pytest.mark.parametrize(
@@ -194,8 +204,8 @@ async def test_a_checkpoint_waits_for_a_round_that_waits_for_a_worker():
         UnavailableError("ps:0 is shutting down"),
     ],
 )
-async def test_an_order_waits_while_a_restore_waits_for_a_server(error):
-    rig = Rig(1, zs.Rounds(), failures=3)
+async def test_an_order_waits_while_a_restore_waits_for_a_server(make_rig, error):
+    rig = make_rig(1, zs.Rounds(), failures=3)
     rig.queue.suspended, rig.failure = True, error
     await rig.contribute(0, 1, 0)
     assert rig.failures == 2
@@ -204,28 +214,25 @@ async def test_an_order_waits_while_a_restore_waits_for_a_server(error):
         await rig.closing.hold()
     rig.closing.release()
     rig.queue.suspended, rig.failures = False, 0
-    rig.closing.look(asyncio.get_running_loop().time() + 1.0)
-    await rig.closing.settle()
+    await rig.look(1.0)
     assert rig.closed == [(0, [1], [])]
-    await rig.closing.stop()
 
 
-async def test_operands_that_cannot_be_computed_are_an_error():
-    rig = Rig(1, zs.Rounds())
+async def test_operands_that_cannot_be_computed_are_an_error(make_rig):
+    rig = make_rig(1, zs.Rounds())
     rig.refusal = InvalidArgumentError("of two trees")
     await rig.contribute(0, 1, 0, coupled=True)
     (error,) = rig.raised
     assert isinstance(error, UnavailableError)
     assert "of two trees" in str(error)
     assert not rig.closed
-    await rig.closing.stop()
 
 
 @pytest.mark.parametrize("coupled", [False, True])
-async def test_a_member_that_a_server_lacks_is_named_with_all_workers(coupled):
+async def test_a_member_that_a_server_lacks_is_named_with_workers(make_rig, coupled):
     """A server that has lost it refuses the order; others may have applied it, unless
     operands were to be computed first."""
-    rig = Rig(2, zs.Rounds(), failures=1)
+    rig = make_rig(2, zs.Rounds(), failures=1)
     missing = "/job:ps/task:1 has lost what run 1 of step 2 has contributed"
     rig.failure = rig.refusal = NotFoundError(missing)
     await rig.contribute(1, 2, 0, coupled=coupled)
@@ -236,18 +243,17 @@ async def test_a_member_that_a_server_lacks_is_named_with_all_workers(coupled):
         assert words in str(error)
     assert ("may differ" in str(error)) is not coupled
     assert not rig.closed
-    await rig.closing.stop()
 
 
-async def test_what_no_round_can_mend_is_raised_until_servers_are_filled_again():
+async def test_what_no_round_can_mend_is_raised_until_a_restore(make_rig):
     """A server whose connection heals ends its outage alone, and what servers hold that
     differ is of no model to be saved. All of them from one checkpoint are alike."""
-    rig = Rig(1, zs.Rounds(), failures=1)
+    rig = make_rig(1, zs.Rounds(), failures=1)
     rig.failure = NotFoundError("/job:ps/task:1 has lost it")
     await rig.contribute(0, 1, 0)
     (error,) = rig.raised
     rig.engine.outage_error = None
-    rig.closing.look(asyncio.get_running_loop().time())
+    rig.closing.look(rig.now)
     assert rig.engine.outage_error is error
     with pytest.raises(UnavailableError) as raised:
         await rig.closing.hold()
@@ -255,12 +261,11 @@ async def test_what_no_round_can_mend_is_raised_until_servers_are_filled_again()
     rig.closing.restart()
     assert rig.engine.outage_error is None
     await rig.closing.hold()
-    await rig.closing.stop()
 
 
-async def test_a_member_that_only_one_server_of_the_program_before_has_is_named():
+async def test_a_member_that_one_server_of_the_program_before_lacks(make_rig):
     """A program was killed after one server had closed the round."""
-    rig = Rig(1, zs.Rounds(), failures=1)
+    rig = make_rig(1, zs.Rounds(), failures=1)
     missing = "/job:ps/task:1 has lost what run 1 of step 2 has contributed"
     rig.failure = NotFoundError(missing)
     order = RoundOrder(OPTIMIZER, 3, 0, [RoundMember(2, 1, 1.0)])
@@ -271,12 +276,11 @@ async def test_a_member_that_only_one_server_of_the_program_before_has_is_named(
         assert words in str(raised.value)
     await rig.closing.inherit(0.0)
     assert rig.closed == [(3, [2], [])]
-    await rig.closing.stop()
 
 
-async def test_a_late_contribution_is_dropped_or_counts_for_the_next_round():
+async def test_a_late_contribution_is_dropped_or_counts_for_the_next_round(make_rig):
     for late, second in (("drop", [3]), ("next", [2, 3])):
-        rig = Rig(2, zs.Rounds(backup=1, late=late))
+        rig = make_rig(2, zs.Rounds(backup=1, late=late))
         await rig.contribute(0, 1, 0)
         if late == "next":
             rig.closing.rounds.get(OPTIMIZER).is_closing = True
@@ -284,33 +288,29 @@ async def test_a_late_contribution_is_dropped_or_counts_for_the_next_round():
         rig.closing.rounds.get(OPTIMIZER).is_closing = False
         await rig.contribute(0, 3, 1)
         assert rig.closed == [(0, [1], []), (1, second, [])]
-        await rig.closing.stop()
 
 
-async def test_a_late_contribution_takes_nobodys_place():
+async def test_a_late_contribution_takes_nobodys_place(make_rig):
     """Else whose place it takes would be late in turn, for all rounds to come."""
-    rig = Rig(3, zs.Rounds(late="next"))
+    rig = make_rig(3, zs.Rounds(late="next"))
     await rig.contribute(0, 1, 0)
     await rig.contribute(1, 2, 0)
     rig.sound.pop()  # whose step another worker runs
-    rig.closing.look(asyncio.get_running_loop().time())
-    await rig.closing.settle()
+    await rig.look()
     await rig.contribute(0, 3, 0)
     await rig.contribute(0, 4, 1)
     assert rig.closed == [(0, [1, 2], [])]
     await rig.contribute(1, 5, 1)
     assert rig.closed[1:] == [(1, [3, 4, 5], [])]
-    await rig.closing.stop()
 
 
-async def test_without_backup_workers_no_contribution_is_dropped():
+async def test_without_backup_workers_no_contribution_is_dropped(make_rig):
     """A worker is lost, its step runs again, and the round is closed before it ends."""
-    rig = Rig(3, zs.Rounds())
+    rig = make_rig(3, zs.Rounds())
     await rig.contribute(0, 1, 0)
     await rig.contribute(1, 2, 0)
     rig.sound.pop()
-    rig.closing.look(asyncio.get_running_loop().time())
-    await rig.closing.settle()
+    await rig.look()
     await asyncio.sleep(0)
     await rig.contribute(0, 3, 0)
     await rig.contribute(1, 4, 1)
@@ -318,26 +318,23 @@ async def test_without_backup_workers_no_contribution_is_dropped():
     assert rig.closed == [(0, [1, 2], []), (1, [3, 4, 5], [])]
     seen = rig.closing.rounds.metrics(2, 0.0)["mine"]
     assert (seen["late"], seen["dropped"]) == ({"worker:0": 1}, {})
-    await rig.closing.stop()
 
 
-async def test_no_round_is_closed_while_a_checkpoint_is_taken():
+async def test_no_round_is_closed_while_a_checkpoint_is_taken(make_rig):
     """Its grace may end meanwhile, and one server may be saved before the other."""
-    rig = Rig(2, zs.Rounds(backup=1, grace=0.001))
+    rig = make_rig(2, zs.Rounds(backup=1, grace=0.001))
     await rig.contribute(0, 1, 0)
     await rig.closing.hold()
-    now = asyncio.get_running_loop().time() + 1.0
-    rig.closing.look(now)
+    rig.closing.look(rig.now + 1.0)
     await rig.contribute(1, 2, 0)
     assert not rig.closed
     rig.closing.release()
     await rig.closing.settle()
     assert rig.closed == [(0, [1, 2], [])]
-    await rig.closing.stop()
 
 
-async def test_what_waits_is_dropped_when_a_checkpoint_is_restored():
-    rig = Rig(2, zs.Rounds())
+async def test_what_waits_is_dropped_when_a_checkpoint_is_restored(make_rig):
+    rig = make_rig(2, zs.Rounds())
     rig.queue.steps.next = 3
     await rig.contribute(0, 1, 0)
     await rig.closing.hold()
@@ -348,7 +345,6 @@ async def test_what_waits_is_dropped_when_a_checkpoint_is_restored():
     await rig.contribute(1, 2, 1)
     await rig.contribute(0, 3, 1)
     assert rig.closed == [(0, [], []), (1, [2, 3], [])]
-    await rig.closing.stop()
 
 
 @pytest.mark.parametrize(
@@ -363,8 +359,10 @@ async def test_what_waits_is_dropped_when_a_checkpoint_is_restored():
         (8, 2, 1, 10),
     ],
 )
-async def test_rounds_go_on_with_those_of_a_checkpoint(made, saved, cycle, opens):
-    rig = Rig(1, zs.Rounds())
+async def test_rounds_continue_those_of_a_checkpoint(
+    make_rig, made, saved, cycle, opens
+):
+    rig = make_rig(1, zs.Rounds())
     for number in range(made):
         await rig.contribute(0, 1 + number, number)
     await rig.closing.hold()
@@ -375,36 +373,32 @@ async def test_rounds_go_on_with_those_of_a_checkpoint(made, saved, cycle, opens
     assert rig.closed[-1] == (opens, [100], [])
     skips = rig.closed[made:-1]
     assert skips == ([(opens - 1, [], [])] if opens > made else [])
-    await rig.closing.stop()
 
 
-async def test_too_few_workers_are_an_error_that_names_who_is_missing():
-    rig = Rig(1, zs.Rounds(workers=2))
+async def test_too_few_workers_are_an_error_that_names_who_is_missing(make_rig):
+    rig = make_rig(1, zs.Rounds(workers=2))
     await rig.contribute(0, 1, 0)
     (error,) = rig.raised
     assert isinstance(error, UnavailableError)
     for word in ("'mine'", "worker:3", "workers=None", "backup="):
         assert word in str(error)
-    await rig.closing.stop()
 
 
-async def test_without_any_worker_rounds_wait_as_closures_do():
-    rig = Rig(2, zs.Rounds(workers=2))
+async def test_without_any_worker_rounds_wait_as_closures_do(make_rig):
+    rig = make_rig(2, zs.Rounds(workers=2))
     await rig.contribute(0, 1, 0)
     rig.sound.clear()
-    rig.closing.look(asyncio.get_running_loop().time())
+    rig.closing.look(rig.now)
     assert not rig.raised
-    await rig.closing.stop()
 
 
-async def test_rounds_smaller_than_the_workers_are_warned_of_once(caplog):
+async def test_rounds_smaller_than_the_workers_are_warned_of_once(make_rig, caplog):
     with caplog.at_level(logging.WARNING, "zstrat.coordinator"):
-        rig = Rig(4, zs.Rounds(workers=2))
+        rig = make_rig(4, zs.Rounds(workers=2))
         for step, worker in enumerate((0, 1, 2, 3)):
             await rig.contribute(worker, step, step // 2)
     (record,) = caplog.records
     assert "workers=4, backup=2" in record.getMessage()
-    await rig.closing.stop()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coordinator_fakes import alone
 
 import zstrat.program as zs
 from zstrat.coordinator import (
@@ -34,8 +35,7 @@ def constant():
     return jnp.float32(7)
 
 
-def test_a_result_comes_back_in_its_structure(world):
-    coordinator = world.coordinator()
+def test_a_result_comes_back_in_its_structure(coordinator):
     value = coordinator.schedule(add, args=(np.float32(1.5), np.arange(3.0)))
     result = value.fetch()
     np.testing.assert_array_equal(result["sum"], [1.5, 2.5, 3.5])
@@ -48,8 +48,7 @@ def test_a_result_comes_back_in_its_structure(world):
     assert coordinator.done()
 
 
-def test_a_known_call_in_a_step_is_refused_before_it_is_queued(world):
-    coordinator = world.coordinator()
+def test_a_known_call_in_a_step_is_refused_before_it_is_queued(coordinator):
     coordinator.schedule(constant).fetch()
     before = coordinator.metrics()["scheduled_closures"]
 
@@ -68,14 +67,12 @@ def test_get_gives_jax_arrays(world):
     assert isinstance(value.get()["sum"], jax.Array)
 
 
-def test_fetch_maps_nested_structures(world):
-    coordinator = world.coordinator()
+def test_fetch_maps_nested_structures(coordinator):
     values = {"x": [coordinator.schedule(constant)], "y": 3, "z": "text"}
     assert coordinator.fetch(values) == {"x": [np.float32(7)], "y": 3, "z": "text"}
 
 
-def test_all_workers_work_and_steps_are_unique(world):
-    coordinator = world.coordinator()
+def test_all_workers_work_and_steps_are_unique(world, coordinator):
     for _ in range(500):
         coordinator.schedule(constant)
     coordinator.join()
@@ -87,15 +84,13 @@ def test_all_workers_work_and_steps_are_unique(world):
         assert len(worker.code) == 1
 
 
-def test_plain_functions_are_refused(world):
-    coordinator = world.coordinator()
+def test_plain_functions_are_refused(coordinator):
     for plain in (lambda: 1, print, 3):
         with pytest.raises(TypeError, match=r"`ClusterCoordinator\.schedule`"):
             coordinator.schedule(plain)
 
 
-def test_remote_values_are_no_arguments(world):
-    coordinator = world.coordinator()
+def test_remote_values_are_no_arguments(coordinator):
     value = coordinator.schedule(constant)
     with pytest.raises(ValueError, match="RemoteValue"):
         coordinator.schedule(add, args=(1, {"deep": [value]}))
@@ -106,12 +101,11 @@ def test_args_are_a_tuple(world):
         world.coordinator().schedule(add, args=np.ones(3))
 
 
-def test_mistakes_in_the_function_are_raised_by_schedule(world):
+def test_mistakes_in_the_function_are_raised_by_schedule(coordinator):
     @zs.function
     def wrong(x):
         return x @ jnp.ones((7, 7))
 
-    coordinator = world.coordinator()
     with pytest.raises(TypeError):
         coordinator.schedule(wrong, args=(np.ones((2, 2)),))
     assert coordinator.done()
@@ -138,6 +132,7 @@ def test_other_strategies_are_refused():
     ("option", "value"),
     [
         ("max_queued", "10"),
+        ("max_queued", 0),
         ("max_attempts", 0),
         ("max_attempts", True),
         ("closures_in_flight", 1.5),
@@ -165,7 +160,7 @@ def test_there_is_one_coordinator_per_strategy(world):
         ClusterCoordinator(world.strategy, max_queued=11)
 
 
-def test_threads_that_make_it_at_once_get_the_same(world):
+def test_threads_that_make_it_at_once_get_the_same(world, in_thread):
     world.coordinator().shutdown()
     start, made = threading.Barrier(8), []
 
@@ -173,11 +168,8 @@ def test_threads_that_make_it_at_once_get_the_same(world):
         start.wait()
         made.append(ClusterCoordinator(world.strategy))
 
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for future in [in_thread(make) for _ in range(8)]:
+        future.result(100)
     assert len({id(coordinator) for coordinator in made}) == 1
 
 
@@ -188,7 +180,7 @@ def test_per_worker_values_are_made_of_remote_values(world):
         PerWorkerValues([value, 3])
 
 
-def test_schedule_waits_while_the_queue_is_full(world):
+def test_schedule_waits_while_the_queue_is_full(world, in_thread):
     coordinator = world.coordinator(max_queued=3, closures_in_flight=1)
     world.on_loop(world.hold)
     scheduled = []
@@ -198,19 +190,17 @@ def test_schedule_waits_while_the_queue_is_full(world):
             coordinator.schedule(constant)
             scheduled.append(1)
 
-    thread = threading.Thread(target=schedule_many)
-    thread.start()
+    scheduling = in_thread(schedule_many)
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     assert 3 <= len(scheduled) <= 5, "three wait, and two are in flight"
-    assert thread.is_alive()
+    assert not scheduling.done()
     world.on_loop(world.release)
-    thread.join(100)
+    scheduling.result(100)
     coordinator.join()
     assert sum(len(worker.ran) for worker in world.workers) == 10
 
 
-def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
-    coordinator = world.coordinator()
+def test_join_and_fetch_take_a_timeout_and_lose_nothing(world, coordinator):
     world.on_loop(world.hold)
     value = coordinator.schedule(constant)
     world.until(lambda: world.running)
@@ -230,26 +220,22 @@ def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
     coordinator.join(timeout=100)
 
 
-def test_a_join_does_not_hold_up_other_threads(world):
-    coordinator = world.coordinator()
+def test_a_join_does_not_hold_up_other_threads(world, coordinator, in_thread):
     world.on_loop(world.hold)
     coordinator.schedule(constant)
-    joiner = threading.Thread(target=coordinator.join)
-    joiner.start()
+    joining = in_thread(coordinator.join)
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     later = coordinator.schedule(constant)
     world.until(lambda: sum(len(w.queue) for w in world.workers) == 2)
     first = next(w for w in world.workers if any(s == 1 for *_, s in w.queue))
     world.on_loop(first.work, 1)
-    joiner.join(100)
-    assert not joiner.is_alive(), "it waits for what was scheduled before it alone"
+    joining.result(100)  # it waits for what was scheduled before it alone
     assert not later.is_ready
     world.on_loop(world.release)
     assert later.fetch() == 7
 
 
-def test_shutdown_cancels_and_a_new_coordinator_goes_on(world):
-    coordinator = world.coordinator()
+def test_shutdown_cancels_and_a_new_coordinator_goes_on(world, coordinator):
     world.on_loop(world.hold)
     values = [coordinator.schedule(constant) for _ in range(50)]
     coordinator.shutdown()
@@ -267,8 +253,7 @@ def test_shutdown_cancels_and_a_new_coordinator_goes_on(world):
     assert step == 51, "a session never uses a step twice"
 
 
-def test_shutdown_of_the_cluster_ends_the_daemons(world):
-    coordinator = world.coordinator()
+def test_shutdown_of_the_cluster_ends_the_daemons(world, coordinator):
     coordinator.shutdown(cluster=True)
     assert all(task.exited for task in world.tasks.values())
     coordinator.shutdown(cluster=True)
@@ -292,8 +277,7 @@ def test_leaving_the_block_with_an_error_does_not_wait(world):
         value.fetch()
 
 
-def test_metrics_are_plain_numbers(world):
-    coordinator = world.coordinator()
+def test_metrics_are_plain_numbers(coordinator):
     coordinator.schedule(constant).fetch()
     coordinator.join()
     metrics = coordinator.metrics()
@@ -306,26 +290,16 @@ def test_metrics_are_plain_numbers(world):
     assert {worker["state"] for worker in workers.values()} == {"open"}
 
 
-def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world):
-    coordinator = world.coordinator()
+def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world, coordinator, in_thread):
     coordinator.schedule(constant).fetch()
     coordinator.join()
     world.on_loop(world.hold)
     coordinator.schedule(constant)
-    raised = []
-
-    def join():
-        try:
-            coordinator.join()
-        except ClosedError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=join)
-    thread.start()
+    joining = in_thread(coordinator.join)
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     coordinator.shutdown()
-    thread.join(100)
-    assert raised
+    with pytest.raises(ClosedError):
+        joining.result(100)
 
 
 def test_a_closed_session_has_no_coordinator(world):
@@ -363,9 +337,8 @@ def test_what_is_described_when_a_coordinator_has_stopped_is_not_lost(make_world
     assert second.schedule(add, args=(3.0, 4.0)).fetch()["sum"] == 7.0
 
 
-def test_a_result_that_was_never_described_is_an_error(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_a_result_that_was_never_described_is_an_error(world, coordinator):
     assert coordinator.schedule(constant).fetch() == 7
     world.on_loop(world.session.cluster.workers[0].layouts.clear)
     value = coordinator.schedule(constant)
@@ -403,8 +376,7 @@ def strike_wake(engine, monkeypatch, before):
 
 
 @pytest.mark.parametrize("where", ["before waking", "after waking", "unlocking"])
-def test_ctrl_c_in_schedule_loses_no_closure(world, monkeypatch, where):
-    coordinator = world.coordinator()
+def test_ctrl_c_in_schedule_loses_no_closure(coordinator, monkeypatch, where):
     coordinator.schedule(constant).fetch()
     engine = coordinator._core.engine
     coordinator.join()
@@ -423,8 +395,7 @@ def test_ctrl_c_in_schedule_loses_no_closure(world, monkeypatch, where):
     assert coordinator.schedule(constant).fetch(timeout=100) == 7
 
 
-def test_done_wakes_those_who_were_forgotten(world, monkeypatch):
-    coordinator = world.coordinator()
+def test_done_wakes_those_who_were_forgotten(coordinator, monkeypatch):
     coordinator.schedule(constant).fetch()
     strike_wake(coordinator._core.engine, monkeypatch, True)
     with pytest.raises(KeyboardInterrupt):

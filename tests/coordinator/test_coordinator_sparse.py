@@ -38,8 +38,7 @@ def test_workers_keep_their_task_indices(make_world):
     }
 
 
-def test_parameter_servers_have_no_gaps(make_world):
-    world = make_world()
+def test_parameter_servers_have_no_gaps(world):
     spec = ClusterSpec({"ps": {1: "ps0:1"}, "worker": ["worker0:1"]})
     with pytest.raises(ValueError, match=r"\[1\].* without gaps"):
         connect_session(spec, world.connect().settings, make_link=None)

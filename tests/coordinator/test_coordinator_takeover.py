@@ -26,8 +26,7 @@ def draw(iterator):
     return next(iterator)
 
 
-def test_the_newer_strategy_has_the_cluster_at_once(world):
-    coordinator = world.coordinator()
+def test_the_newer_strategy_has_the_cluster_at_once(world, coordinator):
     strategy, session = world.strategy, world.session
     dataset = coordinator.create_per_worker_dataset(numbers)
     iterator = iter(dataset)
@@ -79,8 +78,7 @@ def gap(world):
 
 
 @pytest.mark.parametrize("fault", [dead_ps, dead_workers, gap])
-def test_a_second_one_that_cannot_connect_leaves_the_first_as_it_is(world, fault):
-    coordinator = world.coordinator()
+def test_a_second_one_that_cannot_connect_leaves_the_first(world, coordinator, fault):
     first = world.session
     iterator = iter(coordinator.create_per_worker_dataset(numbers))
     with fault(world):
@@ -90,11 +88,8 @@ def test_a_second_one_that_cannot_connect_leaves_the_first_as_it_is(world, fault
     assert len(world.ps[0].sessions) == 1
 
 
-def test_unfinished_work_keeps_it(world):
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    world.until(lambda: world.running)
+def test_unfinished_work_keeps_it(world, coordinator):
+    (value,) = world.held(coordinator)
     with pytest.raises(BusyError, match=r"\b1\b.*\b0\b.*strategy\.close"):
         world.connect()
     world.on_loop(world.release)
@@ -104,8 +99,7 @@ def test_unfinished_work_keeps_it(world):
     assert world.coordinator().schedule(good).fetch() == 1
 
 
-def test_an_error_that_was_never_raised_is_logged(world, caplog):
-    coordinator = world.coordinator()
+def test_an_error_that_was_never_raised_is_logged(world, coordinator, caplog):
     world.on_loop(world.hold)
     coordinator.schedule(fail)
     value = coordinator.schedule(good)
@@ -125,8 +119,7 @@ async def test_a_checkpoint_keeps_it(world):
     assert world.connect() is not session
 
 
-def test_who_has_lost_a_parameter_server_has_nothing_to_finish(world):
-    coordinator = world.coordinator()
+def test_who_has_lost_a_parameter_server_has_nothing_to_finish(world, coordinator):
     world.on_loop(world.hold)
     coordinator.schedule(good)
     world.on_loop(world.ps[0].kill)
@@ -139,9 +132,8 @@ def test_who_has_lost_a_parameter_server_has_nothing_to_finish(world):
     assert world.coordinator().schedule(good).fetch() == 1
 
 
-def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
+def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch, in_thread):
     world.ps[0].busy = True
-    outcomes = []
     opening = threading.Event()
     run = Portal.run
 
@@ -150,14 +142,12 @@ def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
         return run(portal, *args)
 
     monkeypatch.setattr(Portal, "run", told)
-    thread = threading.Thread(target=lambda: outcomes.append(world.connect()))
-    thread.start()
+    connecting = in_thread(world.connect)
     assert opening.wait(100)
     with pytest.raises(BusyError, match="coordinator_fakes"):
         world.connect()
     world.ps[0].busy = False
-    thread.join(100)
-    assert outcomes == [world.session]
+    assert connecting.result(100) is world.session
 
 
 def test_one_that_cannot_connect_does_not_stay_in_the_way(world):

@@ -1,14 +1,13 @@
 """Workers that come and go while closures run, by the program or a resolver."""
 
 import asyncio
-import threading
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cancels import cancelled_everywhere
-from coordinator_fakes import good
+from coordinator_fakes import alone, cancelled, good
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
@@ -38,21 +37,6 @@ def draw(iterator):
 
 def elements():
     return [np.float32(n) for n in range(100)]
-
-
-def in_thread(call, *args):
-    """Runs a call that blocks; returns the thread and the list of what it raised."""
-    raised = []
-
-    def run():
-        try:
-            call(*args)
-        except Exception as error:  # the test looks at it
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, raised
 
 
 def test_an_added_worker_gets_closures_behind_its_dataset(make_world):
@@ -95,7 +79,7 @@ def test_a_worker_may_be_added_before_there_is_a_coordinator(make_world):
     assert list(coordinator.metrics()["workers"]) == ["/job:worker/task:1"]
 
 
-def test_a_removed_worker_ends_what_it_runs_and_gets_nothing_more(world):
+def test_a_removed_worker_ends_what_it_runs_and_gets_nothing_more(world, in_thread):
     coordinator = world.coordinator(closures_in_flight=2)
     workers = Workers(world.session)
     first, second = world.workers
@@ -103,31 +87,21 @@ def test_a_removed_worker_ends_what_it_runs_and_gets_nothing_more(world):
     iterator.wait_ready()
     gone = iterator.values[0]
 
-    def run_one():
-        """One has begun; `CancelSteps` gives back the other."""
-        first.held = True
-        begun, first.queue = first.queue[:1], first.queue[1:]
-        first.begun = begun
-
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
-    world.on_loop(run_one)
-    thread, raised = in_thread(workers.remove, "worker0:1", 60.0)
+    values = world.held(coordinator, 4)
+    world.on_loop(first.begin)  # `CancelSteps` gives back the other
+    removing = in_thread(workers.remove, "worker0:1", 60.0)
     world.until(lambda: not first.queue)  # what had not begun was taken back
-    assert thread.is_alive()
+    assert not removing.done()
     state = coordinator.metrics()["workers"]["/job:worker/task:0"]
     assert (state["state"], state["in_flight"]) == ("leaving", 1)
 
     def end():
-        first.queue = first.begun
-        first.work()
+        first.finish()
         second.held = False
         second.work()
 
     world.on_loop(end)
-    thread.join()
-    assert raised == []
+    removing.result(100)
     coordinator.join()
     assert [value.fetch() for value in values] == [1] * 4
     assert first.closed
@@ -163,30 +137,26 @@ def test_a_worker_is_removed_by_its_name(world, name, awaited):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_a_leaving_worker_does_not_end_runs_elsewhere(world, lost):
+def test_what_a_leaving_worker_does_not_end_runs_elsewhere(world, lost, in_thread):
     coordinator = world.coordinator(closures_in_flight=1)
     first, second = world.workers
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 2)
+    values = world.held(coordinator, 2)
     world.on_loop(setattr, first, "queue", [])  # it runs, and does not end
     timeout = 60.0 if lost else 0.0
-    thread, raised = in_thread(Workers(world.session).remove, "worker0:1", timeout)
+    removing = in_thread(Workers(world.session).remove, "worker0:1", timeout)
     if lost:
         member = coordinator._core.dispatcher.members.members[0]
         world.until(lambda: member.retired)
         world.on_loop(first.kill)
-    thread.join()
-    assert raised == []
+    removing.result(100)
     world.on_loop(world.release)
     coordinator.join()
     assert [value.fetch() for value in values] == [1, 1]
     assert sorted(attempt for _, attempt in second.ran) == [1, 2]
 
 
-def test_closures_wait_when_all_workers_were_removed(make_world):
-    world = make_world(workers=1)
-    coordinator = world.coordinator()
+@alone
+def test_closures_wait_when_all_workers_were_removed(world, coordinator):
     workers = Workers(world.session)
     assert coordinator.schedule(good).fetch() == 1
     workers.remove("worker0:1")
@@ -213,8 +183,7 @@ def test_nobody_comes_and_the_words_say_that_all_were_removed(make_world):
         coordinator.join()
 
 
-def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
-    coordinator = world.coordinator()
+def test_who_cannot_join_is_refused_and_leaves_nothing(world, coordinator, caplog):
     workers = Workers(world.session)
     unlike = world.newcomer("late:1")
     unlike.devices = 4
@@ -254,17 +223,14 @@ def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
     assert workers.add("late:1") == 2, "its number was not used up"
 
 
-async def test_an_addition_that_is_given_up_leaves_nothing(world):
-    coordinator = world.coordinator()
+async def test_an_addition_that_is_given_up_leaves_nothing(world, coordinator):
     workers = Workers(world.session)
     late = world.newcomer("late:1")
     late.alive = False
     adding = asyncio.ensure_future(workers.add_async("late:1"))
     await asyncio.to_thread(world.until, lambda: late.link is not None)
     assert len(workers) == 3
-    adding.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await adding
+    await cancelled(adding)
     for _ in range(2):  # the loop has heard of it, and has carried it out
         world.on_loop(world.changed)
     assert len(workers) == 2
@@ -299,51 +265,37 @@ async def test_a_removal_that_is_cancelled_anywhere_is_one(make_world):
     assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
 
 
-def test_one_may_be_added_in_the_place_of_one_that_has_not_gone_yet(world):
+def test_one_may_be_added_in_the_place_of_one_that_has_not_gone_yet(world, in_thread):
     coordinator = world.coordinator(closures_in_flight=1)
     workers = Workers(world.session)
     first, _ = world.workers
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: world.running == 2)
-    begun = world.on_loop(first.queue.pop)  # it is not given back
-    removing, raised = in_thread(workers.remove, "worker0:1", 60.0)
+    values = world.held(coordinator, 2)
+    world.on_loop(first.begin)
+    removing = in_thread(workers.remove, "worker0:1", 60.0)
     world.until(lambda: len(workers) == 1)
     with pytest.raises(BusyError, match="worker 0"):
         workers.add("worker0:1", timeout=0.01)
-    adding, refused = in_thread(workers.add, "worker0:1", None, 60.0)
-
-    def end():
-        first.queue.append(begun)
-        world.release()
-
-    world.on_loop(end)
-    removing.join()
-    adding.join()
-    assert raised + refused == []
+    adding = in_thread(workers.add, "worker0:1", None, 60.0)
+    world.on_loop(first.finish)
+    world.on_loop(world.release)
+    removing.result(100)
+    adding.result(100)
     assert workers.addresses == {0: "worker0:1", 1: "worker1:1"}
     assert [value.fetch() for value in values] == [1, 1]
 
 
 def test_a_worker_that_is_added_again_does_not_end_at_a_goodbye_that_comes_late(world):
     world.coordinator()
-    workers, (first, _), heard = Workers(world.session), world.workers, []
-    handle = first.handle
-
-    def hears(message):
-        heard.append(message)
-        return handle(message)
-
-    first.handle = hears
+    workers, (first, _) = Workers(world.session), world.workers
+    goodbyes = first.heard(CloseSession)
     workers.remove("worker0:1")
     assert workers.add("worker0:1", 0) == 0
-    (goodbye,) = [message for message in heard if isinstance(message, CloseSession)]
+    (goodbye,) = goodbyes
     with pytest.raises(StaleSessionError):
-        handle(goodbye)
+        first.handle(goodbye)
 
 
-def test_a_large_result_goes_away_with_its_worker(world):
-    coordinator = world.coordinator()
+def test_a_large_result_goes_away_with_its_worker(world, coordinator):
     value = coordinator.schedule(large)
     coordinator.join()
     workers = Workers(world.session)
@@ -352,8 +304,7 @@ def test_a_large_result_goes_away_with_its_worker(world):
         value.fetch()
 
 
-def test_shares_of_datasets_are_fixed_and_newcomers_take_what_is_free(world):
-    coordinator = world.coordinator()
+def test_shares_of_datasets_are_fixed_and_newcomers_get_free_ones(world, coordinator):
     workers = Workers(world.session)
     made = [iter(coordinator.create_per_worker_dataset(elements))]
     made[0].wait_ready()
@@ -375,8 +326,7 @@ def test_shares_of_datasets_are_fixed_and_newcomers_take_what_is_free(world):
     assert shares(more) == [(0, 2), (2, 3)]
 
 
-def test_a_worker_may_be_removed_while_it_builds(world, caplog):
-    coordinator = world.coordinator()
+def test_a_worker_may_be_removed_while_it_builds(world, coordinator, caplog):
     first = world.workers[0]
     first._build = first.built.append  # and it does not answer
     iterator = iter(coordinator.create_per_worker_dataset(elements))
@@ -472,9 +422,7 @@ def test_a_worker_that_returns_at_another_address_is_the_same_one(world, caplog)
 def test_what_a_worker_runs_that_moves_alive_runs_once_more(world):
     coordinator, resolver = watched(world)
     moved = world.newcomer("moved:1", index=0)
-    world.on_loop(world.hold)
-    values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: world.running == 4)
+    values = world.held(coordinator, 4)
     resolver.answer({0: "moved:1", 1: "worker1:1"})
     world.until(lambda: moved.sessions)
     world.workers[0].held = True

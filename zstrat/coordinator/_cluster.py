@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import PSUnavailableError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
 from zstrat.wire import (
+    JoinSession,
     Message,
     Printed,
     SessionOpened,
@@ -32,7 +33,6 @@ from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
     ProbedTask,
-    SessionMaker,
     SessionOptions,
     StoreDirectory,
     TaskSession,
@@ -42,21 +42,24 @@ from .connecting import (
     objection_to,
 )
 from .membership import Membership
-from .membership._turnover import Turnover, WorkerSessions
+from .membership._turnover import Turnover
 from .recovery import Recovery, SessionRenewal
 from .replication import Replication, StoreMoves
 from .rounds import RoundClosing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.transport import MakeTaskLink
+    from zstrat.wire import OpenSession
 
     from ._dispatch import Dispatcher
     from .profiling._timeline_run import TimelineRun
 
 log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
 
 WORKERS_JOIN_SECONDS: Final = 1.0
 """Seconds that an opening session waits for connected workers to join, after all
@@ -105,7 +108,6 @@ class Cluster:
         """The time line that is being recorded; None if none is."""
         self._closing = False
         self._timeouts, self._make_link, self._home = timeouts, make_link, tuple(ps)
-        self._make: Final = SessionMaker(options, timeouts, make_link, self)
         self.workers: Final[list[TaskSession]] = []
         """Sessions on workers, by place (the worker's index in the session). Those of
         removed workers are closed, and stay in the list."""
@@ -113,12 +115,11 @@ class Cluster:
             list(ps) * options.stores_per_ps, self.workers
         )
         self.membership: Final = Membership(workers)
-        self.worker_sessions: Final = WorkerSessions(self.workers, self._worker_session)
         self.turnover: Final = Turnover(
-            self.worker_sessions, self.membership, timeouts.drain, timeouts.connect
+            self.workers, self._worker_session, self.membership, timeouts
         )
         self.ps: Final[list[TaskSession]] = [
-            self._make.server(session, store, at, self.membership.size)
+            self._server_session(session, store, at)
             for store, at in enumerate(self.store_directory.addresses)
         ]
         """Sessions on the servers of the stores, by number of the store."""
@@ -155,24 +156,51 @@ class Cluster:
         self.rounds: Final[RoundClosing] = RoundClosing(self.client, timeouts.liveness)
         self.pause: Final = SessionPause(self.fences, self.rounds)
 
+    def _server_session(self, session: int, store: int, address: str) -> TaskSession:
+        """Returns the session on the server of a store, not started yet."""
+        options, timeouts = self.options, self._timeouts
+        opening: OpenSession | JoinSession
+        opening = options.opening(session, store, self.membership.size, [], [])
+        if options.joins:
+            opening = JoinSession(session, [], [], timeouts.request)
+        return TaskSession(
+            "ps",
+            store,
+            store,
+            address,
+            opening,
+            self._make_link,
+            self,
+            one_life=True,
+            grace=timeouts.reconnect,
+            turn=timeouts.request if options.joins else timeouts.turn,
+            notice=timeouts.notice,
+            moves=bool(options.replicas),
+        )
+
     def _worker_session(
         self, task_number: int, place: int, address: str
     ) -> TaskSession:
-        renewal = self.renewal
-        task = self._make.worker(
-            renewal.worker_session,
+        """Returns the session on a worker, not started yet."""
+        renewal, stores, timeouts = self.renewal, self.store_directory, self._timeouts
+        session, size = renewal.worker_session, self.membership.size
+        task = TaskSession(
+            "worker",
             task_number,
             place,
             address,
-            self.membership.size,
-            self.store_directory,
-            lambda task, hello, opened: objection_to(
+            self.options.opening(session, place, size, stores.addresses, stores.views),
+            self._make_link,
+            self,
+            turn=timeouts.turn,
+            notice=timeouts.notice,
+            objection=lambda task, hello, opened: objection_to(
                 task, hello, opened, self.workers, self._devices
             ),
         )
         # A worker that was away may still serve an earlier session of this program.
         if renewal.close_messages:
-            task.renew(renewal.worker_session, renewal.close_messages)
+            task.renew(session, renewal.close_messages)
         return task
 
     @property
@@ -268,7 +296,7 @@ class Cluster:
         if self._closing:
             return
         self._closing = True  # from now on a task that goes is not a loss
-        self.worker_sessions.stop_starting()
+        self.turnover.stop_starting()
         # Before anything is stopped, as it asks all tasks for their spans.
         if self.timeline is not None:
             try:
@@ -308,7 +336,7 @@ class Cluster:
         """Gives all workers to a dispatcher, and starts the dispatcher."""
         self.dispatcher = dispatcher
         self.rounds.attach(dispatcher.parts)
-        self.worker_sessions.attach(dispatcher)
+        self.turnover.attach(dispatcher)
         # Before it starts, so that it sends the session number that workers know.
         dispatcher.enter(self.renewal.worker_session)
         if self.recovery is not None and self.recovery.is_under_way:
@@ -360,15 +388,43 @@ class Cluster:
         return None
 
     @property
-    def failovers(self) -> int:
-        """Number of failovers so far."""
-        return 0 if self.replication is None else self.replication.takeovers
+    def restores(self) -> int:
+        """Number of times that the parameter servers were restored."""
+        return 0 if self.recovery is None else self.recovery.restores
 
     @property
     def outages(self) -> int:
         """Number of failovers and restores so far."""
-        restores = 0 if self.recovery is None else self.recovery.restores
-        return restores + self.failovers
+        replication = self.replication
+        return self.restores + (0 if replication is None else replication.takeovers)
+
+    async def through(
+        self, work: Callable[[], Awaitable[T]], *, again: bool = True
+    ) -> T:
+        """Carries out a request when no restore is under way; repeats the request if it
+        failed because a server was lost.
+
+        Args:
+            again: The request may be carried out twice. If not, it is repeated only
+                after a restore, which undoes it.
+
+        Raises:
+            PSUnavailableError: A server did not return, or could not be restored.
+        """
+        while True:
+            if self.recovery is not None:
+                await self.recovery.over()
+            outages, restores = self.outages, self.restores
+            try:
+                return await work()
+            except ZstratError as error:
+                if not again and self.recovery is None:
+                    raise
+                # The error may be that of a lost server. Only waiting shows: what is to
+                # come back is awaited, anything else is raised.
+                settled = await self.settled(outages, error)
+                if not settled or not (again or self.restores != restores):
+                    raise
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
@@ -378,11 +434,11 @@ class Cluster:
         Raises:
             PSUnavailableError: A server did not return, or could not be restored.
         """
-        waited, recovery = False, self.recovery
-        if recovery is not None:
-            waited = await recovery.settled(recovery.restores)
+        waited = False
+        if self.recovery is not None:
+            waited = await self.recovery.settled()
         if self.replication is not None:
-            waited |= await self.replication.settled(self.failovers, error)
+            waited |= await self.replication.settled(error)
         return waited or self.outages != since
 
     @property

@@ -31,6 +31,7 @@ from ._leased_datasets import (
 )
 from ._placeholders import coordinator_on_worker
 from ._values import AsyncRemoteValue, PerWorkerValues, RemoteValue
+from ._waiting import UserCall
 from .profiling import MAX_BYTES, SECONDS, Profile
 
 if TYPE_CHECKING:
@@ -225,14 +226,8 @@ class ClusterCoordinator(CoordinatorFace):
                 started, as `cancel` does. The next call waits for the others.
         """
         engine = self._core.engine
-        try:
+        with UserCall(engine.interrupted):
             engine.join(timeout)
-        except KeyboardInterrupt as interrupt:
-            engine.interrupted(interrupt)
-            raise
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     def cancel(self, timeout: float | None = None) -> int:
         """Cancels the closures that no worker has started, and blocks until the others
@@ -252,11 +247,8 @@ class ClusterCoordinator(CoordinatorFace):
 
     def done(self) -> bool:
         """Returns whether all closures have ended. Raises what `join` raises."""
-        try:
+        with UserCall():
             return self._core.engine.done()
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     def fetch(self, val: Any) -> Any:
         """Fetches every `RemoteValue` in a nested structure, and returns the structure.
@@ -264,11 +256,8 @@ class ClusterCoordinator(CoordinatorFace):
         Raises:
             Exception: See `RemoteValue.fetch`.
         """
-        try:
+        with UserCall():
             return jax.tree.map(_fetched, val, is_leaf=_is_value)
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
@@ -361,7 +350,7 @@ class ClusterCoordinator(CoordinatorFace):
         del caller  # an error's traceback would keep it alive
         core, args = self._core, (iterator,) if args is None else args
         values: list[RemoteValue] = []
-        try:
+        with UserCall(core.engine.interrupted):
             epoch = current_epoch(iterator)
             call = core.calls.make(fn, args, kwargs)
             # Again, as batches of steps that were cancelled or lost come back to the
@@ -370,12 +359,6 @@ class ClusterCoordinator(CoordinatorFace):
                 values += [core.engine.put(*call, site) for _ in range(steps)]
                 core.engine.join(None)
             return values
-        except KeyboardInterrupt as interrupt:
-            core.engine.interrupted(interrupt)
-            raise
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     def evaluate(self, fn: Callable[..., Any], data: LeasedDataset) -> Any:
         """Returns the sum of ``fn(iterator)`` over one pass through all examples, each
@@ -489,11 +472,8 @@ class AsyncClusterCoordinator(CoordinatorFace):
 
         Cancellation: the closures continue; join again.
         """
-        try:
+        with UserCall():
             await self._core.engine.join_async()
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     async def cancel(self) -> int:
         """Cancels the closures that no worker has started; see
@@ -509,24 +489,18 @@ class AsyncClusterCoordinator(CoordinatorFace):
 
         Cancellation: see `join`.
         """
-        try:
+        with UserCall():
             return await self._core.engine.done_async()
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     async def fetch(self, val: Any) -> Any:
         """Fetches every `RemoteValue` in a nested structure, and returns the structure.
 
         Cancellation: loses nothing; fetch again.
         """
-        try:
+        with UserCall():
             leaves, treedef = jax.tree.flatten(val, is_leaf=_is_value)
             fetched = [await x if isinstance(x, RemoteValue) else x for x in leaves]
             return jax.tree.unflatten(treedef, fetched)
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     async def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
@@ -578,7 +552,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
         """
         core, args = self._core, (iterator,) if args is None else args
         values: list[AsyncRemoteValue] = []
-        try:
+        with UserCall():
             epoch = await asyncio.to_thread(current_epoch, iterator)
             call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
             while steps := epoch.steps_of(call[0]):
@@ -587,9 +561,6 @@ class AsyncClusterCoordinator(CoordinatorFace):
                 ]
                 await core.engine.join_async()
             return values
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     async def evaluate(self, fn: Callable[..., Any], data: LeasedDataset) -> Any:
         """Returns the sum of ``fn(iterator)`` over all examples; see

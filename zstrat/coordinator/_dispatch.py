@@ -29,7 +29,6 @@ from zstrat.wire import (
     Printed,
 )
 
-from ._fences import Marking
 from ._members import Grant, Members
 from ._outcomes import Outcomes
 from ._queue import QueueLeft
@@ -75,7 +74,6 @@ class Dispatcher:
         engine: ClosureEngine,
         session: int,
         fences: Fences,
-        servers: Sequence[TaskSession],
         rounds: RoundClosing,
         *,
         closures_in_flight: int | None,
@@ -84,7 +82,7 @@ class Dispatcher:
         worker_wait_timeout: float,
     ) -> None:
         self.engine, self.queue = engine, engine.queue
-        self.members = Members((), closures_in_flight, prefetch, staleness)
+        self.members = Members(closures_in_flight, prefetch, staleness)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
         """Connections to the workers, by place (the worker's index in the session)."""
@@ -101,8 +99,8 @@ class Dispatcher:
             engine, self.members, self.turn_soon, self.worker_lost
         )
         self.fences, self.rounds = fences, rounds
+        fences.mark_due = 0.0  # the first mark of this coordinator is sent at once
         self.turns, self._session = 0, session
-        self._marking = Marking(session, servers)
         self._worker_wait_timeout = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -190,7 +188,6 @@ class Dispatcher:
         """Sets the session number in all messages to workers, which join that
         session."""
         self._session = session
-        self._marking.enter(session)
         for channel in self.channels.values():
             channel.session = session
 
@@ -401,7 +398,7 @@ class Dispatcher:
         # A restore ends with a fence that has the mark
         # (`SessionRenewal.close_ended_steps`).
         if not queue.suspended:
-            self._marking.send(low_water, now)
+            self.fences.send_mark(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()

@@ -15,6 +15,7 @@ server or a reason.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, final
 
@@ -43,11 +44,15 @@ STEPS_PER_MESSAGE: Final = 4096
 """The most steps, or runs of steps, in one message: they easily fit a header."""
 LOOK_AGAIN_SECONDS: Final = 1.0
 """Seconds between two checks whether a server that does not answer is lost for good."""
+INTERVAL: Final = 0.25
+"""Seconds between two marks (the step below which all have ended) to each server. At
+most about ten thousand closures end in that time, a hundredth of what a server can
+remember."""
 
 
 @final
 class Fences:
-    """Raises the fences of one session.
+    """Raises the fences of one session, and sends its marks.
 
     Args:
         client: The client of the parameter servers.
@@ -68,11 +73,27 @@ class Fences:
         self._ps, self._absent = ps, absent
         self._timeout = timeout
         self._raising: set[asyncio.Task[None]] = set()
+        self.mark_due = 0.0
+        """Loop time from which on the next mark is sent."""
 
     def enter(self, session: int) -> None:
-        """Makes later fences belong to another session, in which nothing was pushed
-        yet."""
+        """Makes later fences and marks belong to another session, in which nothing was
+        pushed yet."""
         self._session = session
+
+    def send_mark(self, low_water: int, now: float) -> None:
+        """Sends ``low_water``, the step below which all have ended, to all servers,
+        unless a mark was sent a moment ago. A lost mark does no harm, as the next one
+        replaces it."""
+        if now < self.mark_due:
+            return
+        self.mark_due = now + INTERVAL
+        mark = RaiseMark(self._session, low_water)
+        for task in self._ps:
+            if task.is_ready:
+                # Its session reports the loss of a server.
+                with contextlib.suppress(PeerLostError, BusyError, ClosedError):
+                    task.link.notify(mark)
 
     def raise_to(
         self,
@@ -218,38 +239,3 @@ class Fences:
                 raise
         except NotPrimaryError:
             pass  # the client waits until it is known which process serves
-
-
-INTERVAL: Final = 0.25
-"""Seconds between two marks (the step below which all have ended) to each server. At
-most about ten thousand closures end in that time, a hundredth of what a server can
-remember."""
-
-
-@final
-class Marking:
-    """Sends the marks of one session to its servers: the step below which all have
-    ended. On the loop."""
-
-    def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
-        self._session, self._tasks = session, tasks
-        self._next_at = 0.0
-
-    def enter(self, session: int) -> None:
-        """Makes later marks belong to another session; see `Fences.enter`."""
-        self._session = session
-
-    def send(self, low_water: int, now: float) -> None:
-        """Sends ``low_water`` to all servers, unless a mark was sent a moment ago. A
-        lost mark does no harm, as the next one replaces it."""
-        if now < self._next_at:
-            return
-        self._next_at = now + INTERVAL
-        mark = RaiseMark(self._session, low_water)
-        for task in self._tasks:
-            if not task.is_ready:
-                continue
-            try:
-                task.link.notify(mark)
-            except (PeerLostError, BusyError, ClosedError):  # its session reports it
-                continue

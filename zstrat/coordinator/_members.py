@@ -172,7 +172,6 @@ class Members:
 
     def __init__(
         self,
-        names: Sequence[str],
         closures_in_flight: int | None = None,
         prefetch: int = 0,
         staleness: int | None = None,
@@ -199,8 +198,6 @@ class Members:
         self._ended = 0
         """Number of closures that ended on members removed since."""
         self._lost = 0
-        for place, name in enumerate(names):
-            self.add(place, name)
         self.alone_since: float | None = None
         """Time since which there is no worker; None while there is one."""
         self._reserved: Member | None = None
@@ -221,10 +218,6 @@ class Members:
         """The usable members that are not avoided, or all of them if all are avoided.
         Only these get closures, and no worker waits for any other."""
         return _sound(self.usable)
-
-    @property
-    def in_flight(self) -> int:
-        return sum(len(member.in_flight) for member in self.members)
 
     @property
     def completed(self) -> int:

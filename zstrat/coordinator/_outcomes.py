@@ -30,7 +30,7 @@ from zstrat.errors import (
 from zstrat.wire import Completion, Completions, Outcome
 
 from ._queue import HANDBACK_DELAY, Closure, Ended
-from ._values import Kept
+from ._values import Inline, Kept
 
 if TYPE_CHECKING:
     from ._engine import ClosureEngine
@@ -155,10 +155,10 @@ class Outcomes:
                 # lock.
                 value._run = (step, member.name, closure.attempt)
                 if size >= 0:
-                    value._settle(layout, results[start:offset])
+                    value._settle(Inline(layout, results[start:offset]))
                 else:
                     kept = Kept(member.place, member.epoch, step, layout)
-                    value._settle_kept(kept)
+                    value._settle(kept)
                     # When the value is dropped, its worker may drop the result.
                     weakref.finalize(value, self._abandoned.append, kept).atexit = False
             for closure, completion in failures:

@@ -167,17 +167,11 @@ class Queue:
         max_queued: int = MAX_QUEUED,
         max_attempts: int = MAX_ATTEMPTS,
         first_step: int = 1,
-        max_ahead: int | None = None,
         *,
         errors_once: bool = False,
     ) -> None:
-        if max_queued < 1 or max_attempts < 1:
-            raise ValueError(
-                f"max_queued={max_queued}, max_attempts={max_attempts}: "
-                "both must be at least 1"
-            )
         self.max_queued, self.max_attempts = max_queued, max_attempts
-        self.max_ahead = MAX_AHEAD if max_ahead is None else max_ahead
+        self.max_ahead = MAX_AHEAD
         self.steps = Steps(first_step)
         self.phase = QueuePhase.OPEN
         self.running = 0
@@ -291,15 +285,10 @@ class Queue:
         been applied."""
         return [closure.step for closure in self._doubtful]
 
-    def fence(self) -> list[int]:
-        """Begins to close all steps so far on the servers. CANCELLING → FENCING.
-
-        Returns:
-            The steps that may have been applied.
-        """
+    def fence(self) -> None:
+        """Begins to close all steps so far on the servers. CANCELLING → FENCING."""
         assert self.is_quiet, "fenced while closures run"
         self.phase = QueuePhase.FENCING
-        return self.doubtful
 
     def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
         """Ends the doubtful closures, now that all steps so far are closed on the
@@ -335,11 +324,6 @@ class Queue:
         return ended
 
     @property
-    def is_fenced(self) -> bool:
-        """Whether no closure runs, and the first error, if any, is to be raised now."""
-        return self.phase is QueuePhase.FENCED
-
-    @property
     def is_at_rest(self) -> bool:
         """Whether no closure runs, and none is waiting that may have run before: every
         step was applied on all servers or on none."""
@@ -359,7 +343,7 @@ class Queue:
     def reopen(self) -> PendingError | None:
         """Returns the first error, for the caller to raise, or None after a
         cancellation. FENCED → OPEN."""
-        assert self.is_fenced, "the error is raised after the fence"
+        assert self.phase is QueuePhase.FENCED, "the error is raised after the fence"
         pending, self._pending, self.phase = self._pending, False, QueuePhase.OPEN
         return self._failures.first if pending else None
 

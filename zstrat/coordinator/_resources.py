@@ -66,20 +66,6 @@ class Record:
     The values change with the engine's lock held.
     """
 
-    __slots__ = (
-        "_make_value",
-        "_values",
-        "arguments",
-        "book",
-        "layout",
-        "maker",
-        "name",
-        "number",
-        "pipelines",
-        "purpose",
-        "states",
-    )
-
     def __init__(
         self,
         engine: ClosureEngine,
@@ -178,7 +164,7 @@ class Record:
     def built(self, worker: int, layout: LayoutMessage) -> None:
         # That of the first worker: traces have been made with it.
         self.layout = self.layout or layout
-        self._values[worker]._settle_built()
+        self._values[worker]._settle(None)
 
     def failed(self, worker: int, task: str, error: Exception) -> Exception:
         """Notes that building failed on a worker, and returns the error for closures

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from zstrat.wire import InitialEntry, TableEntry
 
     from ._cluster import Cluster
-    from .recovery import Inventory, Recovery
-    from .replication import Replication
+    from .recovery import Inventory
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, the operation, the number of the optimizer (0: none) and the operands."""
@@ -76,9 +75,7 @@ def repeated(
 
     @wraps(method)
     async def repeat(self: ParameterServers, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.repeater is None:
-            return await method(self, *args, **kwargs)
-        return await self.repeater.through(partial(method, self, *args, **kwargs))
+        return await self._cluster.through(partial(method, self, *args, **kwargs))
 
     return repeat
 
@@ -99,12 +96,6 @@ class ParameterServers:
     def __init__(self, cluster: Cluster, timeout: float) -> None:
         self._cluster: Final = cluster
         self._timeout: Final = timeout
-
-    @property
-    def repeater(self) -> Recovery | Replication | None:
-        """Repeats requests when lost servers have returned; None: such requests
-        fail."""
-        return self._cluster.recovery or self._cluster.replication
 
     @property
     def _inventory(self) -> Inventory | None:
@@ -209,12 +200,12 @@ class ParameterServers:
 
         async def delete() -> None:
             # Forgotten after the servers have: a restore in between creates it again,
-            # and the request is repeated (`_once`).
+            # and the request is repeated.
             await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
             if self._inventory is not None:
                 self._inventory.deleted(specs)
 
-        await self._once(delete)
+        await self._cluster.through(delete, again=False)
 
     @repeated
     async def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
@@ -248,18 +239,17 @@ class ParameterServers:
         ]
         # Through the gate, as a checkpoint has each update whole or not at all.
         gate, recovery = self._cluster.pause.gate, self._cluster.recovery
-        if recovery is None:
-            await gate.through(lambda: self.client.update(pushed))
-            return
 
         async def update() -> None:
-            # On a broken connection it waits as long as its server may be away.
-            timeout = self._timeout + recovery.return_timeout
-            deadline = asyncio.get_running_loop().time() + timeout
+            deadline = None
+            if recovery is not None:
+                # On a broken connection it waits as long as its server may be away.
+                timeout = self._timeout + recovery.return_timeout
+                deadline = asyncio.get_running_loop().time() + timeout
             await gate.through(lambda: self.client.update(pushed, deadline=deadline))
 
         # It is not idempotent by itself: only a restore undoes what it may have done.
-        await recovery.through(update, again=False)
+        await self._cluster.through(update, again=False)
 
     @repeated
     async def create_optimizer(
@@ -359,14 +349,6 @@ class ParameterServers:
     def _created(self, specs: Sequence[VariableSpec]) -> None:
         if self._inventory is not None:
             self._inventory.created(specs)
-
-    async def _once(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Carries out work that must not be done twice; repeats it only after a
-        restore, which undid it."""
-        if self.repeater is None:
-            await work()
-        else:
-            await self.repeater.through(work, again=False)
 
     async def _wait_for(
         self,

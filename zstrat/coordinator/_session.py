@@ -25,11 +25,11 @@ from zstrat.errors import (
     PSUnavailableError,
     StaleSessionError,
 )
-from zstrat.program import hide_frames
 from zstrat.wire import RestartWindows
 
 from ._resources import BUILD_DEADLINE
 from ._servers import ParameterServers
+from ._waiting import UserCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -165,22 +165,16 @@ class ClusterSession:
         # `recover` says.
         if timeout is None or self.cluster.recovery is not None:
             timeout = math.inf
-        try:
+        with UserCall():
             return self.portal.run(work, timeout, what)
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """Runs a coroutine like `run`, awaited on any event loop.
 
         Cancellation: requests that were sent are carried out.
         """
-        try:
+        with UserCall():
             return await self.portal.run_async(work, what)
-        except Exception as error:  # to the caller
-            hide_frames(error)
-            raise
 
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[SessionCut | None]:
@@ -298,8 +292,7 @@ class ClusterSession:
     @property
     def restores(self) -> int:
         """Number of times that the parameter servers were restored."""
-        recovery = self.cluster.recovery
-        return 0 if recovery is None else recovery.restores
+        return self.cluster.restores
 
     def require_unrestored(self, since: int) -> None:
         """Checks that there was no restore since `restores` was ``since``.

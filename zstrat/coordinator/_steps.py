@@ -35,13 +35,9 @@ class Steps:
         self._first_of: dict[int, int] = {}
 
     @property
-    def runs(self) -> int:
-        """Number of runs of ended steps: at most one more than unfinished steps."""
-        return len(self._end_of)
-
-    @property
     def above(self) -> list[tuple[int, int]]:
-        """The runs ``[first, end)`` of ended steps above the low water."""
+        """The runs ``[first, end)`` of ended steps above the low water: at most one
+        more than unfinished steps."""
         return sorted(self._end_of.items())
 
     def issue(self) -> int:

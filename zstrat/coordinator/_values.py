@@ -55,6 +55,14 @@ class Kept(NamedTuple):
     layout: LayoutMessage | None
 
 
+@dataclass(slots=True, eq=False)
+class Inline:
+    """A result in bytes, which came with the outcome of its closure."""
+
+    layout: LayoutMessage | None
+    data: bytes
+
+
 class ClosureRun(NamedTuple):
     """One run of a step on a ``worker``; ``attempt`` counts the runs from 1."""
 
@@ -109,7 +117,7 @@ class RemoteValue(Unfetched):
         self._error: Exception | None = None
         # Bytes with their layout, a result that its worker keeps, or, after the first
         # fetch, the arrays.
-        self._result: _Inline | Kept | _Opened | None = None
+        self._result: Inline | Kept | _Opened | None = None
         self._run: tuple[int, str, int] | None = None
 
     @property
@@ -202,21 +210,15 @@ class RemoteValue(Unfetched):
             detail = f" of attempt {run.attempt} on {run.worker}{detail}"
         return f"<RemoteValue of {self._expected.name} {self.state.value}{detail}>"
 
-    def _settle(self, layout: LayoutMessage | None, data: bytes) -> None:
+    def _settle(self, result: Inline | Kept | None) -> None:
+        """Settles the value with a result, or with None that of a resource, which stays
+        on its worker."""
         # The result before the state: fetching threads read the state without the lock.
-        self._result = _Inline(layout, data)
-        self._ready(_READY)
-
-    def _settle_kept(self, kept: Kept) -> None:
-        self._result = kept
+        self._error, self._result = None, result
         self._ready(_READY)
 
     def _settle_error(self, error: Exception) -> None:
         self._error = error
-        self._ready(_READY)
-
-    def _settle_built(self) -> None:
-        self._error, self._result = None, None
         self._ready(_READY)
 
     def _abort(self, error: ClosureAbortedError) -> None:
@@ -254,7 +256,7 @@ class RemoteValue(Unfetched):
             # Else each raise would lengthen the traceback.
             raise self._error.with_traceback(None)
         result = self._result
-        if isinstance(result, _Inline):
+        if isinstance(result, Inline):
             opened = _Opened(cut(result.layout, result.data), result.layout)
         elif isinstance(result, Kept):
             opened = _Opened(fetch_kept(result), result.layout)
@@ -274,12 +276,6 @@ class RemoteValue(Unfetched):
         leaves = [leaf[()] if leaf.ndim == 0 else leaf for leaf in opened.leaves]
         plain = None if opened.layout is None else opened.layout.structure
         return rebuild(plain, leaves, self._expected.treedef)
-
-
-@dataclass(slots=True, eq=False)
-class _Inline:
-    layout: LayoutMessage | None
-    data: bytes
 
 
 @final

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
 
 from zstrat.errors import DeadlineExceededError
+from zstrat.program import hide_frames
 from zstrat.threads import ThreadBell
 from zstrat.transport import Bell, Echo, LoopBell, warn_of_blocking
 
@@ -68,26 +69,21 @@ class LoopSide(Protocol):
     def wake(self) -> None:
         """Wakes the loop, as closures wait. Called only if the loop had taken all
         closures before."""
-        ...
 
     def cancel_waiting(self, request: Cancelling | None = None) -> None:
         """Makes the loop call `ClosureEngine.cancel_waiting`, and workers drop closures
         that they have not started. Runs on the loop, where Ctrl-C cannot interrupt
         it."""
-        ...
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         """Makes the parameter servers end all steps below ``end``, and report to
         `ClosureEngine.fenced` which of the doubtful ones they applied."""
-        ...
 
     def fetch_kept(self, kept: Kept) -> list[np.ndarray]:
         """Fetches a result that its worker keeps. Blocks."""
-        ...
 
     async def fetch_kept_async(self, kept: Kept) -> list[np.ndarray]:
         """Fetches a result like `fetch_kept`, awaited on any event loop."""
-        ...
 
 
 class GuardedQueue(Protocol):
@@ -101,21 +97,37 @@ class GuardedQueue(Protocol):
     def remind(self) -> None:
         """Wakes the loop if a call that should have done so was interrupted. Lock
         held."""
-        ...
 
     def unfinished(self) -> str:
         """Describes the closures that have not ended. Lock held."""
-        ...
 
     def fetched(self, error: Exception) -> None:
         """Notes that a fetch has raised the error. Takes the lock."""
-        ...
 
     @property
     def standstill(self) -> Exception | None:
         """The reason why waiting closures are not handed out, while none runs; None if
         they are. Lock held."""
-        ...
+
+
+@final
+class UserCall:
+    """The context of a call of the user: removes the frames of zstrat from the
+    traceback of an error. Ctrl-C is reported to ``interrupted``. Not for calls that
+    train in a loop, `schedule` and `fetch`: there a ``try`` costs nothing."""
+
+    def __init__(
+        self, interrupted: Callable[[KeyboardInterrupt], None] | None = None
+    ) -> None:
+        self._interrupted = interrupted
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            hide_frames(error)
+        elif isinstance(error, KeyboardInterrupt) and self._interrupted is not None:
+            self._interrupted(error)
 
 
 @final

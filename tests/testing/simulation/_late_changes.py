@@ -436,10 +436,7 @@ class LateChanges:
         async def ask() -> None:
             await work(servers.client)
 
-        if servers.repeater is None:
-            await ask()
-        else:
-            await servers.repeater.through(ask)
+        await self._coordinator.cluster.through(ask)
 
 
 def _full(number: float) -> np.ndarray:

@@ -97,7 +97,6 @@ class LoopCoordinator:
             self._engine,
             self.cluster.session,
             self.cluster.fences,
-            self.cluster.ps,
             self.cluster.rounds,
             closures_in_flight=in_flight,
             prefetch=self.cluster.options.prefetch,

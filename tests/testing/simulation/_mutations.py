@@ -226,7 +226,7 @@ _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _LEFT: Final = f"{_COPIES}._replica_role.ReplicaRole.state_for_successor"
 _JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
 _OUTCOMES: Final = "zstrat.coordinator._outcomes.Outcomes.handle"
-_TELL: Final = f"{_FENCES}.Marking.send"
+_TELL: Final = f"{_FENCES}.Fences.send_mark"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "the ledger forgets": {f"{_LEDGER}.record": nothing},

@@ -10,7 +10,6 @@ from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import objection_to as objection_to
 from ._cluster_tasks import ClusterTasks as ClusterTasks
-from ._cluster_tasks import SessionMaker as SessionMaker
 from ._cluster_tasks import SessionOptions as SessionOptions
 from ._cluster_tasks import StoreDirectory as StoreDirectory
 from ._task_links import log_failure as log_failure

@@ -1,6 +1,6 @@
 """All tasks of a session: as the parts of `Cluster` see them (`ClusterTasks`), the
-sessions made for them (`SessionMaker`), and the addresses of stores, which workers get
-(`StoreDirectory`).
+options with which it is opened on them (`SessionOptions`), and the addresses of stores,
+which workers get (`StoreDirectory`).
 
 The message that opens a worker's session has the addresses of all stores. When a store
 moves later, each connected worker gets a `MoveServer`; the others get the new address
@@ -15,21 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.errors import BusyError
-from zstrat.wire import JoinSession, MoveServer, OpenSession
+from zstrat.wire import MoveServer, OpenSession
 
 from ._task_links import log_failure
-from ._task_session import TaskSession, TaskSessionEvents
+from ._task_session import TaskSessionEvents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from zstrat.config import Timeouts
     from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient
-    from zstrat.transport import MakeTaskLink
     from zstrat.wire import Message
 
-    from ._task_session import Objection
+    from ._task_session import TaskSession
 
 
 @final
@@ -66,11 +64,6 @@ class StoreDirectory:
             if worker.link.is_open:  # else it gets all addresses with its next session
                 self._send(worker, MoveServer(worker.session, store, view, address))
 
-    def reset_addresses(self, addresses: Iterable[str]) -> None:
-        """Sets the addresses of all stores for another session; workers get them when
-        it opens."""
-        self.addresses[:] = addresses
-
     async def wait_workers_notified(self, timeout: float) -> None:
         """Waits until all connected workers have the addresses, at most ``timeout``
         seconds.
@@ -103,17 +96,14 @@ class ClusterTasks(TaskSessionEvents, Protocol):
     @property
     def name(self) -> str:
         """The name under which another program may resume the session; or empty."""
-        ...
 
     @property
     def session(self) -> int:
         """The number of the session on the parameter servers."""
-        ...
 
     @property
     def ps(self) -> Sequence[TaskSession]:
         """The sessions on the servers of the stores, by number of the store."""
-        ...
 
     @property
     def workers(self) -> Sequence[TaskSession]: ...
@@ -128,19 +118,12 @@ class ClusterTasks(TaskSessionEvents, Protocol):
     def store_directory(self) -> StoreDirectory: ...
 
     @property
-    def failovers(self) -> int:
-        """Number of times that a backup became the primary of a store."""
-        ...
-
-    @property
     def outage_error(self) -> PSUnavailableError | None:
         """The error that names a store without a server; None if all are served."""
-        ...
 
     def store_lost(self, store: int, reason: str) -> None:
         """Notes that no process serves the store. `TaskSession.gone` says whether it is
         lost for good."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,84 +160,7 @@ class SessionOptions:
         """Whether other programs update the variables, too."""
         return self.joins or self.is_held_for_others
 
-
-@final
-class SessionMaker:
-    """Makes the sessions on the tasks of one cluster, not started yet."""
-
-    def __init__(
-        self,
-        options: SessionOptions,
-        timeouts: Timeouts,
-        make_link: MakeTaskLink,
-        events: TaskSessionEvents,
-    ) -> None:
-        self.options: Final = options
-        self._timeouts, self._make_link, self._events = timeouts, make_link, events
-
-    def server(
-        self, session: int, store: int, address: str, workers: int
-    ) -> TaskSession:
-        """Returns the session on the server of a store, not started yet.
-
-        Args:
-            session: Number of the session.
-            workers: Number of places for workers, which later workers may fill.
-        """
-        timeouts, joins = self._timeouts, self.options.joins
-        opening: OpenSession | JoinSession
-        if joins:
-            opening = JoinSession(session, [], [], timeouts.request)
-        else:
-            opening = self._opening(session, store, workers, [], [])
-        return TaskSession(
-            "ps",
-            store,
-            store,
-            address,
-            opening,
-            self._make_link,
-            self._events,
-            one_life=True,
-            grace=timeouts.reconnect,
-            turn=timeouts.request if joins else timeouts.turn,
-            notice=timeouts.notice,
-            moves=bool(self.options.replicas),
-        )
-
-    def worker(
-        self,
-        session: int,
-        task_number: int,
-        place: int,
-        address: str,
-        workers: int,
-        stores: StoreDirectory,
-        objection: Objection,
-    ) -> TaskSession:
-        """Returns the session on a worker, not started yet.
-
-        Args:
-            session: Number of the session.
-            place: Index of the worker in the session.
-            workers: Number of places for workers.
-            stores: The addresses of the stores, as they are when the session is opened.
-            objection: Returns why the worker is refused, or None.
-        """
-        return TaskSession(
-            "worker",
-            task_number,
-            place,
-            address,
-            self._opening(session, place, workers, stores.addresses, stores.views),
-            self._make_link,
-            self._events,
-            turn=self._timeouts.turn,
-            notice=self._timeouts.notice,
-            objection=objection,
-        )
-
-    def _opening(
+    def opening(
         self,
         session: int,
         place: int,
@@ -262,17 +168,25 @@ class SessionMaker:
         servers: list[str],
         views: list[int],
     ) -> OpenSession:
-        options = self.options
+        """Returns the message that opens the session on a task.
+
+        Args:
+            session: Number of the session.
+            place: Index of the worker in the session, or number of the store.
+            workers: Number of places for workers, which later workers may fill.
+            servers, views: Those of the `StoreDirectory`, as they are when the message
+                is sent; [] for a server.
+        """
         return OpenSession(
             session,
             place,
             workers,
             servers,
-            options.prefetch,
-            options.listens,
+            self.prefetch,
+            self.listens,
             views,
-            options.name,
-            replicas=options.replicas,
-            is_shared=options.is_shared,
-            program=options.program,
+            self.name,
+            replicas=self.replicas,
+            is_shared=self.is_shared,
+            program=self.program,
         )

@@ -15,6 +15,7 @@ open, and at most one is being opened.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -186,58 +187,27 @@ def _taken(
 
 def _opened(
     name: str,
-    cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    make: Callable[[], Coroutine[Any, Any, Cluster]],
     look: Callable[[], Coroutine[Any, Any, None]],
     settings: Settings,
     tasks: Iterable[ClaimedTask],
 ) -> ClusterSession:
-    """Opens a session. Before that, and only after ``look`` has found that the tasks
-    answer, closes older sessions of this program on the same tasks.
+    """Opens a session on the cluster that ``make`` returns. Before that, and only after
+    ``look`` has found that the tasks answer, closes older sessions of this program on
+    the same tasks.
 
     Raises:
         BusyError: An older session has unfinished work.
+        ZstratError: As `Cluster.open` and ``look``.
         ValueError, OSError: The HTTP port is not free (``settings.http``).
     """
     # First: a port that is not free is an error before any task is asked.
     serve_from_settings(settings)
-    # Before anything is opened, so that a second thread is refused and does not close
-    # what this one is opening.
-    claim = open_sessions.claim(tasks)
-    try:
-        portal = Portal(name)
-        times = settings.timeouts
-        slack = 2 * times.connect + times.turn + times.drain
-        opened = _connected(portal, cluster, look, slack, claim)
-        session = ClusterSession(opened, portal, settings)
-    except BaseException:  # to the caller, who has no session
-        open_sessions.drop(claim)
-        raise
-    claim.opened(session)
-    job, index, _ = next(iter(claim.tasks))
-    name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
-    register(session, name, session.portal.loop, anywhere=True)
-    return session
-
-
-def _connected(
-    portal: Portal,
-    make: Callable[[], Coroutine[Any, Any, Cluster]],
-    look: Callable[[], Coroutine[Any, Any, None]],
-    slack: float,
-    claim: SessionClaim,
-) -> Cluster:
-    """Opens a cluster on the portal (the loop's thread); closes the portal if that
-    fails.
-
-    Args:
-        slack: Seconds for each part, longer than the deadlines of the cluster, whose
-            errors name the tasks that missed them. There are two such deadlines, as a
-            program that joins a session waits for it first.
-
-    Raises:
-        BusyError: An older session has unfinished work.
-        ZstratError, ValueError: As `Cluster.open` and ``look``.
-    """
+    times = settings.timeouts
+    # For each part, longer than the deadlines of the cluster, whose errors name the
+    # tasks that missed them. There are two such deadlines, as a program that joins a
+    # session waits for it first.
+    slack = 2 * times.connect + times.turn + times.drain
 
     async def open_() -> Cluster:
         made = await make()
@@ -248,14 +218,26 @@ def _connected(
             raise
         return made
 
-    try:
-        if open_sessions.has_rivals(claim):
+    with contextlib.ExitStack() as undo:
+        # Before anything is opened, so that a second thread is refused and does not
+        # close what this one is opening.
+        claim, rivals = open_sessions.claim(tasks)
+        undo.callback(open_sessions.drop, claim)
+        portal = Portal(name)
+        undo.callback(portal.close)
+        if rivals:
             portal.run(look(), slack, "looking whether the cluster answers")
-            open_sessions.take_over(claim)
-        return portal.run(open_(), slack, "connecting to the cluster")
-    except BaseException:  # to the caller, who has no session to close
-        portal.close()
-        raise
+            for rival in rivals:
+                if not rival.is_over:
+                    rival.give_way(claim.made_at)
+        cluster = portal.run(open_(), slack, "connecting to the cluster")
+        session = ClusterSession(cluster, portal, settings)
+        undo.pop_all()
+    claim.opened(session)
+    job, index, _ = next(iter(claim.tasks))
+    name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
+    register(session, name, session.portal.loop, anywhere=True)
+    return session
 
 
 ClaimedTask = tuple[str, int, str]
@@ -316,15 +298,20 @@ class OpenSessions:
         self._lock = threading.Lock()
         self._claims: list[SessionClaim] = []
 
-    def claim(self, tasks: Iterable[ClaimedTask]) -> SessionClaim:
-        """Claims tasks for a session that is being opened. Closes no other session yet.
+    def claim(
+        self, tasks: Iterable[ClaimedTask]
+    ) -> tuple[SessionClaim, list[SessionClaim]]:
+        """Claims tasks for a session that is being opened. Returns the claim, and those
+        of other sessions that use some of the tasks; closes none of these yet.
 
         Raises:
             BusyError: Another thread is opening a session on some of the tasks.
         """
         claim = SessionClaim(tasks)
         with self._lock:
-            for rival in self._rivals_of(claim):
+            self._claims = [other for other in self._claims if not other.is_over]
+            rivals = [each for each in self._claims if each.tasks & claim.tasks]
+            for rival in rivals:
                 if rival.is_opening:
                     raise BusyError(
                         "another thread of this program is connecting to the same "
@@ -332,25 +319,7 @@ class OpenSessions:
                         "strategy, and use it in all threads"
                     )
             self._claims.append(claim)
-        return claim
-
-    def has_rivals(self, claim: SessionClaim) -> bool:
-        """Returns whether other sessions use some of the claimed tasks."""
-        with self._lock:
-            return bool(self._rivals_of(claim))
-
-    def take_over(self, claim: SessionClaim) -> None:
-        """Closes the other sessions that use some of the claimed tasks.
-
-        Raises:
-            BusyError: One of these sessions has unfinished work. It stays open, and so
-                do those after it.
-        """
-        with self._lock:
-            rivals = self._rivals_of(claim)
-        # Without the lock: closing a session may take a while.
-        for rival in rivals:
-            rival.give_way(claim.made_at)
+        return claim, rivals
 
     def present(self) -> list[ClusterSession]:
         """Returns the open sessions."""
@@ -372,14 +341,6 @@ class OpenSessions:
             if (session := claim.session) is not None:
                 session.forget()
         self._claims = []
-
-    def _rivals_of(self, claim: SessionClaim) -> list[SessionClaim]:
-        self._claims = [other for other in self._claims if not other.is_over]
-        return [
-            other
-            for other in self._claims
-            if other is not claim and other.tasks & claim.tasks
-        ]
 
 
 open_sessions: Final = OpenSessions()

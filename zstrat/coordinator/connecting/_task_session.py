@@ -95,15 +95,12 @@ class TaskSessionEvents(Protocol):
 
     def task_ready(self, task: TaskSession) -> None:
         """Called when the task has entered our session."""
-        ...
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
         """Called when the task has left our session, or is lost."""
-        ...
 
     def message_received(self, task: TaskSession, message: Message) -> None:
         """Called with each notice of a task that is in our session."""
-        ...
 
 
 def _take_all(*_: object) -> None:

@@ -1,9 +1,8 @@
 """Adds and removes the workers of a session while it trains. On the loop.
 
-`Membership` decides, and this file carries its decisions out. `WorkerSessions` opens
-and closes the sessions on workers: the closed session of a removed worker stays in the
-list, until a new worker gets its index. `Turnover` runs the changes: it waits for
-workers that have to finish first, counts, and logs.
+`Membership` decides, and `Turnover` carries its decisions out: opens and closes the
+sessions on workers, waits for workers that have to finish first, counts, and logs. The
+closed session of a removed worker stays in the list, until a new worker gets its index.
 
 Laws of this file: workers change one at a time, and the next change waits; only this
 file changes the list of workers.
@@ -15,8 +14,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
+from zstrat.coordinator.connecting import log_failure
 from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import check_address, check_reachable
 
@@ -32,6 +33,7 @@ from ._membership import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from zstrat.config import Timeouts
     from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator.connecting import TaskSession
 
@@ -50,99 +52,30 @@ CLOSE_SECONDS: Final = 2.0
 
 
 @final
-class WorkerSessions:
-    """The sessions on the workers of one cluster. On the loop.
-
-    Args:
-        make: Makes a session from task number, index and address, without starting it.
-    """
-
-    def __init__(
-        self, tasks: list[TaskSession], make: Callable[[int, int, str], TaskSession]
-    ) -> None:
-        self.tasks: Final = tasks
-        """The sessions, by index of the worker; those of removed workers are closed,
-        and stay."""
-        self.dispatcher: Dispatcher | None = None
-        """The dispatcher, to which workers that join are given; None without a
-        coordinator."""
-        self._make = make
-        self._is_closing = False
-
-    def attach(self, dispatcher: Dispatcher) -> None:
-        """Gives all workers, and from now on those that join, to a dispatcher."""
-        self.dispatcher = dispatcher
-        for task in self.tasks:
-            if not task.is_closed:
-                dispatcher.admit(task)
-
-    def admit(self, place: int, task_number: int, address: str) -> TaskSession:
-        """Starts a session on a worker. Its per-worker resources are built before its
-        first closure."""
-        task = self._make(task_number, place, address)
-        self.tasks[place : place + 1] = [task]
-        if self.dispatcher is not None:
-            self.dispatcher.admit(task)
-        # While the session is closed it may be listed, but must not connect: nobody
-        # would close its link.
-        if not self._is_closing:
-            task.start()
-        return task
-
-    async def release(
-        self, task: TaskSession, reason: str, timeout: float | None
-    ) -> None:
-        """Ends the session on a worker.
-
-        Args:
-            timeout: Seconds for the closures that the worker runs; other workers run
-                those that are left then. None: other workers run them at once, and the
-                index of the worker stays, for a process at another address.
-
-        Cancellation: the worker gets no more closures.
-        """
-        if task.is_closed:
-            return
-        if self.dispatcher is not None:
-            if timeout is not None:
-                # Before `remove_worker`, which gives its closures to others: those that
-                # it runs are to end there.
-                await self.dispatcher.retire_worker(task, reason, timeout)
-            # It is not lost, so none of its closures is suspected of having killed it.
-            task.release()
-            self.dispatcher.remove_worker(task, reason, for_good=timeout is not None)
-        if task.is_ready and timeout is not None:
-            answer = task.close_session(CLOSE_SECONDS)
-            task.leave()  # before it closes, which would count as a loss
-            await asyncio.wait([answer])
-        await task.close()
-
-    def stop_starting(self) -> None:
-        """Starts no more sessions on workers, as the program's session is being
-        closed."""
-        self._is_closing = True
-
-
-@final
 class Turnover:
     """Adds and removes the workers of one session.
 
     Args:
-        drain: Seconds for the closures of a worker that the resolver no longer names.
-        arrival: The most seconds for a worker that reported itself to join.
+        tasks: The sessions, by index of the worker; those of removed workers are
+            closed, and stay.
+        make: Makes a session from task number, index and address, without starting it.
     """
 
     def __init__(
         self,
-        sessions: WorkerSessions,
+        tasks: list[TaskSession],
+        make: Callable[[int, int, str], TaskSession],
         membership: Membership,
-        drain: float,
-        arrival: float,
+        timeouts: Timeouts,
     ) -> None:
         self.membership: Final = membership
+        self._tasks, self._make, self._timeouts = tasks, make, timeouts
+        self._dispatcher: Dispatcher | None = None
+        """The dispatcher, to which workers that join are given; None without a
+        coordinator."""
+        self._is_closing = False
         self.counts: Final = Counter[str]()
         self.reported: Final = ReportedWorkers(self.join_reported)
-        self._sessions, self._drain, self._arrival = sessions, drain, arrival
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()
         self._applying: asyncio.Task[None] | None = None
@@ -152,6 +85,18 @@ class Turnover:
         self._leaving: dict[int, asyncio.Event] = {}
         """By index of a worker that is leaving: an event, set when the worker has
         left."""
+
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """Gives all workers, and from now on those that join, to a dispatcher."""
+        self._dispatcher = dispatcher
+        for task in self._tasks:
+            if not task.is_closed:
+                dispatcher.admit(task)
+
+    def stop_starting(self) -> None:
+        """Starts no more sessions on workers, as the program's session is being
+        closed."""
+        self._is_closing = True
 
     async def add(self, address: str, task_number: int | None, timeout: float) -> int:
         """Adds a worker, and waits until the worker has joined; returns its number.
@@ -203,7 +148,8 @@ class Turnover:
         Cancellation: the worker is not added, unless it had joined before.
         """
         check_reachable(address)
-        deadline = asyncio.get_running_loop().time() + min(timeout, self._arrival)
+        timeout = min(timeout, self._timeouts.connect)
+        deadline = asyncio.get_running_loop().time() + timeout
         async with self._lock:
             # No session is begun: the daemon reports again, with the number.
             if task_number < 0:
@@ -212,7 +158,7 @@ class Turnover:
             if isinstance(wanted, int):
                 # It is present already: it had joined, or an earlier report of it is
                 # being answered.
-                task = self._sessions.tasks[wanted]
+                task = self._tasks[wanted]
             else:
                 task = self._admit(wanted)
         try:
@@ -236,7 +182,7 @@ class Turnover:
         """
         async with self._lock:
             released = self.membership.remove(address)
-            task = self._sessions.tasks[released.place]
+            task = self._tasks[released.place]
         self.counts["removed"] += 1
         # Outside of the lock: it may run closures for minutes, and others join
         # meanwhile.
@@ -254,12 +200,9 @@ class Turnover:
             work = self.remove(address, 0.0)
             removal = asyncio.get_running_loop().create_task(work, name="removal")
             self._removals.add(removal)
-            removal.add_done_callback(self._removed)
-
-    def _removed(self, removal: asyncio.Task[None]) -> None:
-        self._removals.discard(removal)
-        if not removal.cancelled() and (error := removal.exception()) is not None:
-            log.info("%s", error)  # it was removed meanwhile
+            removal.add_done_callback(self._removals.discard)
+            # It may be removed meanwhile.
+            removal.add_done_callback(partial(log_failure, "removing a worker"))
 
     def watch(self, ask: Callable[[], Mapping[int, str]], every: float) -> None:
         """Starts to call ``ask``, the resolver, every ``every`` seconds."""
@@ -320,7 +263,7 @@ class Turnover:
             async with self._lock:
                 # With the lock, and without an await before the decision: who is lost
                 # has to be true when it is applied.
-                lost = {task.place for task in self._sessions.tasks if task.is_lost}
+                lost = {task.place for task in self._tasks if task.is_lost}
                 changes = self.membership.resolved(answer, lost)
                 # Forgotten if it is no longer named: it is logged again when it
                 # returns.
@@ -335,22 +278,22 @@ class Turnover:
     async def _apply(self, change: Change) -> None:
         match change:
             case AdmitWorker(place, task_number, address):
-                self._sessions.admit(place, task_number, address)
+                self._start(place, task_number, address)
                 self._joined(change, "the resolver names it")
             case MoveWorker(place, task_number, address):
-                old = self._sessions.tasks[place]
+                old = self._tasks[place]
                 reason = f"the resolver names it at {address} now"
                 # None: its place stays, with its resources, for the process at the new
                 # address.
-                await self._sessions.release(old, reason, None)
-                self._sessions.admit(place, task_number, address)
+                await self._end(old, reason, None)
+                self._start(place, task_number, address)
                 self.counts["moved"] += 1
                 log.warning("%s moves from %s to %s", old.name, old.address, address)
             case ReleaseWorker(place):
-                task = self._sessions.tasks[place]
+                task = self._tasks[place]
                 self.counts["removed"] += 1
                 log.warning("%s at %s is removed: %s", task.name, task.address, GONE)
-                await self._release(task, GONE, self._drain)
+                await self._release(task, GONE, self._timeouts.drain)
             case RefuseWorker(task_number, reason):
                 # A resolver repeats itself; log what it says once.
                 if self._refused.get(task_number) != reason:
@@ -365,7 +308,20 @@ class Turnover:
                 f"worker {wanted.task_number} is being removed; add another in its "
                 "place after remove() has returned"
             )
-        return self._sessions.admit(wanted.place, wanted.task_number, wanted.address)
+        return self._start(wanted.place, wanted.task_number, wanted.address)
+
+    def _start(self, place: int, task_number: int, address: str) -> TaskSession:
+        """Starts a session on a worker. Its per-worker resources are built before its
+        first closure."""
+        task = self._make(task_number, place, address)
+        self._tasks[place : place + 1] = [task]
+        if self._dispatcher is not None:
+            self._dispatcher.admit(task)
+        # While the session is closed it may be listed, but must not connect: nobody
+        # would close its link.
+        if not self._is_closing:
+            task.start()
+        return task
 
     async def _wait_joined(
         self, wanted: AdmitWorker, task: TaskSession, deadline: float, why: str
@@ -383,11 +339,37 @@ class Turnover:
     async def _release(self, task: TaskSession, reason: str, timeout: float) -> None:
         left = self._leaving[task.place] = asyncio.Event()
         try:
-            await self._sessions.release(task, reason, timeout)
+            await self._end(task, reason, timeout)
         finally:
             # Also after an error: who waits for the place must not wait longer.
             self._leaving.pop(task.place, None)
             left.set()
+
+    async def _end(self, task: TaskSession, reason: str, timeout: float | None) -> None:
+        """Ends the session on a worker.
+
+        Args:
+            timeout: Seconds for the closures that the worker runs; other workers run
+                those that are left then. None: other workers run them at once, and the
+                index of the worker stays, for a process at another address.
+
+        Cancellation: the worker gets no more closures.
+        """
+        if task.is_closed:
+            return
+        if self._dispatcher is not None:
+            if timeout is not None:
+                # Before `remove_worker`, which gives its closures to others: those that
+                # it runs are to end there.
+                await self._dispatcher.retire_worker(task, reason, timeout)
+            # It is not lost, so none of its closures is suspected of having killed it.
+            task.release()
+            self._dispatcher.remove_worker(task, reason, for_good=timeout is not None)
+        if task.is_ready and timeout is not None:
+            answer = task.close_session(CLOSE_SECONDS)
+            task.leave()  # before it closes, which would count as a loss
+            await asyncio.wait([answer])
+        await task.close()
 
     def _joined(self, admitted: AdmitWorker, why: str) -> None:
         self.membership.joined(admitted.place)

@@ -220,12 +220,15 @@ def _bounds(
     """
     count = None if steps is None else operator.index(steps)
     nbytes = operator.index(max_bytes)
-    for name, number in (("steps", count), ("seconds", seconds), ("max_bytes", nbytes)):
-        if number is not None and not 0 < number < math.inf:
-            raise ValueError(
-                f"zs.profile: {name}={number!r}: expected a number above 0"
-            )
+    require_above_0("zs.profile", steps=count, seconds=seconds, max_bytes=nbytes)
     return TimelineBounds(count, float(seconds), nbytes, bool(profile))
+
+
+def require_above_0(who: str, **numbers: float | None) -> None:
+    """Checks arguments of ``who``: each has to be None, or a number above 0."""
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            raise ValueError(f"{who}: {name}={number!r}: expected a number above 0")
 
 
 def profile(

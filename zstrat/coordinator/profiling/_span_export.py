@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
 import time
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
@@ -22,7 +21,7 @@ from zstrat.telemetry.timeline import has_arrived, http_exporter, sdk_spans
 from zstrat.threads import Latch, SteadyThread
 from zstrat.variables import recorder
 
-from ._profile import WAITING, timeline_of
+from ._profile import WAITING, require_above_0, timeline_of
 from ._timeline_run import TimelineBounds, TimelineRun
 
 if TYPE_CHECKING:
@@ -77,12 +76,8 @@ class OpenTelemetryExport:
         if worker_context.get() is not None or recorder.get() is not None:
             raise RuntimeError(in_step("zs.OpenTelemetryExport"))
         count = operator.index(steps)
-        for name, number in (("every", every), ("steps", count), ("seconds", seconds)):
-            if not 0 < number < math.inf:
-                raise ValueError(
-                    f"zs.OpenTelemetryExport: {name}={number!r}: expected a number "
-                    "above 0"
-                )
+        bounds = {"every": every, "steps": count, "seconds": seconds}
+        require_above_0("zs.OpenTelemetryExport", **bounds)
         self.sent = 0
         """Number of spans that the collector took."""
         self.dropped = 0

@@ -135,7 +135,6 @@ class TimedCluster(ClusterTasks, Protocol):
 
     def backups(self) -> Sequence[ProbedTask]:
         """Returns connections to the stores' backups that are complete."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

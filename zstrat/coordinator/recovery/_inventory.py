@@ -34,29 +34,24 @@ class RestorePoint(Protocol):
     @property
     def variables(self) -> frozenset[int]:
         """Keys of the variables whose values are in the checkpoint."""
-        ...
 
     @property
     def optimizers(self) -> frozenset[int]:
         """Numbers of the optimizers whose slots are in the checkpoint."""
-        ...
 
     @property
     def lacks(self) -> Sequence[str]:
         """Names of other things that the checkpoint lacks."""
-        ...
 
     @property
     def places(self) -> Mapping[int, Sequence[str]]:
         """Positions of per-worker iterators, by number of the iterator, one for each
         input pipeline (share of the dataset)."""
-        ...
 
     @property
     def rounds(self) -> Mapping[int, RestoredRounds]:
         """By outer optimizer: the rounds from which its windows of local steps
         continue."""
-        ...
 
     async def check(self) -> None:
         """Reads the whole checkpoint.
@@ -65,7 +60,6 @@ class RestorePoint(Protocol):
             DataLossError: The checkpoint is damaged.
             NotFoundError, OSError: The checkpoint no longer exists.
         """
-        ...
 
     async def fill(self, client: PsClient) -> None:
         """Loads the checkpoint into all servers, whose variables exist. On the client's
@@ -75,7 +69,6 @@ class RestorePoint(Protocol):
             PSUnavailableError: A server is lost.
             ZstratError, OSError: As `zstrat.Checkpoint.restore`.
         """
-        ...
 
 
 @final

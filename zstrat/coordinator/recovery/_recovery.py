@@ -167,32 +167,9 @@ class Recovery:
         if self.failure is not None:
             raise _copy(self.failure)
 
-    async def through(
-        self, work: Callable[[], Awaitable[T]], *, again: bool = True
-    ) -> T:
-        """Carries out a request when all servers are in the session; repeats the
-        request if it failed because a server was lost.
-
-        Args:
-            again: The request may be carried out twice. If not, it is repeated only
-                after a restore, which undoes it.
-        """
-        while True:
-            await self.over()
-            before, failovers = self.restores, self._cluster.failovers
-            try:
-                return await work()
-            except ZstratError:
-                # The error may be that of a lost server. Only waiting shows: what is to
-                # come back is awaited, anything else is raised.
-                settled = await self.settled(before)
-                settled |= self._cluster.failovers != failovers
-                if not settled or (self.restores == before and not again):
-                    raise
-
-    async def settled(self, since: int) -> bool:
-        """Waits until no recovery is under way, as `over`. Returns True if a server was
-        away, or `restores` is not ``since``."""
+    async def settled(self) -> bool:
+        """Waits until no recovery is under way, as `over`. Returns whether a server was
+        away."""
         waited = self.is_under_way
         if not waited and not all(task.link.is_open for task in self._cluster.ps):
             waited = True
@@ -200,7 +177,7 @@ class Recovery:
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
         await self.over()
-        return waited or self.restores != since
+        return waited
 
     async def _recover(self) -> None:
         try:
@@ -353,13 +330,13 @@ class Recovery:
     def _end(self) -> None:
         self._task = None
         self._over.set()
-        self._renewal.resume_dispatch()
+        self._renewal.suspend_dispatch(False)
 
     def _fail(self, error: PSUnavailableError) -> None:
         self.failure, self._task = error, None
         self._over.set()
         self._renewal.report_outage(error)
-        self._renewal.resume_dispatch()
+        self._renewal.suspend_dispatch(False)
 
     @property
     def _lost_task(self) -> TaskSession:
@@ -381,13 +358,11 @@ class SettledServers(Protocol):
     @property
     def outages(self) -> int:
         """Number of restores, failovers and moves so far."""
-        ...
 
     async def settled(self, since: int, error: ZstratError) -> bool:
         """Waits until each store has a known server. Returns True if it had to wait, if
         ``outages`` is not ``since``, or if ``error`` says that the process which got
         the request does not serve the store now."""
-        ...
 
 
 async def until_settled(

@@ -86,15 +86,10 @@ class SessionRenewal:
             return SessionCut(self._cluster.rounds.first_step)
         return cut_of(dispatcher.queue)
 
-    def suspend_dispatch(self) -> None:
-        """Stops giving closures to workers."""
+    def suspend_dispatch(self, suspended: bool = True) -> None:
+        """Stops giving closures to workers; with False gives them closures again."""
         if (dispatcher := self._cluster.dispatcher) is not None:
-            dispatcher.suspend(True)
-
-    def resume_dispatch(self) -> None:
-        """Gives closures to workers again."""
-        if (dispatcher := self._cluster.dispatcher) is not None:
-            dispatcher.suspend(False)
+            dispatcher.suspend(suspended)
 
     def report_outage(self, error: PSUnavailableError) -> None:
         """Makes every call that schedules or joins raise the error, until the servers
@@ -195,8 +190,9 @@ class SessionRenewal:
         # Before the sessions of the stores: it moves these to where `renew` enters.
         if (replication := cluster.replication) is not None:
             replication.renew(self.session, self.close_messages)
+            # Workers get them when the session opens.
             stores = range(len(cluster.ps))
-            cluster.store_directory.reset_addresses(map(replication.home_of, stores))
+            cluster.store_directory.addresses[:] = map(replication.home_of, stores)
         for task in cluster.ps:
             task.renew(self.session, self.close_messages)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, TypeVar, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator.connecting import ProbedTask, TaskSession, arrive
 from zstrat.errors import (
@@ -37,7 +37,7 @@ from ._store_orders import StoreOrders
 from ._store_processes import StoreProcesses
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import ClusterTasks
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from ._orders import Successor
 
 log = logging.getLogger("zstrat.coordinator")
-
-T = TypeVar("T")
 
 
 @final
@@ -190,8 +188,11 @@ class Replication:
 
         Cancellation: nothing is lost.
         """
-        self._known.start()
-        await self._known.wait_ready(deadline)
+        present = [process for process in self.processes if not process.is_closed]
+        for process in present:
+            process.start()
+        for process in present:
+            await process.wait_ready(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
         """Waits until each store has a backup, if stores get backups.
@@ -293,27 +294,10 @@ class Replication:
         self._stop()
         await self._orders.wait_ended()
 
-    async def through(
-        self, work: Callable[[], Awaitable[T]], *, again: bool = True
-    ) -> T:
-        """Carries out a request; repeats the request if it failed because a backup
-        became primary.
-
-        Args:
-            again: The request may be carried out twice.
-        """
-        while True:
-            before = self.takeovers
-            try:
-                return await work()
-            except ZstratError as error:
-                if not again or not await self.settled(before, error):
-                    raise
-
-    async def settled(self, since: int, error: ZstratError) -> bool:
-        """Waits until each store has a known server. Returns True if it had to wait, if
-        `takeovers` is not ``since``, or if ``error`` says that the process which got
-        the request does not serve the store now."""
+    async def settled(self, error: ZstratError) -> bool:
+        """Waits until each store has a known server. Returns True if it had to wait, or
+        if ``error`` says that the process which got the request does not serve the
+        store now."""
         if self._cluster.outage_error is not None:
             return False
         lines = self._cluster.client.lines
@@ -324,7 +308,7 @@ class Replication:
             # This request waits until the servers are known.
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
-        return waited or self.takeovers != since
+        return waited
 
     def backups(self) -> list[ProbedTask]:
         """Returns a link to each complete backup, not started yet."""

@@ -110,7 +110,6 @@ class MovingCluster(ClusterTasks, Protocol):
     def ensure_replication(self) -> Replication:
         """Returns the `Replication`, which watches processes and moves stores; the
         first call creates it."""
-        ...
 
 
 @final

@@ -235,27 +235,23 @@ class StoreOrders:
 
     async def _asked(self, order: Asked) -> None:
         placement = self.placement
-        outcome: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
-        reason = ""
+        follow: Callable[[], Sequence[PlacementOrder]]
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
             # It is not known whether the order was carried out: `unanswered` decides.
-            reason = str(error)
+            follow = partial(placement.unanswered, order, str(error))
         except Exception as error:  # to the log and the placement: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
             # A copy that its primary never let count refuses in this way
             # (`PromoteBackup`).
-            never_counted = isinstance(error, InvalidArgumentError)
-            outcome = partial(placement.refused, never_counted=never_counted)
-            reason = str(error)
+            never = isinstance(error, InvalidArgumentError)
+            follow = partial(placement.refused, order, str(error), never_counted=never)
         else:
-            # First: what follows may be another order for the same store.
-            del self._asking[order.store]
-            self.carry_out(self._done(order, answer))
-            return
+            follow = partial(self._done, order, answer)
+        # First: what follows may be another order for the same store.
         del self._asking[order.store]
-        self.carry_out(outcome(order, reason))
+        self.carry_out(follow())
 
     async def _answer(self, order: Asked) -> Message:
         """Sends the order to its process, when that is connected; returns the

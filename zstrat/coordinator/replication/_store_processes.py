@@ -99,23 +99,6 @@ class StoreProcesses:
         for session in self.sessions:
             session.keep_origin(origin)
 
-    def start(self) -> None:
-        """Starts to connect to all processes."""
-        for session in self.sessions:
-            session.start()
-
-    async def wait_ready(self, deadline: float) -> None:
-        """Waits until all processes that were not removed are in the program's session.
-
-        Raises:
-            ZstratError: As `TaskSession.wait_ready`.
-
-        Cancellation: nothing is lost.
-        """
-        for session in self.sessions:
-            if not session.is_closed:
-                await session.wait_ready(deadline)
-
     def take_back(self, process: TaskSession, view: int | None) -> None:
         """Lets a process that has lost its data enter the session again, for new
         copies.
