@@ -2,10 +2,7 @@
 rows, static shapes, seeds, classes of elements and what describes them."""
 
 import dataclasses
-import json
-import sys
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,9 +12,7 @@ from ranks import ranks
 import zstrat as zs
 from zstrat.data import AutoShardPolicy, Dataset, InputContext, Options, Recipe
 from zstrat.errors import OutOfRangeError
-from zstrat.launch import Copies, run_copies
 from zstrat.strategy import ProcessInputs
-from zstrat.transport import run
 
 
 def distributed(batches):
@@ -173,31 +168,6 @@ def test_the_warning_is_at_the_line_of_the_user():
     with pytest.warns(UserWarning, match="`shuffle`") as caught:
         ranks(2, program)
     assert {warning.filename for warning in caught} == {__file__}
-
-
-TASK = Path(__file__).parent / "dataset_task.py"
-
-
-def test_processes_draw_and_end_together(tmp_path):
-    for number, rows in enumerate([range(6), range(6, 8)]):
-        np.save(tmp_path / f"{number}.npy", np.array(rows, np.int32))
-    lines = []
-    command = (sys.executable, str(TASK), str(tmp_path))
-    assert run(run_copies(Copies(command, 2), lines.append)) == 0, lines
-    found = [{}, {}]
-    for line in lines:
-        name, _, text = line.partition(" | ")
-        found[int(name[-1])] = json.loads(text)
-    assert [each["AUTO"] for each in found] == [
-        [[0, 1], [2, 3], [4, 5]],  # file 0
-        [[6, 7], [], []],  # file 1
-    ]
-    assert [each["DATA"] for each in found] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert [each["OFF"] for each in found] == [
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-    ] * 2
-    # Rows 0 1 and 2 of one, 0 1, 2 3 and 4 of the other.
-    assert [each["sums"] for each in found] == [[2, 7, 4]] * 2
 
 
 def watched_inputs(replicas=1):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import context
 
 import zstrat as zs
 
@@ -116,20 +117,6 @@ def test_one_device_that_is_not_the_first_computes_there():
     assert where == [{jax.devices()[1]}]
 
 
-def test_its_type_stays_weak(two):
-    """jax: bfloat16 with a weak float32 is bfloat16."""
-    shared = jax.device_put(jnp.full(2, 5.0), jax.devices()[0])
-    assert jax.typeof(shared).weak_type
-
-    def fn(shared):
-        merge_call(lambda _: None)
-        return shared * jnp.ones(2, jnp.bfloat16)
-
-    for part in two.experimental_local_results(two.run(fn, (shared,))):
-        assert part.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(part.astype("float32"), [5, 5])
-
-
 def test_keys_of_jax_come_along(two):
     key = jax.device_put(jax.random.key(3), jax.devices()[0])
     expected = np.asarray(jax.random.uniform(jax.random.key(3), 2))
@@ -141,10 +128,6 @@ def test_keys_of_jax_come_along(two):
 
     for part in two.experimental_local_results(two.run(fn, (key,))):
         np.testing.assert_allclose(part, expected, rtol=1e-6)
-
-
-def context():
-    return zs.get_replica_context()
 
 
 MERGES = {

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from in_replicas import values
 from ranks import ranks
 
 import zstrat as zs
@@ -26,10 +27,6 @@ X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
 
 
 Y = np.random.default_rng(1).normal(size=24).astype(np.float32)
-
-
-def values(element):
-    return [np.asarray(part).tolist() for part in element.values]
 
 
 def devices_of(element):

@@ -143,25 +143,6 @@ def test_one_device_computes_there():
     assert one.run(lambda x: x * 2, (elsewhere,)).devices() == {jax.devices()[3]}
 
 
-def test_copies_with_central_storage():
-    central = zs.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:5")
-    with central.scope():
-        v = zs.Variable(
-            0.0,
-            aggregation=zs.VariableAggregation.SUM,
-            synchronization=zs.VariableSynchronization.ON_READ,
-        )
-
-    def fn():
-        number = zs.get_replica_context().replica_id_in_sync_group
-        v.assign_add(jnp.float32(1) * number + 1)
-        return v.value()
-
-    assert [float(x) for x in central.run(fn).values] == [1, 2]
-    assert v.numpy() == 3
-    assert v.storage._value.devices() == {jax.devices()[5]}
-
-
 START = np.array([1.0, 2.0], np.float32)
 
 

@@ -52,23 +52,6 @@ def test_a_mirrored_value_stays_itself(strategy):
         assert plain(strategy.run(lambda x: x * 2, (sent,)).values) == ([2, 2],) * 2
 
 
-def test_reduced_to_a_variable_and_applied_there(strategy):
-    with strategy.scope():
-        v = zs.Variable([1.0, 1.0])
-        (delta,) = strategy.extended.batch_reduce_to(
-            "MEAN", [(made(strategy, (2,)), v)]
-        )
-        seen = []
-
-        def fn(var, delta):
-            seen.append(zs.get_update_replica_id())
-            return var.assign_sub(delta)
-
-        assert strategy.extended.update(v, fn, args=(delta,)) is v
-    assert seen == [0]
-    assert v.numpy().tolist() == [-0.5, -0.5]
-
-
 def test_an_update_in_a_replica_function_is_made_once(mirrored):
     with mirrored.scope():
         v = zs.Variable(1.0)

@@ -8,7 +8,6 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from ranks import Board, Threads, ranks
-from test_strategy_on_read_integer_means import check
 from tiers import combined
 
 import zstrat as zs
@@ -178,10 +177,6 @@ def test_they_train_as_one_process():
         np.testing.assert_allclose(value, w, rtol=1e-5, atol=1e-6)
 
 
-def test_means_of_integers_are_exact(tmp_path):
-    ranks(2, lambda strategy, rank: check(strategy, tmp_path / str(rank), 0), TWO)
-
-
 def test_batches_lie_on_the_devices_of_their_replicas():
     def program(strategy, rank):
         data = zs.data.Dataset.from_tensor_slices((X, Y)).batch(8)
@@ -212,32 +207,3 @@ def test_many_replicas_outside_of_a_step_are_told_of_their_pace(caplog):
     warned = [each for each in caplog.records if each.levelname == "WARNING"]
     assert all("zs.function" in each.getMessage() for each in warned)
     assert len(warned) == 2  # one of each rank
-
-
-@pytest.mark.parametrize(
-    ("how", "in_step"), combined(["sum", "mean", "gather"], [True, False])
-)
-def test_gradients_of_what_all_replicas_have_together(how, in_step):
-    """Each loss is weighed with another number; the gradient is that of their sum."""
-
-    def program(strategy, rank):
-        def replica():
-            context = zs.get_replica_context()
-            number = context.replica_id_in_sync_group
-
-            def loss(x):
-                if how == "gather":
-                    both = context.all_gather(x, 0)
-                else:
-                    both = context.all_reduce(how, x)
-                return jnp.sum(both) * (number + 1)
-
-            return jax.grad(loss)(jnp.ones(2))
-
-        step = zs.function(lambda: strategy.run(replica))
-        found = step() if in_step else strategy.run(replica)
-        return np.stack(strategy.experimental_local_results(found))
-
-    expected = sum(range(1, 5)) / (4 if how == "mean" else 1)
-    for found in ranks(2, program, TWO):
-        np.testing.assert_allclose(found, np.full((2, 2), expected), rtol=1e-6)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import meet, number, values
 
 import zstrat as zs
 from zstrat.strategy import regroup
@@ -25,10 +26,6 @@ class Both:
     @classmethod
     def tree_unflatten(cls, name, members):
         return cls(*members, name)
-
-
-def values(result):
-    return [np.asarray(value).tolist() for value in result.values]
 
 
 def in_both_ways(strategy, make):
@@ -89,10 +86,6 @@ def test_members_of_different_kinds_are_refused():
 
 
 BATCH = np.arange(4, dtype=np.float32)
-
-
-def meet():
-    zs.get_replica_context().merge_call(lambda strategy: None)
 
 
 def drawing(elements):
@@ -164,10 +157,6 @@ def test_rows_lie_where_their_replica_runs(two):
     assert [value.devices() for value in found.values] == [
         {device} for device in jax.devices()[:2]
     ]
-
-
-def number():
-    return zs.get_replica_context().replica_id_in_sync_group
 
 
 X = np.arange(6, dtype=np.float32)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import meet
 
 import zstrat as zs
 
@@ -14,10 +15,6 @@ A, S = zs.VariableAggregation, zs.VariableSynchronization
 @pytest.fixture(params=[1, 2])
 def replicas(request):
     return zs.MirroredStrategy([f"CPU:{n}" for n in range(request.param)])
-
-
-def meet():
-    zs.get_replica_context().merge_call(lambda strategy: None)
 
 
 def created(replicas, **how):

@@ -45,14 +45,16 @@ def in_threads(work):
         raise errors[0]
 
 
-def test_counts_of_several_threads_add_up(four):
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_counts_of_several_threads_add_up(four, in_turns):
     with four.scope():
         count = zs.Variable(
             0, name="count", dtype="int32", aggregation=SUM, synchronization=ON_READ
         )
 
     def replica():
-        zs.get_replica_context().merge_call(lambda strategy: None)
+        if in_turns:
+            zs.get_replica_context().merge_call(lambda strategy: None)
         count.assign_add(1)
 
     in_threads(lambda: [four.run(replica) for _ in range(ROUNDS)])
@@ -76,40 +78,16 @@ def test_threads_that_part_the_copies_at_once(four):
         assert np.stack(copies).tolist() == sums
 
 
-def test_rows_of_the_own_copy_are_updated_and_named(four):
-    """Duplicates accumulate; a row that is not there is an error."""
-    with four.scope():
-        own = zs.Variable(np.zeros((3, 1), np.float32), name="own", aggregation=NONE)
-
-    def replica(row):
-        zs.get_replica_context().merge_call(lambda strategy: None)
-        number = zs.get_replica_context().replica_id_in_sync_group
-        rows = jnp.full((2, 1), number + 1.0)
-        own.scatter_add(zs.IndexedSlices(rows, jnp.array([row, row])))
-
-    four.run(replica, args=(2,))
-    copies = [copy.numpy()[:, 0] for copy in four.experimental_local_results(own)]
-    assert np.stack(copies).tolist() == [[0, 0, 2.0 * (n + 1)] for n in range(REPLICAS)]
-    for row in (3, -1):
-        with pytest.raises(IndexError, match=f"no row {row}|{row}"):
-            four.run(replica, args=(row,))
-
-
 SHAPE = (3, 4)
 
 
 @pytest.fixture
-def replicas():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
-@pytest.fixture
-def variable(replicas):
-    with replicas.scope():
+def variable(two):
+    with two.scope():
         return zs.Variable(np.zeros(SHAPE, np.float32))
 
 
-def parting(replicas, variable):
+def parting(two, variable):
     """Each replica adds one more than its number to its own copy, in a thread."""
 
     def own():
@@ -117,7 +95,7 @@ def parting(replicas, variable):
         variable.assign_add(jnp.full(SHAPE, number + 1, jnp.float32))
 
     def part():
-        thread = threading.Thread(target=replicas.run, args=(own,))
+        thread = threading.Thread(target=two.run, args=(own,))
         thread.start()
         thread.join()
 
@@ -147,7 +125,7 @@ class Before:
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_after_the_program_was_found(replicas, variable, is_moved):
+def test_after_the_program_was_found(two, variable, is_moved):
     @zs.function
     def step():
         if is_moved:
@@ -156,7 +134,7 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
 
     step()
     storage = variable.storage.pool
-    storage.turn = Before(storage.turn, parting(replicas, variable))
+    storage.turn = Before(storage.turn, parting(two, variable))
     first = 20 * is_moved + 1  # that of replica 0, as TF reads it
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
@@ -165,8 +143,8 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
 
 @pytest.mark.parametrize("during", [1, 2])
 @pytest.mark.parametrize("how", ["read", "assign", "assign_add"])
-def test_while_it_is_traced(replicas, variable, during, how):
-    part, traces = parting(replicas, variable), []
+def test_while_it_is_traced(two, variable, during, how):
+    part, traces = parting(two, variable), []
 
     @zs.function
     def step():
@@ -186,7 +164,7 @@ def test_while_it_is_traced(replicas, variable, during, how):
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
 
 
-def test_what_was_drawn_is_drawn_again(replicas, variable):
+def test_what_was_drawn_is_drawn_again(two, variable):
     @zs.function
     def step(iterator):
         return variable.value() + next(iterator)
@@ -194,43 +172,17 @@ def test_what_was_drawn_is_drawn_again(replicas, variable):
     elements = zs.StepIterator(iter([np.float32(n) for n in (10, 20)]))
     step(elements)
     storage = variable.storage.pool
-    storage.turn = Before(storage.turn, parting(replicas, variable))
+    storage.turn = Before(storage.turn, parting(two, variable))
     np.testing.assert_array_equal(step(elements), np.full(SHAPE, 21))
 
 
-def test_two_threads_part_it_once(replicas, variable):
-    part = parting(replicas, variable)
+def test_two_threads_part_it_once(two, variable):
+    part = parting(two, variable)
     storage = variable.storage
     storage.pool.turn = Before(storage.pool.turn, part)
     storage.part()  # it has found it whole, and waits for its turn
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
     np.testing.assert_array_equal(storage.copies(variable), copies)
-
-
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_no_count_of_several_threads_is_lost(replicas, in_turns):
-    with replicas.scope():
-        count = zs.Variable(
-            0,
-            aggregation=zs.VariableAggregation.SUM,
-            synchronization=zs.VariableSynchronization.ON_READ,
-        )
-
-    def replica():
-        if in_turns:
-            zs.get_replica_context().merge_call(lambda strategy: None)
-        count.assign_add(1)
-
-    def loop():
-        for _ in range(30):
-            replicas.run(replica)
-
-    threads = [threading.Thread(target=loop) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert count.numpy() == 2 * 3 * 30
 
 
 WAYS = {

@@ -305,22 +305,6 @@ def test_a_scalar_variable_is_read_as_an_array(two, synchronization):
         assert each.numpy().shape == ()
 
 
-def test_all_gather_of_shapes_that_do_not_fit(two):
-    value = PerReplica((np.ones((2, 3), np.float32), np.ones((1, 3), np.float32)))
-
-    def gathered(axis):
-        return lambda x: zs.get_replica_context().all_gather(x, axis)
-
-    for axis in (0, -2):
-        found = local(two, two.run(gathered(axis), (value,)))
-        assert found == [[[1.0] * 3] * 3] * 2
-    for axis in (1, -1):
-        with pytest.raises(ValueError, match=r"all_gather.*\b1\b"):
-            two.run(gathered(axis), (value,))
-    with pytest.raises(ValueError, match="axis 2 is out of bounds"):
-        two.run(gathered(2), (value,))
-
-
 def test_cross_device_ops_are_some(two):
     with pytest.raises(TypeError, match=r"CrossDeviceOps.*'nccl'"):
         zs.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops="nccl")
@@ -352,38 +336,6 @@ def test_one_value_for_each_replica(two, values):
     if not isinstance(values[0], str):
         with pytest.raises(ValueError, match=words):
             zs.function(lambda x: two.run(fn, (x,)))(value)
-
-
-def test_random_keys_of_replicas(two):
-    keys = jax.random.split(jax.random.key(7), 2)
-
-    def draw(key):
-        return jax.random.normal(key, (3,))
-
-    def draw_of_several(several):
-        return draw(several[1])
-
-    expected = [draw(key).tolist() for key in keys]
-    assert local(two, two.run(draw, (PerReplica(tuple(keys)),))) == expected
-    per_worker = two.experimental_distribute_values_from_function(
-        lambda context: keys[context.replica_id_in_sync_group]
-    )
-    assert local(two, two.run(draw, (per_worker,))) == expected
-    both = PerReplica((keys, keys[::-1]))
-    assert local(two, two.run(draw_of_several, (both,))) == expected[::-1]
-
-
-# What two replicas have, and the mean without what is behind the point.
-VALUES = np.array(
-    [
-        [16777217, 2**31 - 1, -(2**31), -3, 7, 16777217, -16777219],
-        [16777217, 2**31 - 1, -(2**31), -4, 8, 16777220, -16777218],
-    ],
-    np.int32,
-)
-
-
-MEAN = [int(sum(map(int, x)) / 2) for x in VALUES.T]
 
 
 START = np.array([1.0, 2.0], np.float32)

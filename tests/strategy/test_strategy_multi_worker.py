@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from ranks import ranks
-from tiers import combined
 
 import zstrat as zs
 
@@ -144,54 +143,6 @@ def test_values_are_overwritten_where_they_are():
         return found
 
     assert ranks(2, program) == [{True}, {True}]
-
-
-AGGREGATIONS = {
-    zs.VariableAggregation.SUM: 3.0,
-    zs.VariableAggregation.MEAN: 1.5,
-    zs.VariableAggregation.ONLY_FIRST_REPLICA: 1.0,
-}
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
-@pytest.mark.parametrize("compiled", [True, False])
-def test_replicas_assign_together(aggregation, compiled):
-    def program(strategy, rank):
-        with strategy.scope():
-            v = zs.Variable(10.0, aggregation=aggregation)
-            w = zs.Variable([10.0, 20.0], aggregation=aggregation)
-
-        def step(x):
-            def replica(x):
-                v.assign_add(x)
-                w.assign(jnp.stack([x, x]))
-                return v.value()
-
-            return strategy.run(replica, args=(x,))
-
-        step = zs.function(step) if compiled else step
-        seen = float(step(np.float32(rank + 1)))
-        return seen, float(v.numpy()), w.numpy().tolist()
-
-    expected = AGGREGATIONS[aggregation]
-    for seen, value, pair in ranks(2, program):
-        assert seen == value == 10 + expected
-        assert pair == [expected, expected]
-
-
-def test_copies_without_aggregation_are_each_process_s_own():
-    def program(strategy, rank):
-        with strategy.scope():
-            v = zs.Variable([1.0, 2.0])
-
-        @zs.function
-        def step(x):
-            strategy.run(lambda x: [v.assign_add(x)][1:], args=(x,))
-
-        step(np.full(2, rank, np.float32))
-        return v.numpy().tolist()
-
-    assert ranks(2, program) == [[1.0, 2.0], [2.0, 3.0]]
 
 
 def test_the_first_value_is_that_of_the_first_process():
@@ -358,69 +309,6 @@ def test_a_step_that_fails_in_a_collective_has_changed_nothing():
         return float(step(drawn)), float(v.numpy()) != before
 
     assert ranks(2, program) == [(2.0, True)] * 2
-
-
-def test_replicas_know_who_they_are():
-    def program(strategy, rank):
-        assert strategy.num_replicas_in_sync == 3
-        assert strategy.extended.worker_devices == (
-            f"/job:worker/replica:0/task:{rank}/device:CPU:0",
-        )
-        values = strategy.experimental_distribute_values_from_function(
-            lambda context: context.replica_id_in_sync_group
-        )
-
-        def replica(x):
-            context = zs.get_replica_context()
-            assert x == context.replica_id_in_sync_group == rank
-            return context.all_gather(jnp.full((1, 2), x), axis=1)
-
-        whole = strategy.run(zs.function(replica), args=(values,))
-        return strategy.extended.should_checkpoint, np.asarray(whole).tolist()
-
-    found = ranks(3, program)
-    assert [saves for saves, _ in found] == [True, False, False]
-    assert {str(whole) for _, whole in found} == {str([[0, 0, 1, 1, 2, 2]])}
-
-
-def test_datasets_are_shared_out():
-    def program(strategy, rank):
-        whole = zs.data.Dataset.range(10).batch(4)
-        mine = [x.tolist() for x in strategy.experimental_distribute_dataset(whole)]
-
-        def of(context):
-            assert (context.num_input_pipelines, context.input_pipeline_id) == (2, rank)
-            assert context.get_per_replica_batch_size(4) == 2
-            return zs.data.Dataset.range(8).shard(2, rank).batch(2)
-
-        made = strategy.distribute_datasets_from_function(of)
-        return mine, [x.tolist() for x in made]
-
-    (first, own), (second, other) = ranks(2, program)
-    assert first == [[0, 1], [4, 5], [8]]
-    assert second == [[2, 3], [6, 7], [9]]
-    assert own == [[0, 2], [4, 6]]
-    assert other == [[1, 3], [5, 7]]
-
-
-def test_a_dataset_without_batches_is_refused():
-    def program(strategy, rank):
-        with pytest.raises(ValueError, match="`batch`"):
-            next(iter(strategy.experimental_distribute_dataset([np.int32(1)])))
-
-    ranks(2, program)
-
-
-@pytest.mark.parametrize(("count", "size"), combined([2, 3, 5], [1, 4, 7, 12]))
-def test_short_batches_end_in_pieces_without_rows(count, size):
-    def program(strategy, rank):
-        batches = [np.arange(size, dtype=np.float32)]
-        (mine,) = list(strategy.experimental_distribute_dataset(batches))
-        return mine.tolist()
-
-    found = ranks(count, program)
-    assert [x for each in found for x in each] == list(range(size))
-    assert max(map(len, found)) == -(-size // count)
 
 
 def test_checkpoints_have_values_and_slots(tmp_path):

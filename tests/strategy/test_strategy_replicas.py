@@ -157,30 +157,6 @@ def test_rows_of_the_replicas_are_one_value_per_replica(four):
     assert fixed == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_the_gradient_of_all_reduce_is_the_same_all_reduce(four, op):
-    strategy = four.strategy
-
-    def step(iterator):
-        def replica_fn(x):
-            def through(x):
-                reduced = get_replica_context().all_reduce(op, x.sum())
-                return reduced * (strategy_id() + 1)
-
-            return jax.grad(through)(x)
-
-        def strategy_id():
-            return get_replica_context().replica_id_in_sync_group
-
-        return strategy.run(replica_fn, args=(next(iterator),))
-
-    gradient = run(four, step, batches(X))
-    incoming = 1 + 2 + 3 + 4
-    expected = incoming if op == "sum" else incoming / R
-    for each in gradient.values:
-        np.testing.assert_allclose(each, np.full((2, 3), expected))
-
-
 def test_functions_that_jax_remembers_see_the_value_of_this_trace(four):
     strategy = four.strategy
     with strategy.scope():
@@ -201,22 +177,6 @@ def test_functions_that_jax_remembers_see_the_value_of_this_trace(four):
     before, after = run(four, step, np.float32(2))
     assert {float(v) for v in before.values} == {6.0}
     assert {float(v) for v in after.values} == {14.0}
-
-
-def test_an_update_under_a_transformation_is_refused(four):
-    strategy = four.strategy
-    with strategy.scope():
-        x = zv.Variable(1.0, name="x", aggregation=zv.VariableAggregation.SUM)
-
-    @function
-    def step():
-        def replica_fn():
-            return jax.grad(lambda y: x.assign_add(y).value() * y)(1.0)
-
-        return strategy.run(replica_fn)
-
-    with pytest.raises(RuntimeError, match="'x'"):
-        step.plan()
 
 
 def test_a_draw_inside_a_replica_is_refused(four):
