@@ -145,6 +145,7 @@ def test_args_are_a_list_or_a_tuple(strategy, args):
         strategy.run(lambda *a: a, args=args)
 
 
+@pytest.mark.shows("run(args=, kwargs=)")
 def test_args_kwargs_and_results_pass_through_one_replica(strategy):
     marker = object()
     result = strategy.run(lambda a, b, c: (a, b, c), [1, marker], {"c": {"d": None}})

@@ -620,6 +620,7 @@ def test_what_replicas_read_of_variables_that_they_update(combination):
                 require_equal(rows, own[LOOKED_UP], where)
 
 
+@pytest.mark.shows("VariableSynchronization.ON_WRITE")
 @pytest.mark.shows("tf.Variable(aggregation=)")
 def test_what_is_read_of_variables_afterwards(combination):
     processes, local = outcomes(*combination)

@@ -372,3 +372,21 @@ def test_a_variable_of_this_process():
 
     with pytest.raises(RuntimeError, match="'own'"):
         step()
+
+
+@pytest.mark.shows("Variable.distribute_strategy", "Variable.get_shape")
+@pytest.mark.shows("MirroredVariable.values")
+def test_a_variable_knows_its_strategy_and_its_copies(two):
+    with two.scope():
+        v = zs.Variable([1.0, 2.0])
+        counts = zs.Variable(0.0, synchronization=zs.VariableSynchronization.ON_READ)
+    for variable in (v, counts):
+        assert variable.distribute_strategy is two
+        assert [copy.device[-5:] for copy in variable.values] == ["CPU:0", "CPU:1"]
+    assert v.get_shape() == v.shape == (2,)
+    assert zs.Variable(1.0).distribute_strategy is None
+    zs.experimental_set_strategy(zs.OneDeviceStrategy("CPU:1"))
+    try:
+        assert zs.Variable(1.0).distribute_strategy is zs.get_strategy()
+    finally:
+        zs.experimental_set_strategy(None)

@@ -49,9 +49,8 @@ def by_optax(transformation, steps):
     return params, losses
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "transformation", [optax.sgd(0.1), optax.adam(0.05)], ids=["sgd", "adam"]
+    ("size", "transformation"), [(4, optax.sgd(0.1)), (2, optax.adam(0.05))]
 )
 def test_training_is_that_of_one_process_with_the_whole_batch(size, transformation):
     steps = 10

@@ -103,6 +103,8 @@ def test_a_batch_that_does_not_split_evenly_is_refused(four):
         function(step).plan((batches(X[:7]),))
 
 
+@pytest.mark.shows("tf.distribute.ReplicaContext.all_reduce")
+@pytest.mark.shows("ReplicaContext.replica_id_in_sync_group")
 def test_replicas_know_their_number_and_reduce_among_themselves(four):
     strategy = four.strategy
 
