@@ -144,6 +144,21 @@ def test_a_step_is_traced_once_for_each_copy(two):
     assert step(copies_of(two, v)[1]) == 8
 
 
+def test_they_are_variables(two):
+    v = created(two, [1.0, 2.0])
+    first, second = copies_of(two, v)
+    assert (first.name, second.name) == ("own", "own/replica_1")
+    assert two.extended.value_container(second) is v
+    assert two.extended.value_container(v) is v
+    second.assign_add([1.0, 1.0])
+    assert copies(two, v) == [[1, 2], [2, 3]]
+    assert v.numpy().tolist() == [1, 2]
+    rows = zs.IndexedSlices(np.ones(1, np.float32), [1])
+    assert second.scatter_sub(rows).numpy().tolist() == [2, 2]
+    plain = zs.Variable(1.0)
+    assert copies_of(two, plain) == (plain,)
+
+
 def test_copies_of_two_variables_are_different_ones(two):
     v, w = created(two), created(two)
     keys = {x.spec.key for x in [v, w, *copies_of(two, v), *copies_of(two, w)]}

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from lockstep import A, S
 
 import zstrat as zs
-
-NONE, SUM = zs.VariableAggregation.NONE, zs.VariableAggregation.SUM
-
-
-ON_READ = zs.VariableSynchronization.ON_READ
-
 
 THREADS, ROUNDS, REPLICAS = 3, 20, 4
 
@@ -49,7 +44,7 @@ def in_threads(work):
 def test_counts_of_several_threads_add_up(four, in_turns):
     with four.scope():
         count = zs.Variable(
-            0, name="count", dtype="int32", aggregation=SUM, synchronization=ON_READ
+            0, name="count", dtype="int32", aggregation=A.SUM, synchronization=S.ON_READ
         )
 
     def replica():
@@ -65,7 +60,7 @@ def test_threads_that_part_the_copies_at_once(four):
     """The first update of each replica's own: all threads come to it together."""
     for _ in range(5):
         with four.scope():
-            own = zs.Variable(np.zeros(2, np.float32), name="own", aggregation=NONE)
+            own = zs.Variable(np.zeros(2, np.float32), name="own", aggregation=A.NONE)
 
         def replica(own=own):
             zs.get_replica_context().merge_call(lambda strategy: None)
@@ -103,15 +98,13 @@ def parting(two, variable):
 
 
 class Before:
-    """A lock before which another thread comes once."""
+    """A lock that calls a function before somebody takes it."""
 
     def __init__(self, lock, comes):
         self.lock, self.comes = lock, comes
 
     def acquire(self):
-        comes, self.comes = self.comes, None
-        if comes is not None:
-            comes()
+        self.comes()
         return self.lock.acquire()
 
     def release(self):
@@ -124,6 +117,12 @@ class Before:
         self.release()
 
 
+def once(act):
+    """Calls the function the first time alone."""
+    acts = [act]
+    return lambda: acts.pop()() if acts else None
+
+
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_after_the_program_was_found(two, variable, is_moved):
     @zs.function
@@ -134,7 +133,7 @@ def test_after_the_program_was_found(two, variable, is_moved):
 
     step()
     storage = variable.storage.pool
-    storage.turn = Before(storage.turn, parting(two, variable))
+    storage.turn = Before(storage.turn, once(parting(two, variable)))
     first = 20 * is_moved + 1  # that of replica 0, as TF reads it
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
@@ -172,14 +171,14 @@ def test_what_was_drawn_is_drawn_again(two, variable):
     elements = zs.StepIterator(iter([np.float32(n) for n in (10, 20)]))
     step(elements)
     storage = variable.storage.pool
-    storage.turn = Before(storage.turn, parting(two, variable))
+    storage.turn = Before(storage.turn, once(parting(two, variable)))
     np.testing.assert_array_equal(step(elements), np.full(SHAPE, 21))
 
 
 def test_two_threads_part_it_once(two, variable):
     part = parting(two, variable)
     storage = variable.storage
-    storage.pool.turn = Before(storage.pool.turn, part)
+    storage.pool.turn = Before(storage.pool.turn, once(part))
     storage.part()  # it has found it whole, and waits for its turn
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
     np.testing.assert_array_equal(storage.copies(variable), copies)
@@ -209,27 +208,28 @@ def strategy(request):
     return WAYS[request.param]()
 
 
-def created(strategy, value):
+def asking(strategy, moved, ask):
+    """A step in which replicas add to a variable what is made of its value outside of
+    the program."""
+
+    def replica():
+        value = moved.value()
+        moved.assign_add(jax.pure_callback(ask, value, value))
+
+    return zs.function(lambda: [strategy.run(replica)][1:])
+
+
+def two_variables(strategy):
     with strategy.scope():
-        return zs.Variable(
-            np.full(3, value, np.float32), aggregation=zs.VariableAggregation.MEAN
-        )
+        return [
+            zs.Variable(np.full(3, value, np.float32), aggregation=A.MEAN)
+            for value in (1, 7)
+        ]
 
 
 def test_what_a_step_asks_may_read_another_variable(strategy):
-    moved, other = created(strategy, 1), created(strategy, 7)
-
-    def ask(x):
-        return x + other.numpy()
-
-    @zs.function
-    def step():
-        def replica():
-            value = moved.value()
-            moved.assign_add(jax.pure_callback(ask, value, value))
-
-        strategy.run(replica)
-
+    moved, other = two_variables(strategy)
+    step = asking(strategy, moved, lambda x: x + other.numpy())
     for _ in range(3):
         ended(step)
     # v + (v + 7), three times of 1: 9, 25, 57.
@@ -238,26 +238,14 @@ def test_what_a_step_asks_may_read_another_variable(strategy):
 
 def test_where_values_are_kept_elsewhere_the_old_one_is_read():
     strategy = WAYS["central"]()
-    moved = created(strategy, 2)
-
-    def ask(x):
-        return x + moved.numpy()
-
-    @zs.function
-    def step():
-        def replica():
-            value = moved.value()
-            moved.assign_add(jax.pure_callback(ask, value, value))
-
-        strategy.run(replica)
-
-    ended(step)
-    assert list(moved.numpy()) == [6] * 3
+    moved, _ = two_variables(strategy)
+    ended(asking(strategy, moved, lambda x: x + moved.numpy()))
+    assert list(moved.numpy()) == [3] * 3
 
 
 def test_a_thread_that_waits_for_the_next_value_stops_nobody():
     strategy = WAYS["two"]()
-    moved, other = created(strategy, 1), created(strategy, 7)
+    moved, other = two_variables(strategy)
     asked, goes_on = threading.Event(), threading.Event()
 
     def ask(x):
@@ -265,15 +253,8 @@ def test_a_thread_that_waits_for_the_next_value_stops_nobody():
         assert goes_on.wait(60)
         return x + other.numpy()
 
-    @zs.function
-    def step():
-        def replica():
-            value = moved.value()
-            moved.assign_add(jax.pure_callback(ask, value, value))
-
-        strategy.run(replica)
-
     found = []
+    step = asking(strategy, moved, ask)
     threads = [
         threading.Thread(target=step, daemon=True),
         threading.Thread(target=lambda: found.append(moved.numpy()), daemon=True),
@@ -285,28 +266,6 @@ def test_a_thread_that_waits_for_the_next_value_stops_nobody():
     for thread in threads:
         thread.join(60)
     np.testing.assert_array_equal(found, [[9] * 3])
-
-
-class Noting:
-    """A lock that notes whether an array was ready when this thread took it."""
-
-    def __init__(self, lock, array):
-        self.lock, self.array, self.ready = lock, array, []
-        self.thread = threading.current_thread()
-
-    def acquire(self):
-        if threading.current_thread() is self.thread:
-            self.ready.append(self.array.is_ready())
-        return self.lock.acquire()
-
-    def release(self):
-        self.lock.release()
-
-    def __enter__(self):
-        self.acquire()
-
-    def __exit__(self, *exc):
-        self.release()
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -335,12 +294,17 @@ def test_a_step_waits_for_them_before_it_takes_the_variables(count):
         return x + variable.value()
 
     whole = late(jnp.arange(3.0 * count))
-    spy = Noting(variable.storage.pool.turn, whole)
-    variable.storage.pool.turn = spy
+    pool, thread, ready = variable.storage.pool, threading.current_thread(), []
+
+    def note():
+        if threading.current_thread() is thread:
+            ready.append(whole.is_ready())
+
+    pool.turn = Before(pool.turn, note)
     timer = threading.Timer(0.2, goes_on.set)
     timer.start()
     result = strategy.run(step, (zs.PerReplica.of_whole(whole, count),))
     assert np.array_equal(np.ravel(result.values), np.arange(3.0 * count) + 2)
-    assert spy.ready
-    assert spy.ready[-1]
+    assert ready
+    assert ready[-1]
     timer.join()

@@ -8,83 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tpu_replicas import RNG, W, X, Y, on_replicas, whole
+from tpu_replicas import RNG, W, X, on_replicas, whole
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.tpu.experimental import DeviceAssignment, initialize_tpu_system
-
-
-def losses_of(strategy, lay):
-    """Five steps of Adam; replicas share the batch."""
-    count = strategy.num_replicas_in_sync
-    with strategy.scope():
-        w = zs.Variable(W)
-        seen = zs.Variable(0.0, aggregation=zs.VariableAggregation.SUM)
-        optimizer = zs.Optimizer(optax.adam(0.1))
-
-    @zs.function
-    def train_step(batch):
-        def replica(batch):
-            x, y = batch
-
-            def loss(w):
-                return jnp.mean((jnp.tanh(lay(x) @ lay(w)) - y) ** 2) / count
-
-            value, gradient = zs.value_and_grad(loss)(w)
-            optimizer.apply_gradients([(gradient, w)])
-            seen.assign_add(jnp.float32(x.shape[0]))
-            return value
-
-        losses = strategy.run(replica, args=(batch,))
-        return strategy.reduce("sum", losses, axis=None)
-
-    batch = on_replicas(strategy, X), on_replicas(strategy, Y)
-    losses = [float(train_step(batch)) for _ in range(5)]
-    assert train_step.trace_count == 1
-    assert float(seen.numpy()) == 40
-    assert strategy.extended.variable_created_in_scope(w)
-    kept = w.storage.value()  # whole on every core
-    assert len(kept.addressable_shards) == strategy._mesh.mesh.size
-    assert kept.sharding.is_fully_replicated
-    return losses, w.numpy()
-
-
-def expected_losses():
-    transformation = optax.adam(0.1)
-    w, losses = jnp.asarray(W), []
-    state = transformation.init(w)
-    for _ in range(5):
-        value, gradient = jax.value_and_grad(
-            lambda w: jnp.mean((jnp.tanh(X @ w) - Y) ** 2)
-        )(w)
-        delta, state = transformation.update(gradient, state, w)
-        w = w + delta
-        losses.append(float(value))
-    return losses, w
-
-
-@pytest.mark.parametrize(
-    ("shape", "replicas"),
-    [([1, 1, 1, 1], 8), ([1, 1, 1, 2], 4), ([1, 1, 2, 2], 2), ([1, 1, 1, 2], 1)],
-)
-@pytest.mark.shows("TPUStrategy.scope")
-def test_training_is_training_on_one_device(make_tpu, shape, replicas):
-    """With a layer whose weight is split over the logical devices."""
-    strategy = make_tpu(shape, replicas)
-    parts = int(np.prod(shape))
-
-    def lay(array):
-        by_column = array.shape[1] == 4
-        split = [1, parts] if by_column else [1, 1]
-        if np.prod(split) != parts:
-            return strategy.experimental_replicate_to_logical_devices(array)
-        return strategy.experimental_split_to_logical_devices(array, split)
-
-    losses, w = losses_of(strategy, lay)
-    expected, value = expected_losses()
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    np.testing.assert_allclose(w, value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("split", [[2, 3], [3, 2], [1, 6], [6, 1]])

@@ -4,7 +4,6 @@ running a function give the same."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from in_replicas import number
 
@@ -34,29 +33,6 @@ def test_tensorflows_example_of_merge_call(two):
     assert [int(x) for x in in_a_step.values] == [10, 11]
     one = zs.OneDeviceStrategy("CPU:0")
     assert one.run(fn, args=(3,)) == 6
-
-
-@pytest.mark.parametrize("peek", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_training_is_the_same_both_ways(two, peek, inside):
-    with two.scope():
-        v = zs.Variable([1.0, 2.0])
-        optimizer = zs.Optimizer(optax.adam(0.1), count_iterations=True)
-
-    def fn(x):
-        if peek:
-            int(number())  # a value that Python looks at
-        loss, grads = zs.value_and_grad(lambda v: jnp.sum(v * x))(v)
-        optimizer.apply_gradients([(grads, v)])
-        assert v.shape == (2,)
-        return loss
-
-    x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
-    losses = (zs.function(two.run) if inside else two.run)(fn, (x,))
-    adam, value = optax.adam(0.1), jnp.array([1.0, 2.0])
-    update, _ = adam.update(jnp.array([2.0, 4.0]), adam.init(value))
-    np.testing.assert_allclose(v.numpy(), value + update, rtol=1e-6)
-    np.testing.assert_allclose(losses.values, [2.0, 8.0])
 
 
 def test_a_function_may_look_at_values(two):

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from replicated_steps import R, W, X, Y, batches, loss_fn, run
+from replicated_steps import R, W, X, Y, batches, run
 
 import zstrat.variables as zv
-from zstrat.errors import OutOfRangeError
 from zstrat.program import (
     WorkerContext,
     function,
     get_worker_context,
-    value_and_grad,
     worker_context,
 )
 from zstrat.strategy import PerReplica, get_replica_context
@@ -27,39 +25,6 @@ def test_the_face_of_several_replicas(four):
     assert four.strategy.num_replicas_in_sync == R
     names = tuple(f"/device:CPU:{i}" for i in range(R))
     assert four.strategy.extended.worker_devices == names
-
-
-@pytest.mark.shows("ParameterServerStrategy.run")
-def test_training_on_replicas_is_training_on_the_whole_batch(four):
-    strategy = four.strategy
-    with strategy.scope():
-        w = zv.Variable(W, name="w")
-        optimizer = zv.Optimizer(optax.sgd(0.1), count_iterations=True)
-
-    def step(iterator):
-        def replica_fn(batch):
-            x, y = batch
-            # Divided by the replicas: gradients are summed over them.
-            loss, gradient = value_and_grad(
-                lambda w: loss_fn(w, x, y) / strategy.num_replicas_in_sync
-            )(w)
-            optimizer.apply_gradients([(gradient, w)])
-            return loss
-
-        losses = strategy.run(replica_fn, args=(next(iterator),))
-        return strategy.reduce("sum", losses, axis=None)
-
-    iterator = batches((X, Y), (X[:4], Y[:4]))
-    shipped = four.ship(function(step))
-    expected = W
-    for x, y in ((X, Y), (X[:4], Y[:4])):
-        loss, gradient = jax.value_and_grad(loss_fn)(expected, x, y)
-        np.testing.assert_allclose(four.run(shipped, iterator), loss, rtol=1e-5)
-        expected = expected - 0.1 * gradient
-        np.testing.assert_allclose(w.numpy(), expected, rtol=1e-5)
-    assert optimizer.iterations.numpy() == 2
-    with pytest.raises(OutOfRangeError):
-        four.run(shipped, iterator)
 
 
 def test_each_replica_gets_its_rows_of_what_was_drawn_and_the_rest_whole(four):
