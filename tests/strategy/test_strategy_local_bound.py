@@ -52,28 +52,22 @@ def assert_are(two, result, *expected):
 @pytest.mark.parametrize("device", [0, 1, 5])
 @pytest.mark.parametrize("merge", [reduced, added])
 def test_it_is_used_before_and_after_a_meeting(two, own, device, merge):
-    def fn(own, shared):
+    """As an argument, as what it was multiplied with, and as captured."""
+    shared = on(device, 5.0)
+
+    def given(own, shared):
         return merge_call(merge, own * shared) + shared
 
-    assert_are(two, two.run(fn, (own, on(device, 5.0))), 20, 20)
-
-
-@pytest.mark.parametrize("merge", [reduced, added])
-def test_what_it_was_multiplied_with_is_used_again(two, own, merge):
-    def fn(own, shared):
+    def multiplied(own, shared):
         y = own * shared
         return merge_call(merge, y) + y
 
-    assert_are(two, two.run(fn, (own, on(0, 5.0))), 20, 25)
+    def captured(own):
+        return merge_call(merge, own * 5) + shared
 
-
-def test_it_is_taken_in_by_the_function(two, own):
-    shared = on(0, 5.0)
-
-    def fn(own):
-        return merge_call(reduced, own * 5) + shared
-
-    assert_are(two, two.run(fn, (own,)), 20, 20)
+    assert_are(two, two.run(given, (own, shared)), 20, 20)
+    assert_are(two, two.run(multiplied, (own, shared)), 20, 25)
+    assert_are(two, two.run(captured, (own,)), 20, 20)
 
 
 @pytest.mark.parametrize("first", [reduced, added])

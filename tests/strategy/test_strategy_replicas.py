@@ -21,12 +21,6 @@ from zstrat.program import (
 from zstrat.strategy import PerReplica, get_replica_context
 
 
-def test_the_face_of_several_replicas(four):
-    assert four.strategy.num_replicas_in_sync == R
-    names = tuple(f"/device:CPU:{i}" for i in range(R))
-    assert four.strategy.extended.worker_devices == names
-
-
 def test_each_replica_gets_its_rows_of_what_was_drawn_and_the_rest_whole(four):
     strategy = four.strategy
 
@@ -174,11 +168,6 @@ def test_per_replica_arguments_are_handed_out(four):
         assert [v.tolist() for v in result.values] == [[2.0] * n for n in (1, 2, 3, 4)]
     with pytest.raises(ValueError, match="has 2 values"):
         strategy.run(lambda x: x, args=(PerReplica((1, 2)),))
-
-
-def test_what_is_no_array_stays_the_same_object(four):
-    marker = object()
-    assert four.strategy.run(lambda: (4, None, marker)) == (4, None, marker)
 
 
 def test_replicas_outside_of_a_step_read_and_update_the_ps(four):
