@@ -169,22 +169,6 @@ def test_a_replica_context_is_used_in_its_replica(strategy, other):
     assert context.num_replicas_in_sync == 1
 
 
-def test_merge_call_of_one_replica(strategy):
-    def replica_fn(x):
-        def merge(merging, value, *, plus):
-            assert merging is strategy
-            assert where() == (True, None, None)
-            return value + plus
-
-        merged = get_replica_context().merge_call(merge, (x,), {"plus": 1})
-        assert not in_cross_replica_context()
-        return merged
-
-    assert strategy.run(replica_fn, (4,)) == 5
-    context = get_replica_context()
-    assert context.merge_call(lambda s, x: (s, x), (3,)) == (context.strategy, 3)
-
-
 def test_strategies_are_not_copied_but_stand_for_themselves(strategy):
     for each in (strategy, get_strategy()):
         with pytest.raises(RuntimeError, match="deepcopy"):

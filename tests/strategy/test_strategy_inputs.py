@@ -366,6 +366,12 @@ def test_a_replica_does_not_draw(two):
         with pytest.raises(ValueError, match="replica_fn"):
             two.run(lambda draw=draw: draw(iterator))
     assert values(next(iterator)) == [[0], [1]]
+    for distribute in (
+        two.experimental_distribute_dataset,
+        two.distribute_datasets_from_function,
+    ):
+        with pytest.raises(RuntimeError, match="get_replica_context"):
+            two.run(lambda method=distribute: method(Dataset.range(2).batch(2)))
 
 
 def test_a_step_of_a_worker_takes_the_iterator_not_the_dataset(two):
