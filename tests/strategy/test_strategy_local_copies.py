@@ -229,7 +229,7 @@ def call(request, two):
 UPDATES = {
     "assign": (lambda c: c.assign(c.value() + 10.0), (), [10, 11]),
     "add": (lambda c, x: c.assign_add(x), (1.0,), [1, 2]),
-    "mirrored": (lambda c, x: c.assign_sub(x), (zs.Mirrored((5.0, 5.0)),), [-5, -4]),
+    "mirrored": (lambda c, x: c.assign_sub(x), (zs.Mirrored((5.0, 6.0)),), [-5, -5]),
 }
 
 
